@@ -31,6 +31,7 @@ from petune.methods import tuned_parameters
 from petune.rng.generators import rng_state
 from petune.run.snapshot import Snapshots
 from petune.saving import checkpoint
+from petune.saving.optimizer_state import OptimizerPacker
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -82,7 +83,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.tuned.values(), lr=1e-4, fused=self.device.type == "cuda")
         self.ids = torch.randint(4, config.vocab_size, (given.batch, given.length), device=self.device)
         self.steps = 0
-        self.packer = checkpoint.OptimizerPacker()
+        self.packer = OptimizerPacker()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As `petune.run.state.pack_state`, which needs the rest of the toolkit."""

@@ -92,7 +92,7 @@ LONG_FILES = (
     "petune/parallel/plan.py",
     "petune/profiling/throughput.py",
     "petune/rng/dropout.py",
-    "petune/saving/checkpoint.py",
+    "petune/saving/export.py",
     "petune/saving/peft.py",
 )
 NAME = 80  # characters of a test's name

@@ -39,24 +39,12 @@ def number_of_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def leaf_hashes(file: FileIO) -> list[str]:
-    """The SHA-256 of every 64 MiB of an open file in hexadecimal, the last of what is left; by several
-    threads."""
-    return _in_ranges(file, [(at, at + BLOCK) for at in range(0, os.fstat(file.fileno()).st_size, BLOCK)])
-
-
-def whole_and_leaf_hashes(file: FileIO) -> tuple[str, list[str]]:
-    """The SHA-256 of an open file, and `leaf_hashes` of it. A file of one block is read once, a larger one
-    twice, at the same time."""
-    size = os.fstat(file.fileno()).st_size
-    if size <= BLOCK:
-        whole = _hash_range(file, 0, size)
-        return whole, [whole] * number_of_blocks(size)
-    whole, *leaves = _in_ranges(file, [(0, size), *((at, at + BLOCK) for at in range(0, size, BLOCK))])
-    return whole, leaves
-
-
-def _in_ranges(file: FileIO, ranges: Sequence[tuple[int, int]]) -> list[str]:
+def leaf_hashes(file: FileIO, blocks: Sequence[int] | None = None) -> list[str]:
+    """The SHA-256 of every 64 MiB of an open file in hexadecimal, the last of what is left, or of some of
+    these blocks by number; by several threads."""
+    if blocks is None:
+        blocks = range(number_of_blocks(os.fstat(file.fileno()).st_size))
+    ranges = [(at * BLOCK, (at + 1) * BLOCK) for at in blocks]
     if len(ranges) < 2:
         return [_hash_range(file, *one) for one in ranges]
     with ThreadPoolExecutor(min(len(ranges), os.cpu_count() or 1, _MOST_THREADS), "petune-hash") as threads:

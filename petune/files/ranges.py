@@ -191,7 +191,7 @@ class RangeReader:
     def _flat(self, source: Source, name: str, begin: int, out: Tensor, by: torch.dtype | None) -> None:
         """Fill `out` with elements that lie one behind the other."""
         if out.dtype == source.dtype and out.device.type == "cpu" and by in (None, out.dtype):
-            self._fill(source, name, begin, _bytes(out))
+            self._fill(source, name, begin, bytes_of(out))
             return
         item = source.dtype.itemsize
         count = PORTION // item
@@ -238,7 +238,7 @@ def _put(out: Tensor, held: Tensor, by: torch.dtype | None) -> None:
     out.copy_(held if by is None else held.to(by))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor that is not empty."""
     return memoryview(cast("Any", tensor.view(torch.uint8).numpy()))
 

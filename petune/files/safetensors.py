@@ -172,9 +172,10 @@ def open_regular(path: Path, *, links: bool = False) -> FileIO:
         return FileIO(fd, "rb")
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview], *, sync: bool = False) -> None:
+def write_file(path: Path, chunks: Iterable[bytes | memoryview | int], *, sync: bool = False) -> None:
     """Write a file under a temporary name beside `path` and rename it there; mode 0644 as the umask allows.
 
+    A chunk that is a number leaves room for so many bytes, which read as zeros until somebody writes them.
     `sync` flushes the file and its folder to disk; inside `checkpoint.commit` that is done once for all.
     Raises MachineError.
     """
@@ -185,6 +186,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], *, sync: bool =
             fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             try:
                 for chunk in chunks:
+                    if isinstance(chunk, int):
+                        os.ftruncate(fd, os.lseek(fd, chunk, os.SEEK_CUR))
+                        continue
                     rest = memoryview(chunk).cast("B")
                     while rest:
                         rest = rest[os.write(fd, rest) :]
@@ -295,7 +299,7 @@ def write_tensors(
     sync: bool = False,
 ) -> None:
     """Write named tensors as one safetensors file; equal tensors give equal bytes. Holds one tensor in memory
-    beside the given ones.
+    beside the given ones. Of a tensor on the meta device there is the room alone (files/range_writer.py).
 
     Raises TrainingFault for a non-finite value (unless `finite` is False), ValueError for what safetensors
     cannot name, MachineError.
@@ -325,19 +329,25 @@ def write_tensors(
             f"{path}: {len(tensors)} tensors need a header of {size} bytes; split them over several files"
         )
 
-    def chunks() -> Iterator[bytes | memoryview]:
+    def chunks() -> Iterator[bytes | memoryview | int]:
         yield beginning
         for name, tensor in ordered:
+            if tensor.is_meta:
+                yield tensor.nbytes
+                continue
             here = tensor.detach().cpu().contiguous()
-            if finite and not is_finite(here):
-                raise TrainingFault(
-                    "holds a NaN or an infinity: not written",
-                    where=f"{path}  {name}",
-                    remedy="see the last steps' losses",
-                )
+            if finite:
+                refuse_not_finite(here, f"{path}  {name}")
             yield _bytes(here)
 
     write_file(path, chunks(), sync=sync)
+
+
+def refuse_not_finite(tensor: Tensor, where: str) -> None:
+    """Raise TrainingFault for a NaN or an infinity in what is about to be written."""
+    if not is_finite(tensor):
+        remedy = "see the last steps' losses"
+        raise TrainingFault("holds a NaN or an infinity: not written", where=where, remedy=remedy)
 
 
 def header_bytes(header: Mapping[str, Any]) -> bytes:
@@ -352,6 +362,12 @@ def read_header(path: Path, *, links: bool = False) -> Header:
     MachineError."""
     with open_regular(path, links=links) as file, reading(path):
         return _header(file, path)
+
+
+def tensor_kinds(path: Path, *, links: bool = False) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file by name, on the meta device. Raises as `read_header`."""
+    entries = read_header(path, links=links).tensors.items()
+    return {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries}
 
 
 def read_tensors(

@@ -194,21 +194,29 @@ class Contents:
         """A digest of what the model is made of: names, dtypes and shapes, a few values of each tensor in the
         files, and the seed of those that are drawn."""
         digest = hashlib.sha256(json.dumps([self.seed, sorted(self.names)]).encode())
-        with RangeReader(self.files) as reader:
-            for name, piece in sorted(self.plan.pieces.items()):
-                like = self._like(name)
-                digest.update(f"{name} {like.dtype} {list(like.shape)}\n".encode())
-                if (held := self.four_bit.get(piece.source)) is not None:
-                    form = held.read(reader, torch.device("cpu"), like.dtype)
-                    digest.update(sampled(form.dense()).numpy().tobytes())
-                    continue
-                step = max(1, like.numel() // POINTS)
-                for flat in list(range(step // 2, like.numel(), step))[:POINTS]:
-                    value = torch.empty((1,) * like.dim(), dtype=torch.float64)
-                    place = torch.unravel_index(torch.tensor(flat), like.shape)
-                    reader.read(piece.source, value, [int(at) for at in place])
-                    digest.update(value.numpy().tobytes())
+        for name in sorted(self.plan.pieces):
+            like = self._like(name)
+            digest.update(f"{name} {like.dtype} {list(like.shape)}\n".encode())
+            digest.update(self.sampled(name).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def sampled(self, name: str) -> Tensor:
+        """A few values of a tensor, those of `frozen_weight.sampled`, without reading the others."""
+        like = self._like(name)
+        if (held := self.four_bit.get(self.plan.pieces[name].source)) is not None:
+            with RangeReader(self.files) as reader:
+                return sampled(held.read(reader, torch.device("cpu"), like.dtype).dense())
+        step = max(1, like.numel() // POINTS)
+        places = [
+            torch.unravel_index(torch.tensor(flat), like.shape)
+            for flat in range(step // 2, like.numel(), step)[:POINTS]
+        ]
+        parts = [
+            Part(name, torch.empty((1,) * like.dim(), dtype=like.dtype), [int(at) for at in place])
+            for place in places
+        ]
+        self.fill(parts)
+        return torch.tensor([float(part.out) for part in parts], dtype=torch.float64)
 
 
 # ---------------------------------------------------------------- a model and its contents

@@ -278,20 +278,14 @@ def settle(model: nn.Module) -> None:
 
 def first_row(parameter: Tensor) -> int:
     """The number of the first of the rows that this rank holds of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    return _own_rows(parameter, parameter.shape[0])[0]
-
-
-def _own_rows(parameter: DTensor, length: int) -> tuple[int, int]:
-    """(first, count) of this rank's rows of `length`."""
     first = 0
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            sizes = chunks(length, parameter.device_mesh.size(axis))
-            index = parameter.device_mesh.get_local_rank(axis)
-            first, length = first + sum(sizes[:index]), sizes[index]
-    return first, length
+    if isinstance(parameter, DTensor):
+        length, mesh = parameter.shape[0], parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                sizes, index = chunks(length, mesh.size(axis)), mesh.get_local_rank(axis)
+                first, length = first + sum(sizes[:index]), sizes[index]
+    return first
 
 
 def _sharded_as(parameter: DTensor, part: Tensor) -> DTensor:
@@ -310,20 +304,3 @@ def chunks(length: int, count: int) -> tuple[int, ...]:
     """How torch's chunk rule cuts `length` rows in `count`: equal parts, then what is left, then nothing."""
     size = -(-length // count)
     return tuple(max(0, min(size, length - size * number)) for number in range(count))
-
-
-@torch.no_grad()
-def local_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """`whole` cut as `parameter` is and put where it rests, in the dtype of `whole`: to copy into it, or to
-    be its optimizer state.
-
-    Nobody talks. A tensor of another shape (a step count) is no image of the parameter and comes back as it
-    is.
-    """
-    if whole.shape != parameter.shape:
-        return whole
-    if not isinstance(parameter, DTensor):
-        return whole.to(parameter.device)
-    part = whole.narrow(0, *_own_rows(parameter, len(whole)))
-    part = part.to(local(parameter).device).clone(memory_format=torch.contiguous_format)
-    return _sharded_as(parameter, part)

@@ -131,13 +131,13 @@ def _read(
 
     with room_for(contents.place):
         made = allocate(modules, make)
-        bad = contents.fill(Part(name, local(one), _start(name, one, placed, mesh)) for name, one in made)
+        bad = contents.fill(Part(name, local(one), start_of(name, one, placed, mesh)) for name, one in made)
     for module in modules if mesh.plan.sharding is not None else ():
         settle(module)
     return bad
 
 
-def _start(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> list[int]:
+def start_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> list[int]:
     """Where this rank's part of a tensor begins in the whole: cut over tp, then sharded over dp."""
     start = [0] * value.dim()
     cut_by = placed.slices.get(name)

@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petune.files.range_writer import ALONE, Crew
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portions
-from petune.parallel.fsdp import copies, is_sharded, local, local_like, wholes
+from petune.parallel.fsdp import copies, is_sharded, local, wholes
 from petune.parallel.launch import process_group
 from petune.parallel.mesh import Axis
 from petune.parallel.objective import Batch, Objective, Outputs
 from petune.parallel.pipeline.schedule import Pipeline
-from petune.parallel.placement import Placement
+from petune.parallel.placement import Placement, start_of
 from petune.parallel.plan import apportion
 from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_loss
 from petune.rng.context import Running
@@ -294,6 +295,14 @@ class Runner:
     # ------------------------------------------------------------ whole tensors and slices of them
 
     @property
+    def crew(self) -> Crew:
+        """Who writes the tuned tensors into files: the main rank by itself where it holds them whole, else
+        all."""
+        if self.uncut:
+            return ALONE
+        return Crew(self.mesh.rank, self.plan.world, process_group.gather)
+
+    @property
     def uncut(self) -> bool:
         """Whether every rank holds every tuned tensor whole, so that the main one needs no other to save
         them."""
@@ -362,30 +371,21 @@ class Runner:
         shape, dtype = self.shapes[name]
         return torch.empty(shape, dtype=dtype, device=self.mesh.device)
 
-    def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of whole tensors given by tuned name, on its device."""
-        found = {}
-        for name, value in tensors.items():
-            if name in self.tuned:
-                found[name] = local_like(self.tuned[name], self._part(name, value).to(self.mesh.device))
-        return found
-
-    def _part(self, name: str, value: Tensor) -> Tensor:
-        cut = self.placed.slices.get(name)
-        if cut is None or cut.dim == "owner" or value.dim() == 0:
-            return value
-        rank = self.mesh.at.tp
-        return value.narrow(cut.dim, sum(cut.sizes[:rank]), cut.sizes[rank]).contiguous()
-
     def _zeros(self, name: str) -> Tensor:
         """In the shape of what this rank would hold of a tuned tensor."""
-        shape, dtype = self.shapes[name]
-        return torch.zeros(
-            self._part(name, torch.empty(shape, device="meta")).shape, dtype=dtype, device=self.mesh.device
-        )
+        whole, dtype = self.shapes[name]
+        shape, cut = list(whole), self.placed.slices.get(name)
+        if cut is not None and cut.dim != "owner":
+            shape[cut.dim] = cut.sizes[self.mesh.at.tp]
+        return torch.zeros(shape, dtype=dtype, device=self.mesh.device)
 
-    @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put whole tensors into this rank's parameters."""
-        for name, value in self.local(tensors).items():
-            self.tuned[name].copy_(value)
+    def start(self, name: str) -> list[int]:
+        """Where what this rank holds of a tuned tensor begins in the whole: with its shape, the box that it
+        reads and writes of files."""
+        return start_of(name, self.tuned[name], self.placed, self.mesh)
+
+    def writes(self, name: str) -> bool:
+        """Whether, of the ranks that hold this very box of a tuned tensor, this is the first."""
+        at = self.mesh.at
+        first = at.dp < self.plan.dp // copies(self.tuned[name], self.plan)
+        return first and at.pp == self.holders[name][0] and (at.tp == 0 or name in self.placed.slices)

@@ -10,11 +10,9 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
-
-import torch
-from torch import nn
 
 from petune.errors import FileError, TrainingFault
 from petune.log import phase
@@ -29,10 +27,12 @@ from petune.run.progress import Progress
 from petune.run.reporting import Logged
 from petune.run.signals import StopRequest
 from petune.run.snapshot import KEPT, Snapshots, age
+from petune.run.state import HeldState
 from petune.run.step import Step
 from petune.run.summary import command_to_go_on
 from petune.run.tuned_files import TunedFiles
 from petune.saving import checkpoint, export
+from petune.saving.optimizer_state import OptimizerPacker
 
 
 class Saver:
@@ -47,7 +47,7 @@ class Saver:
         self.step, self.folder, self.reporter, self.stop, self.metric = step, folder, reporter, stop, metric
         self.recipe, self.runner, self.run_id = step.recipe, step.runner, uuid.uuid4().hex
         self.main = self.runner.mesh.main
-        self.packer = checkpoint.OptimizerPacker()
+        self.packer = OptimizerPacker()
         root, device = folder.checkpoints, self.runner.mesh.device
         self.snapshots = Snapshots(
             root, device, state.write_packed, lambda: self.progress.step, folder.is_lost
@@ -94,36 +94,41 @@ class Saver:
         """
         self._check_frozen()
         root = self.folder.checkpoints
-        tuned, optimizer = self._whole_state()
+        held = self._held_state()
         path = root / f"step-{self.progress.step}"
-        if self.main:
+        if self.main or not self.runner.uncut:
             with phase("writing the checkpoint"):
-                if self.has_lost_folder():
-                    self._rescue(tuned, optimizer)
-                path = self._commit(root, tuned, optimizer)
+                if self.main and self.has_lost_folder():
+                    self._rescue(held)
+                path = self._commit(root, self._facts(), held)
+        if self.main:
             best = self.progress.best_step
             self._point_best()
             checkpoint.rotate(root, self.recipe.keep, [] if best is None else [root / f"step-{best}"])
         self.runner.barrier()  # nobody reads it, or computes on, before it is whole
         return path
 
-    def _whole_state(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
-        return state.whole_state(self.runner, self.step.optimizer, self.step.make_optimizer)
+    def _held_state(self) -> HeldState:
+        return state.held_state(self.runner, self.step.optimizer, self.step.make_optimizer)
 
-    def _commit(
-        self, root: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> Path:
-        def write(place: Path) -> None:
-            state.write_packed(place, *state.pack_state(tuned, optimizer))
+    def _commit(self, root: Path, facts: Mapping[str, Any], held: HeldState) -> Path:
+        """Commit a state as `root`/step-N: by all ranks, or by the main one where it holds all."""
+        return checkpoint.commit(
+            root,
+            self.progress.step,
+            held.begin,
+            run_id=self.run_id,
+            facts=facts,
+            fill=held.fill,
+            crew=self.runner.crew,
+        )
 
-        return checkpoint.commit(root, self.progress.step, write, run_id=self.run_id, facts=self._facts())
-
-    def _rescue(self, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> NoReturn:
+    def _rescue(self, held: HeldState) -> NoReturn:
         """Keep the state in a new folder beside the one that is gone, from which the run can go on, and say
         where."""
         place = self.folder.beside()
         place.begin(self.run_id)
-        path = self._commit(place.checkpoints, tuned, optimizer)
+        path = self._commit(place.checkpoints, self._facts(), held)
         what, go_on = (
             f"the state of step {self.progress.step}",
             command_to_go_on(place.path, self.step.prepared.objects),
@@ -143,13 +148,21 @@ class Saver:
         self.trusted = self.progress.step
 
     def snapshot(self) -> None:
-        """Begin to copy the state of this step; the main process writes it while all go on."""
-        tuned, optimizer = self._whole_state()
-        if self.main and not self.has_lost_folder():
-            whole = self.runner.uncut
-            tensors, facts = state.pack_state(tuned, optimizer, self.packer if whole else None)
-            step, own = self.progress.step, not whole
-            self.snapshots.take(step, tensors, facts, run_id=self.run_id, facts=self._facts(), own=own)
+        """Begin to copy the state of this step; the main process writes it while all go on. Of a state that
+        lies over the ranks, each writes its parts, and all wait."""
+        if self.runner.uncut:
+            if self.main and not self.has_lost_folder():
+                tensors, facts = state.pack_state(self.step.tuned, self.step.optimizer, self.packer)
+                self.snapshots.take(
+                    self.progress.step, tensors, facts, run_id=self.run_id, facts=self._facts()
+                )
+        elif not self.runner.any([self.has_lost_folder()])[0]:
+            commit = partial(self._commit, held=self._held_state())
+            if self.main:
+                self.snapshots.write_now(self.progress.step, self._facts(), commit)
+            else:
+                commit(self.snapshots.root, self._facts())
+            self.runner.barrier()
 
     def begin(self) -> None:
         """Begin to copy the snapshot that was taken last."""
@@ -262,13 +275,13 @@ class Saver:
 
     def go_back_to_best(self) -> None:
         """Put the best state into the model; if its checkpoint is damaged, say so and keep the last."""
-        progress, saved, fault = self.progress, {}, None
+        progress, fault = self.progress, None
         if progress.best_step is None or progress.best_step == progress.step:
             return
         best = self.folder.checkpoints / f"step-{progress.best_step}"
         try:
             self.folder.refuse_other_run(checkpoint.verify(best).run_id, best)
-            saved = state.tuned_of(best)
+            state.check_tuned(best, self.runner)
         except FileError as error:
             fault = error
         if self.runner.any([fault is not None])[0]:  # where one process cannot read it, none goes back
@@ -276,7 +289,7 @@ class Saver:
             self.reporter.note(f"THE BEST CHECKPOINT CANNOT BE READ, tuned/ holds the last state: {why}")
             progress.best_step, progress.best_scores = progress.step, progress.scores
             return
-        self.runner.fill(saved)
+        state.read_tuned(best, self.runner)
         self.reporter.note(
             f"tuned/ holds step {progress.best_step}, the best by {self.metric.name}, not the last"
         )
@@ -295,13 +308,13 @@ class Saver:
 
         Raises MachineError where the folder was lost, after it was written elsewhere.
         """
-        model = self.files.whole_model()  # which one process builds alone, while the others wait to leave
-        if model is None:
+        if not self.main:
+            self.files.take_part()
             return None
         self.files.wait()
         lost = self.has_lost_folder()
         tuned = (self.folder.beside() if lost else self.folder).tuned
-        self.files.write(model, tuned)
+        self.files.write(tuned)
         if lost:
             raise self.folder.lost(
                 f"what was trained is kept in {tuned}", "petune.load reads it; the run's records are gone"

@@ -135,10 +135,6 @@ class HostCopy:
                 torch._foreach_copy_(*large, non_blocking=True)
         self.copied = self.stream.record_event()
 
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors that are on the CPU and nobody else's."""
-        self.tensors, self.copied = tensors, None
-
     def _make_room(self, layout: Layout) -> None:
         """One buffer for all: torch pins memory in powers of two."""
         self.buffer = torch.empty(layout.end, dtype=torch.uint8)
@@ -197,12 +193,11 @@ class Snapshots:
         *,
         run_id: str,
         facts: Mapping[str, Any],
-        own: bool = False,
     ) -> None:
         """Note `tensors`, which must not change before `settle`, to be copied by `begin` and written with
         `state` (JSON) in their turn.
 
-        facts: of the manifest. own: the tensors are on the CPU and nobody else's, so they need no copy.
+        facts: of the manifest.
         """
         self.begin()
         if not self._turns:
@@ -219,12 +214,17 @@ class Snapshots:
                 turn, self._waiting = self._waiting, None
         turn.step, turn.state, turn.facts, turn.run_id = step, state, facts, run_id
         self.taken += 1
-        if own:
-            turn.adopt(tensors)
-            self._hand_over(turn)
-        else:
-            ready = None if turn.stream is None else torch.cuda.current_stream(self.device).record_event()
-            self._noted = turn, tensors, ready
+        ready = None if turn.stream is None else torch.cuda.current_stream(self.device).record_event()
+        self._noted = turn, tensors, ready
+
+    def write_now(
+        self, step: int, facts: Mapping[str, Any], commit: Callable[[Path, Mapping[str, Any]], Any]
+    ) -> None:
+        """Let `commit` put the state of `step` into the folder and under the facts that it is given, while
+        all wait."""
+        self.taken += 1
+        commit(self.root, self._aged(facts, step))
+        self._tidy()
 
     def begin(self) -> None:
         """Begin to copy what `take` has noted, if that has not begun; the host is busy with it for some
@@ -329,17 +329,23 @@ class Snapshots:
         if self.lost(turn.run_id):
             return
 
-        def facts() -> dict[str, Any]:
-            reached = self.run_step()
-            self.oldest = max(self.oldest, reached - turn.step)
-            return {**turn.facts, "snapshot": {"step": turn.step, "run_step": reached}}
-
         checkpoint.commit(
             self.root,
             turn.step,
             lambda folder: self.write(folder, turn.tensors, turn.state),
             run_id=turn.run_id,
-            facts=facts,
+            facts=lambda: self._aged(turn.facts, turn.step),
         )
+        self._tidy()
+
+    # ------------------------------------------------------------ either
+
+    def _aged(self, facts: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """The facts of a snapshot that is about to be committed: how old it is by then."""
+        reached = self.run_step()
+        self.oldest = max(self.oldest, reached - step)
+        return {**facts, "snapshot": {"step": step, "run_step": reached}}
+
+    def _tidy(self) -> None:
         checkpoint.rotate(self.root, KEPT)
         self.written += 1

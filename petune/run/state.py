@@ -3,8 +3,9 @@ read from one checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,13 +15,22 @@ from torch import Tensor, nn
 
 from petune.errors import FileError, Problem
 from petune.files.json_fields import Anything, Fields, Kind, ListOf, MapOf, Number, Text, Whole, check_fields
-from petune.files.safetensors import check_dtypes
-from petune.parallel import Runner, is_sharded
+from petune.files.range_writer import RangeWriter
+from petune.files.ranges import RangeReader, sources
+from petune.files.safetensors import check_dtypes, is_finite, read_header, tensor_kinds
+from petune.parallel import Runner, is_sharded, local
 from petune.recipe import Recipe
 from petune.rng.generators import rng_state, set_rng_state
 from petune.run.progress import Progress, read_progress
 from petune.saving import checkpoint
+from petune.saving.optimizer_state import (
+    OptimizerPacker,
+    check_optimizer,
+    pack_optimizer,
+    restore_optimizer,
+)
 
+Make = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 TENSORS, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
 _OPTIONS = Fields({}, {"lr": Number(0)}, others=True)
@@ -67,135 +77,177 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def pack_state(
     tuned: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    packer: checkpoint.OptimizerPacker | None = None,
+    packer: OptimizerPacker | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything that a step changes, beside the progress: tensors, of which the tuned ones and moments are
     the live ones, and JSON.
 
     packer: remembers what stays the same from one call to the next.
     """
-    moments, optimizer_facts = (packer or checkpoint.pack_optimizer)(optimizer, tuned)
+    moments, optimizer_facts = (packer or pack_optimizer)(optimizer, tuned)
     rng, rng_facts = rng_state()
     tensors: dict[str, Tensor] = {f"tuned/{name}": value.detach() for name, value in tuned.items()}
     return tensors | moments | rng, {"optimizer": optimizer_facts, "rng": rng_facts}
 
 
 def write_packed(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write what `pack_state` gave, or copies of it, into `folder`."""
+    """Write what `pack_state` gave, or copies of it, into `folder`; of what is on the meta device the
+    room."""
     checkpoint.write_tensors(folder / TENSORS, tensors)
     checkpoint.write_json(folder / FACTS, facts)
 
 
-def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Put a written state back, bit for bit. Raises FileError when it is of other tensors than these."""
-    tensors, facts = checkpoint.read_tensors(folder / TENSORS), checkpoint.read_json(folder / FACTS)
+# ---------------------------------------------------------------- the parts of a rank
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """The state of a whole run as one rank holds it. tensors, facts: what `pack_state` gives, on the meta
+    device what lies over the ranks. parts: what this rank writes of those, each with where it begins."""
+
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+    parts: Mapping[str, tuple[Tensor, list[int]]]
+
+    def begin(self, folder: Path) -> None:
+        """Make the files of the state in an empty folder."""
+        write_packed(folder, self.tensors, self.facts)
+
+    def fill(self, folder: Path) -> None:
+        """Write this rank's parts into them."""
+        if self.parts:
+            with RangeWriter(folder / TENSORS) as writer:
+                for name, (value, start) in self.parts.items():
+                    writer.write(name, value, start)
+
+
+def held_state(runner: Runner, optimizer: torch.optim.Optimizer, make: Make) -> HeldState:
+    """What this rank holds of the state, as it is now: live tensors. Every rank must call this."""
+    if runner.uncut:
+        return HeldState(*pack_state(runner.tuned, optimizer), {})
+    states = {name: optimizer.state.get(value, {}) for name, value in runner.tuned.items()}
+    step = max(runner.gather(max((float(state["step"]) for state in states.values() if state), default=0.0)))
+    tuned, made = _whole_on_meta(runner, make)
+    for value in tuned.values() if step else ():  # everywhere or nowhere: a stage may train nothing
+        made.state[value] = {"step": torch.tensor(step)} | {key: torch.empty_like(value) for key in MOMENTS}
+    first = optimizer.param_groups[0]
+    set_rate(made, first["lr"] / first.get("lr_ratio", 1.0))
+    parts: dict[str, tuple[Tensor, list[int]]] = {}
+    for name, value in runner.tuned.items():
+        if runner.writes(name):
+            held = {"tuned": value.detach()}
+            held |= {f"optimizer/{key}": states[name][key] for key in MOMENTS if step}
+            parts |= {f"{key}/{name}": (local(one), runner.start(name)) for key, one in held.items()}
+    return HeldState(*pack_state(tuned, made), parts)
+
+
+def _whole_on_meta(runner: Runner, make: Make) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """The tuned tensors of the whole model, on the meta device, and an optimizer over them."""
+    kinds = runner.shapes.items()
+    whole = {
+        name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in kinds
+    }
+    return whole, make(whole)
+
+
+def restore_parts(folder: Path, runner: Runner, optimizer: torch.optim.Optimizer, make: Make) -> None:
+    """Put what this rank holds of the state in `folder` back, bit for bit. Raises FileError, before anything
+    is filled, when that is of other tensors than these."""
+    facts, saved = checkpoint.read_json(folder / FACTS), tensor_kinds(folder / TENSORS)
     check_fields(facts, _STATE, folder / FACTS)
-    fill(tuned, _tuned(tensors), str(folder))
-    # another number of them is refused below
-    for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):
-        # of the step that was saved
+    tuned, made = (runner.tuned, optimizer) if runner.uncut else _whole_on_meta(runner, make)
+    _keep_options(facts["optimizer"], made)
+    check_tuned(folder, runner)
+    check_optimizer(made, tuned, saved, facts["optimizer"], str(folder))
+    read_tuned(folder, runner)
+    if runner.uncut:
+        moments = checkpoint.read_tensors(folder / TENSORS, under="optimizer/")
+        restore_optimizer(optimizer, tuned, moments, facts["optimizer"], str(folder))
+    else:
+        _read_moments(folder, runner, optimizer, facts["optimizer"]["state"])
+        first = facts["optimizer"]["groups"][0]["options"]
+        set_rate(optimizer, first["lr"] / first.get("lr_ratio", 1.0))
+    set_rng_state(checkpoint.read_tensors(folder / TENSORS, under="rng/"), facts["rng"], str(folder))
+
+
+def _keep_options(facts: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Let the recipe's options count in the groups that were saved, but for the rate, which is of the step
+    that was saved."""
+    # another number of them is refused later
+    for saved, group in zip(facts["groups"], optimizer.param_groups, strict=False):
         recent = {key: value for key, value in saved["options"].items() if key == "lr"}
         saved["options"] = {
             key: value for key, value in group.items() if key != "params" and key not in saved["tensors"]
         } | recent
-    checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
-    set_rng_state(tensors, facts["rng"], str(folder))
 
 
-def tuned_of(folder: Path) -> dict[str, Tensor]:
-    """The tuned tensors of a written state, whole, by name. Raises FileError."""
-    return _tuned(checkpoint.read_tensors(folder / TENSORS, under="tuned/"))
-
-
-def _tuned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("tuned/"): value for name, value in tensors.items() if name.startswith("tuned/")
+def check_tuned(folder: Path, runner: Runner) -> None:
+    """Raise FileError naming up to ten tensors of the state in `folder` that are not what trains here."""
+    saved = {
+        name.removeprefix("tuned/"): value
+        for name, value in tensor_kinds(folder / TENSORS).items()
+        if name.startswith("tuned/")
     }
-
-
-def fill(tuned: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], where: str) -> None:
-    """Copy saved tensors into the model's. Raises FileError naming up to ten that do not fit; `where` is
-    where they come from."""
-    wrong = sorted(set(saved) ^ set(tuned)) or [
-        name for name in saved if saved[name].shape != tuned[name].shape
-    ]
+    shapes = {name: shape for name, (shape, _) in runner.shapes.items()}
+    wrong = sorted(set(saved) ^ set(shapes)) or [name for name in saved if saved[name].shape != shapes[name]]
     if wrong:
         raise FileError(
-            [Problem("is not the tensor this recipe trains", where=f"{where}: {name}") for name in wrong[:10]]
+            [
+                Problem("is not the tensor this recipe trains", where=f"{folder}: {name}")
+                for name in wrong[:10]
+            ]
         )
-    for name in check_dtypes(saved, {name: value.dtype for name, value in tuned.items()}, where)[:1]:
-        sides = {"expected": str(tuned[name].dtype), "found": str(saved[name].dtype)}
+    dtypes = {name: dtype for name, (_, dtype) in runner.shapes.items()}
+    for name in check_dtypes(saved, dtypes, str(folder))[:1]:
         raise FileError(
             "would be rounded",
-            where=f"{where}  {name}",
+            where=f"{folder}  {name}",
+            expected=str(dtypes[name]),
+            found=str(saved[name].dtype),
             remedy="resume with the dtype that the run began with",
-            **sides,
         )
-    with torch.no_grad():
-        for name, value in saved.items():
-            tuned[name].copy_(value)
 
 
-def whole_state(
-    runner: Runner,
-    optimizer: torch.optim.Optimizer,
-    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
-) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
-    """The tuned tensors and the optimizer of the whole model, on the CPU of the main process; empty ones
-    elsewhere.
-
-    `make` builds an optimizer over tuned tensors by name. Every process must call this. Where every rank has
-    all tensors whole, each gets its own, which are the live ones, wherever they are.
-    """
-    if runner.uncut:
-        return runner.tuned, optimizer
-    states = {name: optimizer.state.get(value, {}) for name, value in runner.tuned.items()}
-    tuned = runner.whole({name: value.detach() for name, value in runner.tuned.items()})
-    whole = {name: nn.Parameter(value) for name, value in tuned.items()}
-    moments: dict[str, dict[str, Tensor]] = {}
-    step = max(runner.gather(max((float(state["step"]) for state in states.values() if state), default=0.0)))
-    if step:  # everywhere or nowhere: a stage may train nothing
-        moments = {key: runner.whole({name: state[key] for name, state in states.items()}) for key in MOMENTS}
-    made = make(whole)
-    for name, value in whole.items():
-        if moments:
-            made.state[value] = {"step": torch.tensor(step), **{key: moments[key][name] for key in MOMENTS}}
-    first = optimizer.param_groups[0]
-    set_rate(made, first["lr"] / first.get("lr_ratio", 1.0))
-    return whole, made
+def read_tuned(folder: Path, runner: Runner) -> None:
+    """Put the tuned tensors of the state in `folder`, which fits, into this rank's."""
+    with _reader(folder) as reader:
+        for name, value in runner.tuned.items():
+            _read(reader, f"tuned/{name}", local(value.detach()), runner.start(name))
 
 
-def restore_parts(
-    folder: Path,
-    runner: Runner,
-    optimizer: torch.optim.Optimizer,
-    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+def _read_moments(
+    folder: Path, runner: Runner, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
 ) -> None:
-    """Fill this process' parts from the whole state in `folder`. `make` builds an optimizer over tuned
-    tensors by name."""
-    if runner.plan.world == 1:
-        restore_state(folder, runner.tuned, optimizer)
-        return
-    whole = {
-        name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in runner.shapes.items()
-    }
-    restored = make(whole)
-    restore_state(folder, whole, restored)
-    runner.fill({name: value.detach() for name, value in whole.items()})
-    states = {name: restored.state.get(value, {}) for name, value in whole.items()}
+    """Give the optimizer what this rank holds of the moments in `folder`, which fit."""
     optimizer.state.clear()  # a state before the first step has none
-    moments = {
-        key: runner.local({name: state[key] for name, state in states.items() if key in state})
-        for key in MOMENTS
-    }
-    for name, value in runner.tuned.items():
-        if name in moments[MOMENTS[0]]:
-            step = (
-                states[name]["step"].to(value.device)
-                if optimizer.param_groups[0].get("fused")
-                else states[name]["step"]
-            )
-            optimizer.state[value] = {"step": step.clone(), **{key: moments[key][name] for key in MOMENTS}}
+    on_device = optimizer.param_groups[0].get("fused")
+    with _reader(folder) as reader:
+        for name, value in runner.tuned.items():
+            for key in saved[name]["tensors"]:
+                if key in MOMENTS:
+                    made = torch.empty_like(value.detach())
+                    _read(reader, f"optimizer/{key}/{name}", local(made), runner.start(name))
+                else:
+                    made = torch.empty((), device=value.device if on_device else None)
+                    _read(reader, f"optimizer/{key}/{name}", made, [])
+                optimizer.state[value][key] = made
+
+
+def _reader(folder: Path) -> RangeReader:
+    return RangeReader(sources({folder / TENSORS: read_header(folder / TENSORS)}))
+
+
+def _read(reader: RangeReader, name: str, out: Tensor, start: Sequence[int]) -> None:
+    reader.read(name, out, start)
+    if not is_finite(out):
+        raise FileError(
+            "holds a NaN or an infinity",
+            where=f"{reader.sources[name].path}  {name}",
+            remedy="its training had failed: use an earlier one",
+        )
+
+
+# ---------------------------------------------------------------- what fits
 
 
 def refuse_foreign(

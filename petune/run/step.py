@@ -22,6 +22,7 @@ from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
 from petune.methods.activation_cache import ActivationCache, identity_of
 from petune.methods.trainable import frozen_digest
+from petune.models.contents import contents_of
 from petune.parallel import Batch, Mesh, alone, local
 from petune.parallel.launch import process_group
 from petune.rng.dropout import step_key
@@ -96,6 +97,7 @@ class Step:
         self.weights = self._class_weights()
         with self.explain_memory("loading of the model"):
             model = build(prepared)
+            self.read_by_ranges = contents_of(model) is not None
             self._note_whole(model, mesh)
             self.make_optimizer = partial(state.make_optimizer, recipe, rates=learning_rates(model))
             self.runner = run_on(model, prepared, mesh, self.weights)

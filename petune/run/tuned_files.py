@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from petune.errors import FileError
 from petune.files.hashes import FileHashes
+from petune.files.range_writer import RangeWriter
 from petune.log import phase
 from petune.methods import tuned_parameters
 from petune.methods.configs import method_of
+from petune.models.contents import allocate
 from petune.models.source import model_files
-from petune.run import state
-from petune.run.build import build_whole
+from petune.parallel import local
+from petune.run.build import build
 from petune.run.objects import base_name
 from petune.run.reporting import Logged
 from petune.run.step import Step
@@ -47,21 +49,6 @@ class TunedFiles:
             source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision
         )
 
-    def whole_model(self) -> nn.Module | None:
-        """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main
-        process; None elsewhere.
-
-        Every process must call this.
-        """
-        if self.runner.plan.world == 1:
-            return self.step.model
-        trained = self.runner.whole({name: value.detach() for name, value in self.step.tuned.items()})
-        if not self.runner.mesh.main:
-            return None
-        model = build_whole(self.prepared)
-        state.fill(tuned_parameters(model), trained, "the trained state")
-        return model
-
     def wait(self) -> None:
         """Wait for sizes and hashes of the base's files; without them, which is said, `tuned/` is written all
         the same."""
@@ -71,20 +58,79 @@ class TunedFiles:
             except FileError as error:
                 self.reporter.note(f"tuned/ STORES NO HASH OF ITS BASE: {error}")
 
-    def write(self, model: nn.Module, folder: Path) -> None:
-        """Write the tuned tensors of `model`, with its tokenizer and what names its base, into `folder`."""
+    def write(self, folder: Path) -> None:
+        """Write the tuned tensors, with the tokenizer and what names the base, into `folder`; all others
+        `take_part`."""
         recipe, tokenizer = self.prepared.recipe, self.prepared.tokenizer
-        name, whole = base_name(recipe), self._hashed_object(model)
+        model = self.step.model if self.runner.plan.world == 1 else self._built()
+        name, whole, crew = base_name(recipe), self._hashed_object(model), self.runner.crew
+        tuned = {id(value): name for name, value in tuned_parameters(model).items()}
+        names = {name: tuned.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
+
+        def share(work: Path, rooms: export.Rooms) -> None:
+            if self._writes_ranges:
+                own = {file: {key: names[name] for key, name in room.items()} for file, room in rooms.items()}
+                crew.tell([str(work), own])
+                self._fill(work, own)
+                crew.tell()
+
         with phase("writing tuned/"):
-            export.save(
+            export.save_shared(
                 model,
                 folder,
+                share,
                 tokenizer=tokenizer,
                 base_name=name,
                 base_sha256=whole,
                 base_files=self.base_files,
                 overwrite=True,
             )
+
+    def take_part(self) -> None:
+        """What other processes than the main one do while that writes."""
+        if not self._writes_ranges:
+            self._gathered()
+        elif self.runner.crew.world > 1:
+            work, rooms = self.runner.crew.tell()
+            self._fill(Path(work), rooms)
+            self.runner.crew.tell()
+
+    @property
+    def _writes_ranges(self) -> bool:
+        """Whether what trains is most of the model, and is written from where it lies."""
+        over_ranks = self.runner.plan.world > 1 and self.step.read_by_ranges
+        return over_ranks and method_of(self.prepared.recipe.method).trains_base
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """The tuned tensors, whole, on the CPU of the main process."""
+        return self.runner.whole({name: value.detach() for name, value in self.step.tuned.items()})
+
+    def _built(self) -> nn.Module:
+        """The tuned model in one piece, with what has trained in it: as far as it need not be read, its
+        tensors are on the meta device."""
+        trained = {} if self._writes_ranges else self._gathered()
+        model = build(self.prepared)
+        tuned = tuned_parameters(model)
+        if not self.step.read_by_ranges:
+            for name, value in tuned.items():
+                value.data.copy_(trained[name])
+            return model
+        names = {id(value): name for name, value in tuned.items() if name in trained}
+
+        def made(value: nn.Parameter) -> nn.Parameter:
+            return nn.Parameter(trained[names[id(value)]]) if id(value) in names else value
+
+        allocate([model], made)
+        return model
+
+    def _fill(self, work: Path, rooms: Mapping[str, Mapping[str, str | None]]) -> None:
+        """Write what this process holds into the rooms for it, of tuned tensors by file and name there."""
+        for file, names in rooms.items():
+            with RangeWriter(work / file) as writer:
+                for key, name in names.items():
+                    if name in self.runner.tuned and self.runner.writes(name):
+                        value = local(self.runner.tuned[name].detach())
+                        writer.write(key, value, self.runner.start(name))
 
     def _hashed_object(self, model: nn.Module) -> str | None:
         """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its

@@ -7,23 +7,22 @@ petune.json beside them says what was tuned and on which base.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
 from transformers.utils import logging
 
-from petune.errors import MachineError, PetuneError, TrainingFault, UsageError
+from petune.errors import PetuneError, UsageError
 from petune.files.atomic import commit_folder
 from petune.files.hashes import FileHashes
 from petune.files.manifest import MANIFEST, RECORD, check_folder
-from petune.files.safetensors import is_finite, read_json, write_json, write_tensors
+from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
@@ -35,7 +34,7 @@ from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
-from petune.saving.load import TUNED, read_whole
+from petune.saving.load import TUNED, kinds_of
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
 from petune.saving.peft import CONFIG, TENSORS, settings_in_files, to_peft
 from petune.saving.several import save_each
@@ -44,6 +43,9 @@ from petune.saving.tuning_record import facts_of, origin, write_record
 __all__ = ["MergeReport", "fingerprint", "full_hash", "save", "save_merged", "write_peft"]
 
 _OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
+
+Rooms = Mapping[str, Mapping[str, str]]
+Share = Callable[[Path, Rooms], None]
 
 
 # ---------------------------------------------------------------- saving
@@ -70,6 +72,31 @@ def save(
     merged_weights, or an occupied folder without `overwrite`; TrainingFault for a NaN or infinity;
     MachineError.
     """
+    return save_shared(
+        model,
+        folder,
+        _refuse_rooms,
+        tokenizer=tokenizer,
+        base_name=base_name,
+        base_sha256=base_sha256,
+        base_files=base_files,
+        overwrite=overwrite,
+    )
+
+
+def save_shared(
+    model: nn.Module,
+    folder: str | Path,
+    share: Share,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    base_name: str | None,
+    base_sha256: str | None,
+    base_files: Mapping[str, Mapping[str, Any]] | None,
+    overwrite: bool,
+) -> Path:
+    """`save` of a model of which full tuning has left tensors on the meta device: `share` is told the folder
+    that is being written, and there, by file and name, the rooms of model tensors by name, and fills them."""
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
@@ -79,12 +106,17 @@ def save(
         own = tuning(model)
         written = replace(own, config=settings_in_files(model, own.config))
         facts = facts_of(model, written, name, base_sha256, base_files)
-        write_record(work / RECORD, facts, _write_model(model, own.config, name, work))
+        write_record(work / RECORD, facts, _write_model(model, own.config, name, work, share))
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
     fill_all = partial(save_each, model, fill=fill) if record.adapters else fill
     return commit_folder(Path(folder), fill_all, overwrite, _OURS)
+
+
+def _refuse_rooms(work: Path, rooms: Rooms) -> None:
+    if rooms:
+        raise PetuneError("tensors of this model are nowhere; this is a fault of petune", where=str(work))
 
 
 def write_peft(
@@ -112,7 +144,7 @@ def write_peft(
         )
 
     def fill(work: Path) -> None:
-        _write_model(model, record.config, base_name or origin(model), work)
+        _write_model(model, record.config, base_name or origin(model), work, _refuse_rooms)
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
@@ -120,13 +152,13 @@ def write_peft(
 
 
 def _write_model(
-    model: nn.Module, config: MethodConfig, name: str | None, work: Path
+    model: nn.Module, config: MethodConfig, name: str | None, work: Path, share: Share
 ) -> Mapping[str, Tensor]:
     """Write the method's own files; returns the tensors in them by base-model name."""
     method = method_of(config)
     if method.files == "transformers" and isinstance(model, PreTrainedModel):
-        _write_hugging_face(model, model.state_dict(), work)
-        return read_whole(work)
+        share(work, _write_hugging_face(model, model.state_dict(keep_vars=True), work))
+        return kinds_of(work)
     tensors = _whole(model) if method.trains_base else in_difference_form(model, tuned_state(model))
     tensors = {plain_name(name): value for name, value in tensors.items()}
     if method.files == "peft":
@@ -147,24 +179,28 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
     return dict(seen.values())
 
 
-def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
-    for name, value in state.items():
-        if not is_finite(value):
-            raise TrainingFault(
-                "holds a NaN or an infinity: not written", where=name, remedy="see the last steps' losses"
-            )
-    bar = logging.is_progress_bar_enabled()
+def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> Rooms:
+    """Write a model's folder as transformers does, which names and parts its files, with tensors in ours.
+    Returns the rooms that were left for what is on the meta device."""
+    names, rooms = {id(value): name for name, value in state.items()}, dict[str, dict[str, str]]()
+
+    def write(tensors: Mapping[str, Tensor], filename: str, metadata: Mapping[str, str]) -> None:
+        write_tensors(Path(filename), tensors, metadata)
+        left = {key: names[id(value)] for key, value in tensors.items() if value.is_meta}
+        rooms.update({Path(filename).name: left} if left else {})
+
+    library: Any = modeling_utils
+    bar, theirs = logging.is_progress_bar_enabled(), library.safe_save_file
     logging.disable_progress_bar()
+    library.safe_save_file = write
     try:
         with quiet():
             plain_class(model).save_pretrained(model, work, state_dict=dict(state))
-    except SafetensorError as error:
-        raise MachineError(
-            f"cannot write: {error}", where=str(work), remedy="check the disk's free space"
-        ) from error
     finally:
+        library.safe_save_file = theirs
         if bar:
             logging.enable_progress_bar()
+    return rooms
 
 
 def identity(folder: Path) -> str:
@@ -370,7 +406,7 @@ def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
 def _check_complete(state: Mapping[str, Tensor], work: Path) -> None:
     """Every tensor must be in the file, or share its memory with one that is: the model class decides what it
     leaves out."""
-    written = read_whole(work)
+    written = kinds_of(work)
     kept = {value.data_ptr() for name, value in state.items() if name in written}
     lost = [name for name, value in state.items() if name not in written and value.data_ptr() not in kept]
     if lost:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods import is_wrapped, pissa, tuned_parameters, tuning
 from petune.methods.configs import method_of
+from petune.models.contents import contents_of
 from petune.models.frozen_weight import QuantisedWeight, sampled
 from petune.models.tuned_linear import tuned_layers
 
@@ -89,7 +90,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     tensors = base_tensors(model)
     origins = {f"{name}.weight": layer.origin for name, layer in tuned_layers(model)}
     given = {plain_name(name): value for name, value in origins.items() if value is not None}
-    samples = _samples(tensors | given)
+    samples = _samples(tensors | given, model)
     return {
         "version": VERSION,
         "tensors": {name: [*_build(value), samples[name]] for name, value in tensors.items()},
@@ -100,13 +101,14 @@ def _build(value: Tensor) -> tuple[str, list[int]]:
     return str(value.dtype).removeprefix("torch."), list(value.shape)
 
 
-def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float | str]]:
-    """A few values of each tensor, gathered by one copy per device: enough to tell two trainings apart, while
-    a change of single rows needs the hash. Numbers JSON has no word for become text."""
+def _samples(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[float | str]]:
+    """A few values of each tensor of `model`, gathered by one copy per device: enough to tell two trainings
+    apart, while a change of single rows needs the hash. Numbers JSON has no word for become text."""
+    contents = contents_of(model)
     picked: dict[torch.device, list[tuple[str, Tensor]]] = {}
     with torch.no_grad():
         for name, value in tensors.items():
-            few = sampled(value)
+            few = contents.sampled(name) if contents is not None and value.is_meta else sampled(value)
             picked.setdefault(few.device, []).append((name, few))
         found: dict[str, list[float | str]] = {}
         for chosen in picked.values():
@@ -144,7 +146,7 @@ def compare(saved: Mapping[str, Any], model: nn.Module, where: str, heads: Colle
         for name in lost[:MOST]
     ]
     problems += [Problem("is not in the saved base", name) for name in tensors if name not in rows]
-    samples = _samples({name: tensors[name] for name in rows if name in tensors})
+    samples = _samples({name: tensors[name] for name in rows if name in tensors}, bare(model))
     for name in samples:
         if problem := _difference(name, rows[name], _build(tensors[name]), samples[name]):
             problems.append(problem)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from petune import methods
 from petune.errors import FileError, UsageError
 from petune.files.manifest import RECORD, check_folder
-from petune.files.safetensors import check_dtypes, read_json, read_tensors
+from petune.files.safetensors import check_dtypes, read_json, read_tensors, tensor_kinds
 from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, token_rows, tuned_names, tuning
 from petune.methods.configs import METHODS, LoraConfig, name_of
@@ -261,17 +261,25 @@ def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
     _fill(wanted, state)
 
 
-def read_whole(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a Hugging Face folder, from one file or several."""
+def _weights(folder: Path) -> list[Path]:
+    """The tensor files of a Hugging Face folder, one or several."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise FileError("holds no model.safetensors", where=str(folder), remedy="use another copy")
-    return {name: value for file in files for name, value in read_tensors(file, links=True).items()}
+    return files
+
+
+def kinds_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a Hugging Face folder, on the meta device."""
+    return {
+        name: value for file in _weights(folder) for name, value in tensor_kinds(file, links=True).items()
+    }
 
 
 def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
     alone = (folder / TUNED).is_file()
-    state = read_tensors(folder / TUNED) if alone else read_whole(folder)
+    files = [folder / TUNED] if alone else _weights(folder)
+    state = {name: value for file in files for name, value in read_tensors(file, links=not alone).items()}
     found = {name: tuple(value.shape) for name, value in state.items()}
     check_tensors(record.shapes, found, folder)
     own = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}

@@ -309,16 +309,12 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
     trace = Trace(tuple(runner.names))
     assert_only_the_tuned_train(runner)
     assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors at the start")
-    own = {name: local(value) for name, value in runner.local(start).items()}
+    own = {name: own_box(runner, name, start[name]) for name in runner.tuned}
     assert_same(
         {name: local(value) for name, value in runner.tuned.items()},
         own,
         0.0,
         "this rank's parts at the start",
-    )
-    runner.fill(start)
-    assert_same(
-        runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors filled with the start"
     )
     for module in runner.modules:
         module.eval()
@@ -345,6 +341,13 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
     assert blocks == (whole if case.blocks is not None and plan is case.plan else []), "not all is fused"
     assert not (said := [block.spec.said for block in blocks if block.spec.said]), said
     return trace
+
+
+def own_box(runner: Runner, name: str, whole: Tensor) -> Tensor:
+    """The box of a whole tensor that a rank reads and writes of files."""
+    for dim, first in enumerate(runner.start(name)):
+        whole = whole.narrow(dim, first, local(runner.tuned[name]).shape[dim])
+    return whole
 
 
 def gradient(value: nn.Parameter) -> Tensor:

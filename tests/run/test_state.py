@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from petune.errors import FileError
 from petune.recipe import load_recipe
-from petune.run.state import fill, make_optimizer
+from petune.run import distributed
+from petune.run.build import plan_of, prepare
+from petune.run.state import held_state, make_optimizer, restore_parts
+from petune.run.step import Step
+from petune.saving import checkpoint
+from tests.group_pool import ranks
+from tests.planned_runs import PLANS, small, trained
+from tests.small_runs import METHODS, newest
+
+
+def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
+    """On each rank of a plan: put its part of a state back, let all train nothing, and write it once more."""
+    loaded = load_recipe(recipe)
+    plan = plan_of(loaded)
+    with distributed.among(plan):
+        step = Step(prepare(loaded), distributed.join(loaded, plan))
+        restore_parts(saved, step.runner, step.optimizer, step.make_optimizer)
+        held = held_state(step.runner, step.optimizer, step.make_optimizer)
+        crew = step.runner.crew
+        checkpoint.commit(root, 2, held.begin, run_id="run", facts={}, fill=held.fill, crew=crew)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "message"),
+    ("family", "method", "plan"),
     [
-        (torch.int64, "holds int64, not weights"),
-        (torch.bool, "bool"),
-        (torch.float8_e5m2, "float8"),
-        (None, "rounded"),
+        ("llama", "full", "tp"),
+        ("llama", "full", "pp"),
+        ("llama", "full", "shard"),
+        ("llama", "lora", "galaxy"),
+        ("t5", "full", "tp"),
+        ("bert", "lora", "shard"),
+        ("t5", "lora", "pp"),
     ],
 )
-def test_a_tensor_of_another_kind_is_refused_and_nothing_is_filled(
-    dtype: torch.dtype | None, message: str
+def test_a_state_has_the_same_bytes_whichever_ranks_hold_it(
+    family: str, method: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
-    saved = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=dtype or torch.float64)}
-    with pytest.raises(FileError, match=message) as caught:
-        fill(tuned, saved, "step-3")
-    assert "step-3  b" in str(caught.value)
-    assert all(bool((value == 1).all()) for value in tuned.values())
-    fill(tuned, saved | {"b": torch.zeros(2, dtype=torch.bfloat16)}, "step-3")  # every bfloat16 is a float32
-    assert not tuned["b"].any()
+    monkeypatch.setattr("petune.files.hashes.BLOCK", 1000)  # for ranks to share
+    recipe = small(tmp_path, family, METHODS[method], max_steps=2, warmup=0)
+    saved = newest(trained(recipe))
+    ranks(2, rewritten, recipe | {"parallel": PLANS[plan]}, saved, tmp_path / "again")
+    again = tmp_path / "again" / "step-2"
+    assert (again / "state.safetensors").read_bytes() == (saved / "state.safetensors").read_bytes()
+    assert checkpoint.verify(again).files == checkpoint.verify(saved).files
 
 
 def test_a_hundred_small_updates_are_those_of_float64_and_would_be_lost_in_bfloat16():

@@ -25,18 +25,14 @@ from torch import Tensor, nn
 
 from petune.errors import FileError, MachineError, UsageError
 from petune.rng.generators import rng_state, set_rng_state
-from petune.saving import checkpoint
 from petune.saving.checkpoint import (
     MANIFEST,
-    OptimizerPacker,
     candidates,
     commit,
     newest_good,
-    pack_optimizer,
     read_json,
     read_tensors,
     require_free,
-    restore_optimizer,
     rotate,
     set_aside,
     sweep,
@@ -44,6 +40,8 @@ from petune.saving.checkpoint import (
     write_json,
     write_tensors,
 )
+from petune.saving.manifest import render
+from petune.saving.optimizer_state import OptimizerPacker, pack_optimizer, restore_optimizer
 
 
 def filler(mark: int) -> Callable[[Path], None]:
@@ -404,7 +402,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads((path / MANIFEST).read_bytes())
     del content["seal"]
     change(content)
-    (path / MANIFEST).write_bytes(checkpoint._render(content))
+    (path / MANIFEST).write_bytes(render(content))
 
 
 def test_an_edited_fact_is_found(tmp_path: Path) -> None:
@@ -485,11 +483,7 @@ def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block
     for name, fields in verify(path).files.items():
         content = (path / name).read_bytes()
         blocks = [hashlib.sha256(content[at : at + 1000]).hexdigest() for at in range(0, len(content), 1000)]
-        assert fields == {
-            "size": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "blocks": blocks,
-        }, name
+        assert fields == {"size": len(content), "blocks": blocks}, name
     for at in (0, 999, 1000, 2999, 3000, 3499):
         (path / "large").write_bytes(raw[:at] + bytes([raw[at] ^ 64]) + raw[at + 1 :])
         with pytest.raises(
@@ -499,7 +493,7 @@ def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block
     (path / "large").write_bytes(raw)
     verify(path)
     edit(path, lambda content: content["files"]["large"]["blocks"].pop())
-    with pytest.raises(FileError, match="not size, sha256 and as many blocks"):
+    with pytest.raises(FileError, match="not size and as many blocks"):
         verify(path)
 
 
@@ -510,7 +504,7 @@ def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block
 def test_a_name_in_the_manifest_may_not_escape(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, 1)
     save(tmp_path, 2)
-    edit(path, lambda content: content["files"].update({name: {"size": 0, "sha256": "0" * 64, "blocks": []}}))
+    edit(path, lambda content: content["files"].update({name: {"size": 0, "blocks": []}}))
     with pytest.raises(FileError, match=r"manifest\.json"):
         verify(path)
 
@@ -525,10 +519,10 @@ def test_a_name_in_the_manifest_may_not_escape(tmp_path: Path, name: str) -> Non
         lambda content: content.update(files=[]),
         lambda content: content.update(files={}),
         lambda content: content["files"].update(a=3),
-        lambda content: content["files"].update(a={"size": True, "sha256": "", "blocks": [""]}),
+        lambda content: content["files"].update(a={"size": True, "blocks": [""]}),
         lambda content: content["files"].update(a={"size": 1}),
         lambda content: content["files"].update(a={"size": 1, "sha256": ""}),
-        lambda content: content["files"].update(a={"size": 1, "sha256": "", "blocks": [1]}),
+        lambda content: content["files"].update(a={"size": 1, "blocks": [1]}),
     ],
 )
 def test_a_malformed_manifest_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -791,9 +785,8 @@ def test_an_optimizer_comes_back_bit_identical_with_its_options(tmp_path: Path) 
     assert {key.split("/")[1] for key in tensors} == {"exp_avg", "exp_avg_sq", "step"}
     assert "optimizer/exp_avg/first.weight" in tensors
     fresh_net, fresh, _ = make(seed=3)
-    restore_optimizer(
-        fresh, dict(fresh_net.named_parameters()), tensors, json.loads(json.dumps(facts)), "here"
-    )
+    given = {key: tensor.clone() for key, tensor in tensors.items()}
+    restore_optimizer(fresh, dict(fresh_net.named_parameters()), given, json.loads(json.dumps(facts)), "here")
     old, new = optimizer.state_dict(), fresh.state_dict()
     assert old["param_groups"] == new["param_groups"] and isinstance(new["param_groups"][0]["betas"], tuple)
     for index, state in old["state"].items():
@@ -803,9 +796,7 @@ def test_an_optimizer_comes_back_bit_identical_with_its_options(tmp_path: Path) 
         for key, tensor in pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0].items()
     }
     run(net, optimizer, scheduler, 1)
-    assert equal(pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0], kept), (
-        "the copy is not its own"
-    )
+    assert equal(pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0], kept), "it is not its own"
 
 
 def test_a_packer_gives_what_packing_anew_gives_whatever_has_changed() -> None:
