@@ -1,15 +1,20 @@
-"""What each rank of a plan takes of its host's memory to have its part of a model, and how long: `python
-benchmarks/load_memory.py`.
+"""What each rank of a plan takes of its host's memory to have its part of a model, to save it, to write
+`tuned/` and to resume, and how long: `python benchmarks/load_memory.py`.
 
     python benchmarks/load_memory.py                       tp, pp and FSDP2 over 2 and 4 ranks, LoRA and full
     python benchmarks/load_memory.py --blocks 4            a smaller checkpoint
     python benchmarks/load_memory.py --plans tp:2,none     some plans only
+    python benchmarks/load_memory.py --run                 a step, a save, the end and a resume of full tuning
 
 A checkpoint of a Llama in bfloat16, by default of 383 MiB, is written into --folder (default: a temporary
 one). For every plan and method as many processes read it as a run does: base, method, plan, the whole model's
 checksums, then each rank's part. Anonymous memory above what the process had before, at the most, in MiB, by
 phase: `build` is the model with its method, `place` its part on the rank's device, CPU. What a rank may take
 is its share of the tensors, a tenth more and a GiB. Exits 1 if one takes more.
+
+With --run each rank takes a step by full fine-tuning; then `state` is what rests in its memory, its part of
+the weights and moments, and `save`, `end` and `resume` are what those take above it: of the first rank, and
+the most of any other.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -35,7 +41,12 @@ from petune.methods import tuned_parameters
 from petune.models import family_of
 from petune.parallel import alone, local, make_mesh, parallelize
 from petune.recipe import load_recipe
+from petune.run import distributed, state
 from petune.run.build import build, plan_of, prepare
+from petune.run.reporting import Silent
+from petune.run.step import Step
+from petune.run.tuned_files import TunedFiles
+from petune.saving import checkpoint
 
 MIB = 1 << 20
 PLANS = ("none", "tp:2", "pp:2", "shard:2", "tp:4", "pp:4", "shard:4")
@@ -111,15 +122,60 @@ def rank(number: int, world: int, store: str, recipe: dict[str, Any], pipe: Any)
     pipe.send({"build": built, "place": placed, "share": share, "s": time.perf_counter() - began})
 
 
-def measure(folder: Path, plan: str, method: str) -> list[dict[str, float]]:
+def in_a_run(number: int, world: int, port: str, recipe: dict[str, Any], pipe: Any) -> None:
+    """One process of a run that takes one step: its figures by phase go into `pipe`."""
+    torch.set_num_threads(1)
+    named = {"RANK": number, "WORLD_SIZE": world, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {name: str(value) for name, value in named.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    loaded, out = load_recipe(recipe), Path(recipe["out"])
+    plan = plan_of(loaded)
+    with distributed.among(plan):
+        mesh = distributed.join(loaded, plan)
+        step = Step(prepare(loaded), mesh)
+        step.audit = step.make_audit()
+        step.take()
+        step.optimizer.zero_grad()
+        own, runner = (step.runner, step.optimizer, step.make_optimizer), step.runner
+
+        def save() -> Path:
+            held = state.held_state(*own)
+            ends = {"fill": held.fill, "crew": runner.crew}
+            return checkpoint.commit(out, 1, held.begin, run_id="run", facts={}, **ends)
+
+        def end() -> None:
+            files = TunedFiles(step, Silent())
+            files.write(out / "tuned") if mesh.main else files.take_part()
+
+        found: dict[str, float] = {}
+        for name, act in (
+            ("save", save),
+            ("end", end),
+            ("resume", lambda: state.restore_parts(out / "step-1", *own)),
+        ):
+            runner.barrier()
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            base, began = anonymous()[0], time.perf_counter()
+            _, found[name] = peak(act, base)
+            runner.barrier()
+            found[f"{name} s"] = time.perf_counter() - began
+        moments = [local(one) for kept in step.optimizer.state.values() for one in kept.values()]
+        held = [*moments, *(local(value) for value in step.tuned.values())]
+        pipe.send(found | {"state": sum(value.nbytes for value in held)})
+
+
+def measure(folder: Path, plan: str, method: str, act: Callable[..., None] = rank) -> list[dict[str, float]]:
     """The figures of every rank."""
     world = int(plan.partition(":")[2] or 1)
     with tempfile.TemporaryDirectory() as place:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meets = f"{place}/store" if act is rank else str(free.getsockname()[1])
         pipes = [_FORK.Pipe(duplex=False) for _ in range(world)]
         recipe = settings(folder, plan, method)
         ends = [
-            _FORK.Process(target=rank, args=(at, world, f"{place}/store", recipe, pipes[at][1]))
-            for at in range(world)
+            _FORK.Process(target=act, args=(at, world, meets, recipe, pipes[at][1])) for at in range(world)
         ]
         for process in ends:
             process.start()
@@ -129,11 +185,21 @@ def measure(folder: Path, plan: str, method: str) -> list[dict[str, float]]:
         return found
 
 
+def tell(plan: str, found: list[dict[str, float]]) -> None:
+    """A row for the first rank and one for all others."""
+    names = ("save", "end", "resume")
+    for label, ranks in (("first", found[:1]), ("others", found[1:])):
+        cells = [f"{max(one[name] for one in ranks) / MIB:.0f}" for name in ("state", *names)]
+        seconds = ", ".join(f"{max(one[f'{name} s'] for one in ranks):.1f}" for name in names)
+        print(f"| {plan} | {label} | {' | '.join(cells)} | {seconds} |", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--blocks", type=int, default=11)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--run", action="store_true")
     given = parser.parse_args()
     too_much = False
     with tempfile.TemporaryDirectory() as scratch:
@@ -142,6 +208,11 @@ def main() -> int:
             write(folder, given.blocks)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         print(f"{size / MIB:.0f} MiB in bfloat16, {os.cpu_count()} cores, torch {torch.__version__}\n")
+        if given.run:
+            print("| plan | rank | state | save | end | resume | s |\n|---|---|---|---|---|---|---|")
+            for plan in given.plans.split(","):
+                tell(plan, measure(folder, plan, "full", in_a_run))
+            return 0
         print("| plan | method | share | build | place | s |\n|---|---|---|---|---|---|")
         for plan in given.plans.split(","):
             for method in ("lora", "full"):
