@@ -12,10 +12,12 @@ from torch import nn
 from petune.recipe import load_recipe
 from petune.run import distributed
 from petune.run.build import plan_of, prepare
+from petune.run.reporting import Silent
 from petune.run.state import held_state, make_optimizer, restore_parts
 from petune.run.step import Step
+from petune.run.tuned_files import TunedFiles
 from petune.saving import checkpoint
-from tests.group_pool import ranks
+from tests.group_pool import files, ranks
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import METHODS, newest
 
@@ -30,6 +32,8 @@ def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
         held = held_state(step.runner, step.optimizer, step.make_optimizer)
         crew = step.runner.crew
         checkpoint.commit(root, 2, held.begin, run_id="run", facts={}, fill=held.fill, crew=crew)
+        tuned = TunedFiles(step, Silent())
+        tuned.write(root / "tuned") if step.runner.mesh.main else tuned.take_part()
 
 
 @pytest.mark.parametrize(
@@ -42,9 +46,11 @@ def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
         ("t5", "full", "tp"),
         ("bert", "lora", "shard"),
         ("t5", "lora", "pp"),
+        ("bart", "full", "galaxy"),
+        ("bert", "full", "dp"),
     ],
 )
-def test_a_state_has_the_same_bytes_whichever_ranks_hold_it(
+def test_a_state_and_a_tuned_folder_have_the_same_bytes_whichever_ranks_hold_it(
     family: str, method: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("petune.files.hashes.BLOCK", 1000)  # for ranks to share
@@ -54,6 +60,11 @@ def test_a_state_has_the_same_bytes_whichever_ranks_hold_it(
     again = tmp_path / "again" / "step-2"
     assert (again / "state.safetensors").read_bytes() == (saved / "state.safetensors").read_bytes()
     assert checkpoint.verify(again).files == checkpoint.verify(saved).files
+    rewritten(recipe, saved, tmp_path / "alone")
+    found, expected = (tmp_path / place / "tuned" for place in ("again", "alone"))
+    assert files(found) == files(expected)
+    for name in files(expected):
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
 
 
 def test_a_hundred_small_updates_are_those_of_float64_and_would_be_lost_in_bfloat16():
