@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from petune.errors import FileError, TrainingFault
+from petune.errors import FileError, MachineError, TrainingFault
 from petune.files import range_writer
 from petune.files.range_writer import RangeWriter
 from petune.files.safetensors import read_tensors, write_tensors
@@ -74,3 +76,16 @@ def test_what_is_not_finite_or_of_another_dtype_or_not_there_is_refused(tmp_path
     (tmp_path / "parts").write_bytes(before[:-1])
     with pytest.raises(FileError, match="cut short"):
         RangeWriter(tmp_path / "parts")
+
+
+def test_what_was_written_is_flushed_and_a_flush_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    found = tensors()
+    room(tmp_path / "parts", found)
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(MachineError, match="EIO"), RangeWriter(tmp_path / "parts") as writer:
+        writer.write("one", found["one"], [])

@@ -7,6 +7,7 @@ tests/run/test_distributed.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -380,6 +381,23 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_saves(plan: str, ran
     assert all("at step 3 of 5" in str(end.error) for end in found)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-3"]
     checkpoint.verify(newest(tmp_path / "run"))
+
+
+def test_a_rank_that_cannot_write_its_part_ends_the_save_and_the_last_commit_stands(tmp_path: Path):
+    def fill_the_disk() -> None:
+        def refuse(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        os.pwrite = refuse
+
+    recipe = small(tmp_path, "llama", "lora", parallel=PLANS["tp"], save_every=1)
+    found = ends(2, at_steps(1, {3: fill_the_disk}), recipe, {})
+    assert [end.code for end in found] == [DistributedError.code, MachineError.code], found
+    assert "state.safetensors  cannot write: No space left on device (ENOSPC)" in str(found[1].error)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert checkpoint.newest_good(checkpoints)[0].name == "step-2"
+    trained(recipe, resume=True)
+    assert checkpoint.leftovers(checkpoints) == [] and newest(tmp_path / "run").name == "step-5"
 
 
 def test_a_folder_removed_in_mid_run_costs_no_step_of_any_rank(tmp_path: Path, alone: Callable[..., Path]):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from petune.parallel.launch import beats
+from petune.parallel.launch import beats, process_group
 from petune.saving import checkpoint
 from tests.group_pool import ends
 from tests.kills import arm
@@ -34,8 +34,11 @@ def assert_same_bits(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize(
+    ("plan", "rank", "calls"), [("dp", 0, (5, 11)), ("tp", 0, (8, 12)), ("tp", 1, (3, 9))]
+)
 def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str, rank: int, calls: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(beats, "BEAT_S", 0.02)
     monkeypatch.setattr(beats, "SILENT_S", 0.1)
@@ -44,7 +47,7 @@ def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_oth
         "eval_every": 50,
         "max_steps": 4,
         "timeout": 2,
-        "parallel": PLANS["dp"],
+        "parallel": PLANS[plan],
     }
     straight = trained(small(tmp_path, "llama", "lora", **shape, keep=1000, out="straight"))
     recipe = small(tmp_path, "llama", "lora", **shape)
@@ -53,17 +56,17 @@ def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_oth
         commit = checkpoint.commit
 
         def armed(root: Path, at: int, *arguments: Any, **named: Any) -> Path:
-            if at == step:
+            if at == step and process_group.started()[0] == rank:
                 arm(call)
             return commit(root, at, *arguments, **named)
 
         checkpoint.commit = armed
         run(recipe, resume=resume)
 
-    for step, call in ((2, 5), (3, 11)):  # in the midst of a file, once its files are there
+    for step, call in zip((2, 3), calls, strict=True):  # in the midst of a file, once its files are there
         found = ends(2, train, recipe, step, call, step > 2, timeout=30)
-        assert [end.code for end in found] == [-signal.SIGKILL, 6], (step, call, found)
-        assert found[1].seconds - found[0].seconds < 5, (step, call, found)
+        assert (found[rank].code, found[1 - rank].code) == (-signal.SIGKILL, 6), (step, call, found)
+        assert found[1 - rank].seconds - found[rank].seconds < 5, (step, call, found)
         path, _, damaged = checkpoint.newest_good(tmp_path / "run" / "checkpoints")
         assert path.name == f"step-{step - 1}" and not damaged, (step, call)
         assert_same_bits(path, straight / "checkpoints" / path.name)
