@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from petune.errors import FileError
 from petune.recipe import load_recipe
 from petune.run import distributed
 from petune.run.build import plan_of, prepare
 from petune.run.reporting import Silent
-from petune.run.state import held_state, make_optimizer, restore_parts
+from petune.run.state import check_tuned, held_state, make_optimizer, restore_parts, write_packed
 from petune.run.step import Step
 from petune.run.tuned_files import TunedFiles
 from petune.saving import checkpoint
 from tests.group_pool import files, ranks
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import METHODS, newest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.int64, "holds int64, not weights"),
+        (torch.bool, "bool"),
+        (torch.float8_e5m2, "float8"),
+        (torch.float64, "rounded"),
+    ],
+)
+def test_a_tensor_of_another_kind_is_refused_before_anything_is_filled(
+    dtype: torch.dtype, message: str, tmp_path: Path
+) -> None:
+    runner: Any = SimpleNamespace(shapes={name: (torch.Size([2]), torch.float32) for name in ("a", "b")})
+    for other in (dtype, torch.bfloat16):  # every bfloat16 is a float32
+        saved = {
+            "tuned/a": torch.zeros(2),
+            "tuned/b": torch.zeros(2, dtype=other),
+            "optimizer/x": torch.ones(1),
+        }
+        write_packed(tmp_path, saved, {})
+        with pytest.raises(FileError, match=message) if other is dtype else nullcontext() as caught:
+            check_tuned(tmp_path, runner)
+        assert caught is None or f"{tmp_path}  b" in str(caught.value)
+    runner.shapes["c"] = runner.shapes.pop("b")
+    with pytest.raises(FileError, match=r": b  is not the tensor this recipe trains\n.*: c  is not"):
+        check_tuned(tmp_path, runner)
 
 
 def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
