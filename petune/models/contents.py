@@ -203,7 +203,7 @@ class Contents:
     def sampled(self, name: str) -> Tensor:
         """A few values of a tensor, those of `frozen_weight.sampled`, without reading the others."""
         like = self._like(name)
-        if (held := self.four_bit.get(self.plan.pieces[name].source)) is not None:
+        if (held := self._held_in_four_bits(name)) is not None:
             with RangeReader(self.files) as reader:
                 return sampled(held.read(reader, torch.device("cpu"), like.dtype).dense())
         step = max(1, like.numel() // POINTS)

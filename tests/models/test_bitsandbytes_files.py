@@ -71,7 +71,7 @@ def test_every_value_is_that_of_bitsandbytes(
         parts = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
         state = functional.QuantState.from_dict(parts, torch.device("cpu"))
         assert torch.equal(dense_of(own[name]), functional.dequantize_4bit(tensors[name], state))
-    inputs = {name: value for name, value in batch("llama").items() if name != "labels"}
+    inputs = {name: value for name, value in batch("llama-causal").items() if name != "labels"}
     with torch.no_grad():
         found, expected = (one(**inputs, use_cache=False).logits for one in (model.eval(), theirs.eval()))
     assert float((found - expected).norm()) < 0.02 * float(expected.norm())  # their products may be in bf16
