@@ -1,0 +1,152 @@
+"""Grouped products: the rows of a matrix lie in groups one behind the other, and each group has a weight of
+its own. Experts are computed by them, on the tokens that are sent to each, sorted by expert.
+
+A group may be empty; its weight then has a gradient of zero. On a GPU in bfloat16 they are torch's grouped
+products, elsewhere a loop over the groups that have rows. No row is added to twice, so results do not depend
+on the order in which a device works.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Routes(NamedTuple):
+    """Which rows of tokens' copies go where, for `chosen` experts a token.
+
+    order [m]: the copies, token by token, sorted by expert; inverse: the way back. ends [experts], int32: the
+    sorted row before which each expert's end.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+    chosen: int
+
+
+def routes_of(index: Tensor, experts: int) -> Routes:
+    """The routes of tokens to the experts index [tokens, chosen]; none is dropped, whoever is crowded."""
+    ids, order = index.reshape(-1).sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    ends = torch.searchsorted(ids, torch.arange(experts, device=ids.device), right=True)
+    return Routes(order, inverse, ends.int(), index.shape[-1])
+
+
+def dispatch(x: Tensor, routes: Routes) -> Tensor:
+    """A copy of its row x [tokens, n] for each expert of a token, sorted by expert: [m, n]."""
+    found: Tensor = _Dispatch.apply(x, routes)  # type: ignore[no-untyped-call]
+    return found
+
+
+def combine(y: Tensor, routes: Routes) -> Tensor:
+    """The sum over the copies y [m, n] of each token, [tokens, n]: the adjoint of `dispatch`."""
+    found: Tensor = _Combine.apply(y, routes)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _spread(x: Tensor, routes: Routes) -> Tensor:
+    return x[routes.order // routes.chosen]
+
+
+def _gathered(y: Tensor, routes: Routes) -> Tensor:
+    return y[routes.inverse].view(-1, routes.chosen, y.shape[1]).sum(1)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return _spread(x, routes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _gathered(dy, ctx.routes), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return _gathered(y, routes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _spread(dx, ctx.routes), None
+
+
+def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [m, k] of each group times its weight, [m, n], in the dtype of the weight or that of autocast.
+
+    weight: [groups, k, n], any strides. ends: [groups], int32, the row before which each group ends; the last
+    is m. Both x and weight have gradients.
+    """
+    kind, dtype = x.device.type, weight.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    found: Tensor = _Grouped.apply(x.to(dtype), weight.to(dtype), ends)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
+        return product(x, weight, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        dx = product(dy, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        return dx, outer(x, dy, ends) if ctx.needs_input_grad[1] else None, None
+
+
+def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x[rows of g] weight[g], [m, n]."""
+    if _by_torch(x, weight):
+        return torch._grouped_mm(x, weight, offs=ends)
+    y = x.new_empty(len(x), weight.shape[2])
+    for group, first, end in _spans(ends):
+        torch.mm(x[first:end], weight[group], out=y[first:end])
+    return y
+
+
+def outer(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    """x[rows of g]^T dy[rows of g], [groups, k, n]."""
+    if _by_torch(x, dy):
+        return torch._grouped_mm(x.T, dy, offs=ends)
+    found = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
+    for group, first, end in _spans(ends):
+        torch.mm(x[first:end].T, dy[first:end], out=found[group])
+    return found
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
+    """(group, first row, end) of each group that has rows."""
+    last = ends.tolist()
+    firsts = [0, *last[:-1]]
+    return [
+        (group, first, end)
+        for group, (first, end) in enumerate(zip(firsts, last, strict=True))
+        if end > first
+    ]
+
+
+def _by_torch(*operands: Tensor) -> bool:
+    """Whether torch's grouped products take these: on a GPU, in bfloat16, with rows or columns that begin at
+    multiples of 16 bytes."""
+    return all(
+        one.is_cuda
+        and one.dtype is torch.bfloat16
+        and 1 in one.stride()[-2:]
+        and max(one.stride()[-2:]) % 8 == 0
+        and one.data_ptr() % 16 == 0
+        for one in operands
+    )
