@@ -9,6 +9,7 @@ works on:
                                                 each in bf16
         low-rank factors, bottlenecks           their own inner features, a bottleneck also its input
         attention                               q, k, v and the output, a each
+        experts                                 as an MLP, for each expert that a token goes through
         MLP                                     gated: gate, act(gate) and up; plain: what enters the
                                                 activation; and what enters `down`
         norm                                    its input, 4, and its result, 4, if its scale trains
@@ -23,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
-from petune.models.spec import Attention, Mlp, Region, StackRule, child_of
-from petune.models.tuned_linear import KeptFeatures, TunedLinear
+from petune.models.experts import sizes_of, weights_of
+from petune.models.spec import Attention, Mlp, Region, RoutedMlp, StackRule, child_of
+from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear
 from petune.parallel.plan import Cut
 
 NORM = 4  # bytes of what a norm saves, whatever the activations are
@@ -79,22 +81,51 @@ def saved_by(
     """
     connection = extent.whole if cut is None or cut.connection == "whole" else extent.own
     found = Saved()
-    for core in (sublayer.core for sublayer in rule.sublayers):
+    for core in _cores(block, rule):
         region = core.region
-        if child_of(block, region.enter) is None:
-            continue
         tokens = connection if cut is None or cut.layout(region.kind) == "sequence" else extent.whole
+        if isinstance(core, RoutedMlp):
+            found += _of_experts(block, core, tokens, itemsize)
+            continue
         found += _of_region(block, core, rule, cut, extent, tokens, itemsize, dropouts[0])
         if dropouts[1]:
             found += Saved(connection * _layer(block, region.leave).out_features)
         found += Saved(connection * _kept(_layer(block, region.leave)).after * itemsize)
     inside = {
         id(part)
-        for region in rule.regions
+        for region in rule.regions_in(block)
         if (enter := child_of(block, region.enter))
         for part in enter[1].modules()
     }
     return found + Saved(connection * sum(_of_norm(norm) for norm in _norms(block) if id(norm) not in inside))
+
+
+def _cores(block: nn.Module, rule: StackRule) -> Iterator[Attention | Mlp | RoutedMlp]:
+    """The cores of a block, a shared expert's besides."""
+    for core in (sublayer.core for sublayer in rule.sublayers_in(block)):
+        yield core
+        if isinstance(core, RoutedMlp) and core.shared is not None:
+            yield core.shared
+
+
+def _of_experts(block: nn.Module, core: RoutedMlp, tokens: int, itemsize: int) -> Saved:
+    """What a mixture saves: the router's scores and their softmax, and for each expert of a token, two places
+    of 8 bytes, what gates, what is weighted, and the input of weights that train or have factors."""
+    module, router = _module(block, core.experts), cast("Any", _module(block, core.router))
+    up, down = weights_of(module)
+    copies = tokens * int(router.top_k)
+    experts, made, width = sizes_of(module, up)
+    _, _, columns = sizes_of(module, down)
+    tuned = module.weights if isinstance(module, TunedLayer) else ()
+    inner = module.kept_features().inner if isinstance(module, TunedLayer) else 0
+    features = made + columns + inner  # gate and up, act(gate)
+    if tuned:
+        features += columns  # what the router's share weighs, before the way down
+    else:
+        features += width  # and behind it, as transformers does
+    for weight, inputs in ((up, width), (down, columns)):
+        features += inputs * (weight in tuned or module.get_parameter(weight).requires_grad)
+    return Saved(copies * (features * itemsize + 2 * 8) + 2 * tokens * experts * NORM)
 
 
 def inputs_of(width: int, cut: Cut | None, extent: Extent, itemsize: int) -> float:

@@ -66,7 +66,8 @@ class Room:
 def parameters_of(family: Family, shape: Shape, depth: Mapping[StackName, int]) -> Parameters:
     """The parameters of a family's blocks, cross-attention included, biases and norms not.
 
-    Of a T5 without gates the MLP is counted as if it had them.
+    Of a T5 without gates the MLP is counted as if it had them, of a mixture every block as if it had experts,
+    without a shared one.
     """
     attention = shape.width * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     found = {"attention": 0, "mlp": 0}
@@ -74,7 +75,8 @@ def parameters_of(family: Family, shape: Shape, depth: Mapping[StackName, int]) 
         crossed = family.kind == "encoder-decoder" and name == "decoder"
         for region in family.stacks[name].regions:
             if region.kind == "mlp":
-                found["mlp"] += count * len(region.sites) * shape.width * shape.columns
+                matrices = 3 * shape.experts if "experts" in region.sites else len(region.sites)
+                found["mlp"] += count * matrices * shape.width * shape.columns
             elif crossed or not region.cross:
                 found["attention"] += count * attention
     return Parameters(**found)

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
-from petune.methods import pissa, token_rows
+from petune.methods import lora_experts, pissa, token_rows
 from petune.methods.configs import LoraConfig, name_of
+from petune.methods.lora_experts import LoraExperts
 from petune.methods.targets import by_layer, in_blocks, select_layers
+from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
+from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedLinear
 
 
 class LoraLayer(TunedLinear):
@@ -218,8 +220,68 @@ class LoraEmbedding(LoraLayer, nn.Embedding):
         return (y + F.linear(F.embedding(ids, self.lora_A.T), self.lora_B) * self.scale).to(y.dtype)
 
 
-Layers = Mapping[type[nn.Module], type[LoraLayer]]  # the form of each class of layer that can be tuned
-LAYERS: Layers = {nn.Linear: LoraLinear, Conv1D: LoraConv1D, nn.Embedding: LoraEmbedding}
+# the form of each class of layer that can be tuned; Experts: of a weight of experts
+Layers = Mapping[type[nn.Module], type[TunedLayer]]
+LAYERS: Layers = {
+    nn.Linear: LoraLinear,
+    Conv1D: LoraConv1D,
+    nn.Embedding: LoraEmbedding,
+    Experts: LoraExperts,
+}
+
+
+def kind_of(layer: nn.Module) -> type[nn.Module]:
+    """What `layer` is looked up by in `Layers`."""
+    return Experts if is_experts(layer) else type(layer)
+
+
+def layer_at(model: nn.Module, name: str) -> nn.Module:
+    """The layer of a full name, or the experts of which it means a weight."""
+    found = weight_at(model, name)
+    return model.get_submodule(name) if found is None else found[0]
+
+
+def shapes_at(model: nn.Module, name: str, r: int, forms: Layers = LAYERS) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that trains beside the layer, or the weight of experts, `name`, by full
+    name."""
+    if (found := weight_at(model, name)) is not None:
+        path = name.removesuffix(found[1])
+        return {path + own: shape for own, shape in lora_experts.shapes(*found, r).items()}
+    layer = model.get_submodule(name)
+    form = cast("type[LoraLayer]", forms[type(layer)])
+    return {f"{name}.{own}": shape for own, shape in form.shapes(layer, r).items()}
+
+
+def put(
+    model: nn.Module,
+    configs: Mapping[str, LoraConfig],
+    forms: Layers = LAYERS,
+    saved: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Put tuned forms in the place of the layers, and the experts of the weights, of these names, with their
+    settings. saved: as `LoraLayer.around`, by full name."""
+    experts: dict[str, dict[str, LoraConfig]] = {}
+    for name, config in configs.items():
+        if (found := weight_at(model, name)) is not None:
+            experts.setdefault(name.removesuffix(f".{found[1]}"), {})[found[1]] = config
+            continue
+        layer = model.get_submodule(name)
+        form = cast("type[LoraLayer]", forms[type(layer)])
+        model.set_submodule(name, form.around(layer, config, _inside(name, saved)))
+    for name, own in experts.items():
+        module = model.get_submodule(name)
+        model.set_submodule(name, LoraExperts.around(module, own, factor_dtype(module), _inside(name, saved)))
+
+
+def _inside(name: str, state: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """The tensors directly inside a module, by their names there."""
+    if state is None:
+        return None
+    return {
+        own: value
+        for path, _, own, value in ((*key.rpartition("."), value) for key, value in state.items())
+        if path == name
+    }
 
 
 def apply(
@@ -235,10 +297,11 @@ def apply(
     layers = select_layers(model, family, config.targets, config.exclude, also_train)
     if config.layers is not None:
         layers = in_blocks(layers, config.layers)
-    wrong = {name: type(module).__name__ for name, module in layers.items() if type(module) not in forms}
+    wrong = {name: type(module).__name__ for name, module in layers.items() if kind_of(module) not in forms}
     if wrong:
         name = next(iter(wrong))
-        known = ", ".join(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in forms)
+        classes = (kind for kind in forms if kind is not Experts)
+        known = ", ".join(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in classes)
         raise UsageError(
             f"{method} tunes {known}, not {wrong[name]}",
             where=name,
@@ -251,11 +314,18 @@ def apply(
         raise UsageError("init_iterations is of init: pissa", remedy="set init: pissa, or leave it out")
     ranks = by_layer(model, family, layers, config.rank_pattern, "rank_pattern")
     alphas = by_layer(model, family, layers, config.alpha_pattern, "alpha_pattern")
+    for name in (name for name, layer in layers.items() if kind_of(layer) is Experts):
+        lora_experts.refuse_unfit(name, config)
     if config.init == "pissa":
         pissa.refuse_unfit(layers, dict.fromkeys(layers, config.r) | ranks, model)
-    for name, layer in layers.items():
-        own = replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
-        model.set_submodule(name, forms[type(layer)].around(layer, own))
+    put(
+        model,
+        {
+            name: replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
+            for name in layers
+        },
+        forms,
+    )
     if config.token_rows:
         token_rows.apply(model, config.token_rows, also_train)
 
@@ -289,9 +359,10 @@ def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
 
 def tune(layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> LoraLayer:
     """The LoRA form of `layer`; see `LoraLayer.around`."""
-    return LAYERS[type(layer)].around(layer, config, saved)
+    return cast("type[LoraLayer]", LAYERS[type(layer)]).around(layer, config, saved)
 
 
 def factor_dtype(layer: nn.Module) -> torch.dtype:
     """What both factors of a layer are held in: float32, float64 on a float64 weight."""
-    return torch.promote_types(cast("Tensor", layer.weight).dtype, torch.float32)
+    weight = layer.get_parameter(weights_of(layer)[0] if is_experts(layer) else "weight")
+    return torch.promote_types(weight.dtype, torch.float32)

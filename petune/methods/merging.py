@@ -26,7 +26,7 @@ from petune.methods.wrapped import sole_tuning
 from petune.models import attention
 from petune.models.frozen_weight import quantised_in, restore_dense
 from petune.models.stack import disown_stacks
-from petune.models.tuned_linear import TunedLinear, tuned_layers
+from petune.models.tuned_linear import TunedLayer, tuned_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -76,10 +76,10 @@ def _parameters(values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
 
 
-def tuned_together(layer: TunedLinear) -> tuple[int, ...]:
+def tuned_together(layer: TunedLayer) -> tuple[int, ...]:
     """What tells the weight that merging makes of a layer: ends of a tie that train the same tensors stay
     tied."""
-    return id(layer.weight), *map(id, layer.tuned().values())
+    return *(id(getattr(layer, name)) for name in layer.weights), *map(id, layer.tuned().values())
 
 
 def warn_of_quantised(model: nn.Module) -> None:
@@ -123,7 +123,7 @@ def merged_weights(model: Model, dtype: torch.dtype | None = None) -> Iterator[M
         raise UsageError(
             "this model's weights are merged already", remedy="leave the outer merged_weights() first"
         )
-    originals: list[tuple[TunedLinear, dict[str, nn.Parameter | None]]] = []
+    originals: list[tuple[TunedLayer, dict[str, nn.Parameter | None]]] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     guard = model.register_forward_pre_hook(_refuse_training)
     try:
@@ -166,17 +166,18 @@ def _refuse_unmergeable(model: nn.Module) -> None:
     assert method.trains_base or any(True for _ in tuned_layers(model))
 
 
-def _untie(model: nn.Module, layer: TunedLinear) -> None:
+def _untie(model: nn.Module, layer: TunedLayer) -> None:
     """Give every layer that shares this one's weight a copy of its own, and tell the config, or saving would
     write one for all."""
     sharing = [
-        module
+        (module, name)
         for module in model.modules()
-        if getattr(module, "weight", None) is layer.weight
-        and not (isinstance(module, TunedLinear) and tuned_together(module) == tuned_together(layer))
+        for name in layer.weights
+        if getattr(module, name, None) is getattr(layer, name)
+        and not (isinstance(module, TunedLayer) and tuned_together(module) == tuned_together(layer))
     ]
-    for module in sharing:
-        module.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    for module, name in sharing:
+        setattr(module, name, nn.Parameter(getattr(layer, name).detach().clone(), requires_grad=False))
     config: Any = getattr(model, "config", None)
     if sharing and getattr(config, "tie_word_embeddings", False):
         config.tie_word_embeddings = False

@@ -75,7 +75,8 @@ def has_start(layer: nn.Module) -> bool:
 
 def started(model: nn.Module) -> dict[str, TunedLinear]:
     """The layers that started from components of their weights, by full name."""
-    return {name: layer for name, layer in tuned_layers(model) if has_start(layer)}
+    found = ((name, layer) for name, layer in tuned_layers(model) if isinstance(layer, TunedLinear))
+    return {name: layer for name, layer in found if has_start(layer)}
 
 
 def starts(model: nn.Module) -> dict[str, Tensor]:

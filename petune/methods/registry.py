@@ -12,6 +12,7 @@ from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig, make_me
 from petune.kernels.fuse import check_kernels, fuse
 from petune.log import say, warn
 from petune.methods.configs import METHODS, MethodConfig, make_config, name_of
+from petune.methods.coverage import coverage
 from petune.methods.merging import was_merged
 from petune.methods.saving import remember
 from petune.methods.settings import (
@@ -102,6 +103,8 @@ def wrap(
     say(describe(model))
     if (line := untouched(model)) is not None:
         warn(line)
+    if (line := coverage(model)) is not None:
+        say(line)
     fuse(model, family_of(model), kernels, settings_of_memory, base_dtype)
     return model
 

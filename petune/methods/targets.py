@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import Problem, UsageError, nearest
 from petune.files.patterns import compile_pattern
+from petune.models.experts import ROLES, is_experts, weights_of
 from petune.models.spec import Family, find_sites
 
 _T = TypeVar("_T")
@@ -30,12 +31,13 @@ def select_layers(
     exclude: Sequence[str],
     taken: Iterable[str],
 ) -> dict[str, nn.Module]:
-    """The layers named by `targets` less `exclude`, by full name, in model order.
+    """The layers named by `targets` less `exclude`, by full name, in model order; of experts each weight, by
+    the name of its parameter.
 
     `taken` are modules trained whole; nothing inside them is a target. Raises UsageError naming each entry of
     a list that matches nothing, with the nearest module names and how often they occur.
     """
-    layers = {name: module for name, module in model.named_modules() if name and not within(name, taken)}
+    layers = {name: module for name, module in _layers(model) if name and not within(name, taken)}
     roles = _roles(model, family)
     by_word = isinstance(targets, str)
     chosen = (
@@ -45,6 +47,15 @@ def select_layers(
     )
     left_out = set(_by_list(exclude, layers, roles, "exclude"))
     return {name: module for name, module in chosen.items() if name not in left_out}
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a model with its name, but of experts each weight by its own."""
+    for name, module in model.named_modules():
+        if is_experts(module):
+            yield from ((f"{name}.{weight}", module) for weight in weights_of(module))
+        else:
+            yield name, module
 
 
 def in_blocks(layers: Mapping[str, nn.Module], numbers: Sequence[int]) -> dict[str, nn.Module]:
@@ -105,7 +116,12 @@ def head_modules(model: nn.Module, family: Family | None, also_train: str | Sequ
 def _roles(model: nn.Module, family: Family | None) -> Mapping[str, list[str]]:
     roles: dict[str, list[str]] = {}
     for site in find_sites(model, family) if family else ():
-        roles.setdefault(site.role, []).append(site.name)
+        if site.role != "experts":
+            roles.setdefault(site.role, []).append(site.name)
+            continue
+        for role, weights in ROLES.items():
+            own = [f"{site.name}.{weight}" for weight in weights_of(site.module) if weight in weights]
+            roles.setdefault(role, []).extend(own)
     return roles
 
 
@@ -117,13 +133,14 @@ def _by_word(
     roles: Mapping[str, list[str]],
 ) -> dict[str, nn.Module]:
     if word == "auto" and family:
-        return {name: layers[name] for names in roles.values() for name in names if name in layers}
+        wanted = {name for names in roles.values() for name in names}
+        return {name: layer for name, layer in layers.items() if name in wanted}
     if word in ("auto", "all-linear"):
         outputs = {id(module) for module in (_output_head(model),) if module is not None}
         return {
             name: module
             for name, module in layers.items()
-            if type(module) in LINEAR and id(module) not in outputs
+            if (type(module) in LINEAR and id(module) not in outputs) or is_experts(module)
         }
     pattern = compile_pattern(word, UsageError, "targets")
     hits = {name: module for name, module in layers.items() if pattern.fullmatch(name)}
@@ -174,8 +191,8 @@ def left_alone(
         f" ({100 * number / total:.1f} %)"
     )
     return (
-        f"{what}: {' and '.join(shown)}, as it tunes torch.nn.Linear and Conv1D only, and petune has no table"
-        f" of {family}"
+        f"{what}: {' and '.join(shown)}, as it tunes torch.nn.Linear, Conv1D and experts as transformers"
+        f" groups them only, and petune has no table of {family}"
     )
 
 
@@ -196,13 +213,23 @@ def _by_list(
     chosen: dict[str, nn.Module] = {}
     problems = []
     for entry in entries:
-        hits = roles.get(entry) or [name for name in layers if _matches(name, entry)]
+        hits = roles.get(entry) or [name for name, module in layers.items() if _means(entry, name, module)]
         if not hits:
             problems.append(_no_match(setting, entry, list(layers), roles))
         chosen |= {name: layers[name] for name in hits if name in layers}
+    alone = {"gate", "up"} & set(entries)
+    fused = [name for name in roles.get("gate", ()) if name.endswith(".gate_up_proj")]
+    if len(alone) == 1 and fused and setting in ("targets", "exclude"):
+        what = f"{setting}: gate and up are one weight in experts"
+        problems.append(Problem(what, fused[0], "both or neither", ", ".join(alone)))
     if problems:
         raise UsageError(problems)
     return {name: chosen[name] for name in layers if name in chosen}
+
+
+def _means(entry: str, name: str, module: nn.Module) -> bool:
+    """Whether an entry means a layer: by the end of its name or, a weight of experts, of theirs."""
+    return _matches(name, entry) or (is_experts(module) and _matches(name.rpartition(".")[0], entry))
 
 
 def _matches(name: str, suffix: str) -> bool:

@@ -16,6 +16,7 @@ from petune.models import (
     gpt2,
     llama,
     modernbert,
+    moe,
     olmo2,
     opt,
     phi3,
@@ -52,6 +53,10 @@ FAMILIES: dict[str, Family] = {
     "cohere": cohere.FAMILY,
     "gemma2": gemma3.FAMILY,
     "gemma3_text": gemma3.FAMILY,
+    "qwen3_moe": moe.QWEN3_MOE,
+    "qwen2_moe": moe.QWEN2_MOE,
+    "mixtral": moe.MIXTRAL,
+    "gpt_oss": moe.GPT_OSS,
 }
 
 

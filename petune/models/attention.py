@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
@@ -43,6 +44,8 @@ def attention(
 ) -> Attended:
     """What is registered: `attend`, through `module.exchange` where there is one."""
     exchange = getattr(module, "exchange", None)
+    if exchange is not None and kw.get("s_aux") is not None:
+        raise UsageError("attention with sinks does not see tokens of other ranks", remedy="use no sp")
     if exchange is None:
         return attend(module, query, key, value, attention_mask, **kw)
     if kw.get("softcap") and exchange.kind == "ring":
@@ -71,8 +74,9 @@ def attend(
     from which dropout is drawn; `module.first_head`, or 0, is the head unless it is given. Other keywords are
     those of Hugging Face's attention functions.
     """
-    # no kernel promises a graph for a rank without tokens, which must take part in the backward pass
-    if dropout or not query.shape[2] or kw.get("softcap"):
+    # no kernel promises a graph for a rank without tokens, which must take part in the backward pass; torch's
+    # know nothing of sinks
+    if dropout or not query.shape[2] or kw.get("softcap") or kw.get("s_aux") is not None:
         head = getattr(module, "first_head", 0) if first_head is None else first_head
         return _explicit(module, query, key, value, mask, dropout, (head, first_query), **kw)
     found: Attended = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=0.0, **kw)
@@ -136,10 +140,11 @@ def _explicit(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> Attended:
     """softmax(cap(q k^T scaling) + mask) v, with the probabilities at hand; `first` as `drop_attention` takes
-    it."""
+    it. s_aux [heads]: sinks, the score of a key without a value that every query sees."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -147,10 +152,18 @@ def _explicit(
         scores = softcap * torch.tanh(scores / softcap)
     if query.shape[2] > 1 and causal(module, mask, is_causal):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()[None, None]
-    found = probabilities(scores, mask, position_bias).to(value.dtype)
+    if s_aux is not None:
+        sink = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores, mask = torch.cat([scores, sink], -1), None if mask is None else _seen_by_all(mask)
+    found = probabilities(scores, mask, position_bias).to(value.dtype)[..., : key.shape[2]]
     if dropout:
         found = drop_attention(found, dropout, *first)
     return (found @ value).transpose(1, 2).contiguous(), None
+
+
+def _seen_by_all(mask: Tensor) -> Tensor:
+    """A mask with one more key, which every query sees."""
+    return F.pad(mask, (0, 1), value=True if mask.dtype is torch.bool else 0.0)
 
 
 def probabilities(scores: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:

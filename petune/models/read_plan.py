@@ -8,7 +8,7 @@ are no documented interface: tests hold the answers against `from_pretrained`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +77,19 @@ def plan_reads(model: PreTrainedModel, files: Mapping[str, Source]) -> ReadPlan 
         "mismatched_keys": mismatched,
     }
     return ReadPlan(pieces, stored, info, [one for one in mapping if one.was_used()])
+
+
+def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """For each tensor of files the name, in the model, of the tensor that it is or is a part of."""
+    mapping, wanted = get_model_conversion_mapping(model), model.state_dict(keep_vars=True)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    return {
+        key: rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)[0]
+        if key not in wanted
+        else key
+        for key in keys
+    }
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -20,8 +20,8 @@ from petune.errors import UsageError, nearest
 from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
 
-# the last two: linears that are several, whose outputs lie side by side in this order
-Role = Literal["q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up"]
+# qkv, gate_up: linears that are several, whose outputs lie side by side in this order
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up", "experts"]
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
@@ -33,13 +33,15 @@ Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns, hidden width."""
+    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
+    where there are experts), hidden width, and the number of experts, 0 without."""
 
     heads: int
     kv_heads: int
     head_dim: int
     columns: int
     width: int
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,31 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class RoutedMlp:
+    """A mixture of experts, entered by the module `at`: a token goes through the experts that the router
+    chooses for it, and through the shared one where there is one.
+
+    experts: the module that holds the weights of all of them (see models/experts.py). router: the module that
+    scores them. dense: the MLP that stands in the place of all of it in blocks without experts.
+    """
+
+    at: str
+    experts: str
+    router: str
+    shared: Mlp | None = None
+    dense: Mlp | None = None
+
+    @cached_property
+    def region(self) -> Region:
+        """Where it is entered and left, and its one site: all the experts."""
+        return Region(kind="mlp", enter=self.at, leave=self.experts, sites={"experts": self.experts})
+
+    def stands_in(self, block: nn.Module) -> bool:
+        """Whether this block has experts."""
+        return child_of(block, self.experts) is not None
+
+
+@dataclass(frozen=True)
 class SubLayer:
     """Attention or MLP with what a block puts around it:
 
@@ -161,7 +188,7 @@ class SubLayer:
     lies around it, None where it is whole. No table says either.
     """
 
-    core: Attention | Mlp
+    core: Attention | Mlp | RoutedMlp
     norm_in: Norm | None = None
     norm_out: Norm | None = None
     norm_after_sum: Norm | None = None
@@ -170,6 +197,12 @@ class SubLayer:
     scale: float | str = 1.0
     bottleneck: int = 0
     connection: Connection | None = None
+
+    @property
+    def fused_core(self) -> Attention | Mlp:
+        """The core, of a kind that fused blocks have."""
+        assert not isinstance(self.core, RoutedMlp)
+        return self.core
 
 
 @dataclass(frozen=True)
@@ -199,6 +232,23 @@ class StackRule:
     def regions(self) -> tuple[Region, ...]:
         """Where the sub-layers are entered and left."""
         return tuple(sublayer.core.region for sublayer in self.sublayers)
+
+    def sublayers_in(self, block: nn.Module) -> tuple[SubLayer, ...]:
+        """The sub-layers that `block` has: with a dense MLP where it has no experts, without cross-attention
+        where there is none."""
+        chosen = (
+            replace(one, core=one.core.dense)
+            if isinstance(one.core, RoutedMlp) and one.core.dense and not one.core.stands_in(block)
+            else one
+            for one in self.sublayers
+        )
+        return tuple(one for one in chosen if child_of(block, one.core.at) or not one.core.region.cross)
+
+    def regions_in(self, block: nn.Module) -> tuple[Region, ...]:
+        """Where the sub-layers of `block` are entered and left, a shared expert's besides."""
+        cores = [sublayer.core for sublayer in self.sublayers_in(block)]
+        shared = [core.shared for core in cores if isinstance(core, RoutedMlp) and core.shared]
+        return tuple(core.region for core in (*cores, *shared))
 
     @property
     def causal(self) -> bool:
@@ -234,8 +284,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Site:
-    """One linear of one block: the full module name, where it is, what it does, and whether it is the
-    region's way out."""
+    """One linear, or all the experts, of one block: the full module name, where it is, what it does, and
+    whether it is the region's way out."""
 
     name: str
     module: nn.Module
@@ -302,14 +352,12 @@ def find_sites(model: nn.Module, family: Family) -> tuple[Site, ...]:
         blocks = model.get_submodule(path)
         for index, block in ((int(name), child) for name, child in blocks.named_children() if name.isdigit()):
             where = f"{path}.{index}"
-            for region in rule.regions:
+            for region in rule.regions_in(block):
                 sites.extend(_region_sites(block, region, where, stack, index))
     return tuple(sites)
 
 
 def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName, index: int) -> list[Site]:
-    if region.cross and child_of(block, region.enter) is None:
-        return []
     for end in ("enter", "leave"):
         if child_of(block, getattr(region, end)) is None:
             raise _no_module(block, f"the module {region.kind} {end}s by", getattr(region, end), where)

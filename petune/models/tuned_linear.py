@@ -1,6 +1,6 @@
 """The protocol of a tuned layer, below kernels, methods and parallel plans.
 
-A tuned layer is a subclass of the layer it tunes and holds that layer's weight and bias itself, so base
+A tuned layer is a subclass of the layer it tunes and holds that layer's weights and biases itself, so base
 names, hooks and code that reads `layer.weight` do not change. What trains, what is fused, how it is cut and
 what it keeps is what the layer says here: nobody decides it by the names of attributes.
 """
@@ -101,30 +101,26 @@ class TunedModule(nn.Module, ABC):
         return {}
 
 
-class TunedLinear(TunedModule):
-    """A linear layer (nn.Linear, Conv1D, nn.Embedding) with a tuning, mixed in before the class of the layer
-    it tunes.
-
-    Everything that kernels, parallel plans, merging and estimates want to know of it is asked through these
-    members.
-    """
+class Update(NamedTuple):
+    """A weight that merging replaces, what merging adds to it, and what of that the tuning has changed of the
+    base's; all of one shape."""
 
     weight: Tensor
+    delta: Tensor
+    change: Tensor
+
+
+class TunedLayer(TunedModule):
+    """A layer of the base with a tuning, mixed in before the class of the layer it tunes: it has the layer's
+    parameters, hooks and attributes, and names of the base do not change."""
+
     active: bool  # False: compute what the base layer would
-    merged: bool  # True: `weight` contains the tuning already
+    merged: bool  # True: the weights contain the tuning already
     # values of the base's weight, as `frozen_weight.sampled` takes them, where `weight` is another
     origin: Tensor | None = None
     base: ClassVar[type[nn.Module]]  # the class of the layer that is tuned
     # attributes, parameters and children that the base layer has not
     additions: ClassVar[tuple[str, ...]] = ()
-    # tensors of `tuned` with a number for each row of the weight, which is made of that row
-    of_rows: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, **settings: Any) -> None:
-        """A subclass may compute something else, so it has a fused form only if it says so itself."""
-        super().__init_subclass__(**settings)
-        if "low_rank" not in vars(cls):
-            cls.low_rank = TunedLinear.low_rank  # type: ignore[method-assign]
 
     @classmethod
     def of(cls, layer: nn.Module) -> Self:
@@ -151,6 +147,51 @@ class TunedLinear(TunedModule):
             for name, value in own.items()
             if name not in ("active", "merged", "origin", *self.additions)
         }
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of the weights that the tuning changes."""
+        return ("weight",)
+
+    @abstractmethod
+    def kept_features(self) -> KeptFeatures:
+        """What a forward pass keeps for the backward pass of the tuning; the base layer itself keeps
+        nothing."""
+
+    @abstractmethod
+    def updates(self) -> dict[str, Update]:
+        """What merging does to each of `weights`, float32 at least. Raises UsageError for a tuning that
+        cannot be merged."""
+
+    @abstractmethod
+    def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The tensors of the base layer that merging replaces, by name, in `dtype` as `summed`."""
+
+
+def summed(weight: Tensor, delta: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A weight with its update in it, summed in float32 (float64 for a float64 weight) and rounded once to
+    `dtype`, the weight's own by default."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.detach().to(wide) + delta.detach().to(wide)).to(dtype or weight.dtype)
+
+
+class TunedLinear(TunedLayer):
+    """A linear layer (nn.Linear, Conv1D, nn.Embedding) with a tuning, mixed in before the class of the layer
+    it tunes.
+
+    Everything that kernels, parallel plans, merging and estimates want to know of it is asked through these
+    members.
+    """
+
+    weight: Tensor
+    # tensors of `tuned` with a number for each row of the weight, which is made of that row
+    of_rows: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """A subclass may compute something else, so it has a fused form only if it says so itself."""
+        super().__init_subclass__(**settings)
+        if "low_rank" not in vars(cls):
+            cls.low_rank = TunedLinear.low_rank  # type: ignore[method-assign]
 
     def low_rank(self) -> LowRank | None:
         """The linear map of the layer as fused kernels compute it, all of it but for its `bottleneck`.
@@ -182,11 +223,6 @@ class TunedLinear(TunedModule):
         """
 
     @abstractmethod
-    def kept_features(self) -> KeptFeatures:
-        """What a forward pass keeps for the backward pass of the tuning; the base layer itself keeps
-        nothing."""
-
-    @abstractmethod
     def delta(self) -> Tensor:
         """What merging adds to `weight`, same shape, float32 at least. Raises UsageError for a tuning that
         cannot be merged."""
@@ -195,15 +231,16 @@ class TunedLinear(TunedModule):
         """What the tuning has changed of the base's weight, as `delta`."""
         return self.delta()
 
+    def updates(self) -> dict[str, Update]:
+        """That of the one weight."""
+        return {"weight": Update(self.weight, self.delta(), self.change())}
+
     def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight with the tuning in it, summed in float32 (float64 for a float64 base) and rounded once
-        to `dtype`, the base's own by default."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        merged = self.weight.detach().to(wide) + self.delta().detach().to(wide)
-        return merged.to(dtype or self.weight.dtype)
+        """The weight with the tuning in it, as `summed`."""
+        return summed(self.weight, self.delta(), dtype)
 
     def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The tensors of the base layer that merging replaces, by name, in `dtype` as `merged_weight`."""
+        """See TunedLayer."""
         return {"weight": self.merged_weight(dtype)}
 
 
@@ -233,6 +270,6 @@ def tuned_modules(model: nn.Module) -> Iterator[tuple[str, TunedModule]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, TunedModule))
 
 
-def tuned_layers(model: nn.Module) -> Iterator[tuple[str, TunedLinear]]:
+def tuned_layers(model: nn.Module) -> Iterator[tuple[str, TunedLayer]]:
     """The tuned modules that stand in for a layer of the base model, with their full names."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, TunedLinear))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, TunedLayer))

@@ -398,6 +398,9 @@ class _Cutting:
         if config.exchange == "ring" and (cap := getattr(model_config, "attn_logit_softcapping", None)):
             remedy = "use exchange: gather or ulysses"
             self.fault("exchange", "a ring does not cap attention scores", "no cap", f"{cap:g}", remedy)
+        if row.mlp == "heads" and shape.experts:
+            remedy = "use dp (with shard: true where memory is short), pp or sp"
+            self.fault("size", "experts are not cut by columns", "an MLP of linears", "experts", remedy)
         if config.exchange == "ring" and (dropout := attention_dropout(model_config)):
             remedy = "use exchange: gather or ulysses, or set that dropout to 0 in the model's config"
             self.fault(

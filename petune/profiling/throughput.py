@@ -36,8 +36,10 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.program import remade
 from petune.kernels.configs import KEEPS, OFFLOADS
 from petune.methods.configs import METHODS
+from petune.models.experts import weights_of
 from petune.models.spec import Role, Site, StackName, find_sites
 from petune.models.stack import Stack
+from petune.models.tuned_linear import TunedModule
 from petune.parallel import ParallelConfig
 from petune.recipe import Recipe, load_recipe
 from petune.run.build import choose_place, prepare
@@ -126,7 +128,7 @@ def flops_of(drawn: Sketch) -> Flops | None:
     linears = []
     for site in sites:
         reached = first is not None and (order.index(site.stack), site.block) >= first
-        linears.append(_linear(site, reached, family.stacks[site.stack].causal))
+        linears.append(_linear(site, reached, family.stacks[site.stack].causal, _active(site, model)))
     head = cast("Any", model).get_output_embeddings() if drawn.work.vocabulary_head else None
     return Flops(
         tuple(linears),
@@ -135,21 +137,30 @@ def flops_of(drawn: Sketch) -> Flops | None:
     )
 
 
-def _linear(site: Site, reached: bool, causal: bool) -> Linear:
-    module = cast("nn.Linear", site.module)
-    own = sum(value.numel() for name, value in module.named_parameters() if name not in ("weight", "bias"))
+def _active(site: Site, model: nn.Module) -> float:
+    """The share of a site's weights that a token goes through: of experts, those that are chosen for it."""
+    if site.role != "experts":
+        return 1.0
+    return float(cast("Any", model).config.num_experts_per_tok) / float(cast("Any", site.module).num_experts)
+
+
+def _linear(site: Site, reached: bool, causal: bool, active: float) -> Linear:
+    module = cast("Any", site.module)
+    names = weights_of(module) if site.role == "experts" else ("weight",)
+    weights = [module.get_parameter(name) for name in names]
+    added = module.tuned().values() if isinstance(module, TunedModule) else ()
     return Linear(
         stack=site.stack,
         block=site.block,
         source="encoder" if site.region.cross and site.role in ("k", "v") else site.stack,
         role=site.role,
-        weights=module.weight.numel(),
-        added=own,
+        weights=int(active * sum(value.numel() for value in weights)),
+        added=int(active * sum(value.numel() for value in added)),
         width=module.in_features if site.role == "o" else 0,
         cross=site.region.cross,
         causal=causal,
         reached=reached,
-        trained=module.weight.requires_grad,
+        trained=weights[0].requires_grad,
     )
 
 

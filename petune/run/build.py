@@ -25,6 +25,7 @@ from petune.kernels.fuse import fuse_modules, fuse_stages, unfusable
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
+from petune.methods.coverage import coverage
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES, family_of
 from petune.models.contents import attach, contents_of, detach
@@ -226,6 +227,8 @@ def build(prepared: Prepared) -> nn.Module:
             tune(model, _with_new(recipe.method, model, loaded))
     if (line := untouched(model)) is not None:
         warn(line)
+    if (line := coverage(model)) is not None:
+        say(line)
     _widen(model, recipe)
     if contents is not None:
         attach(model, contents)

@@ -26,6 +26,7 @@ from petune.methods.configs import LoraConfig
 from petune.methods.registry import refuse_tuned
 from petune.methods.saving import remember
 from petune.models import family_of
+from petune.models.experts import weight_at
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.peft import CONFIG, TENSORS, Adapter, from_peft
 from petune.saving.tuning_record import origin_files, read_record
@@ -64,7 +65,7 @@ def combine(
     usual = Counter(sizes.values()).most_common(1)[0][0]
     for name, factors in made.items():
         layer, size = model.get_submodule(full[name]), len(factors["lora_A"])
-        tuned = lora.LAYERS[type(layer)].around(layer, LoraConfig(r=size, alpha=size), factors)
+        tuned = lora.tune(layer, LoraConfig(r=size, alpha=size), factors)
         model.set_submodule(full[name], tuned)
     others = {name: size for name, size in sizes.items() if size != usual}
     config = LoraConfig(
@@ -98,6 +99,9 @@ def read_adapter(
     beside = (*adapter.also_train, *adapter.biases, *adapter.token_rows)
     if beside or type(adapter.config) is not LoraConfig:
         what = f"{beside[0]} is trained beside the factors" if beside else "dora has no sum of updates"
+        raise UsageError(what, where=str(folder), remedy="merge one into the base first")
+    if experts := next((name for name in adapter.layers if weight_at(model, name)), None):
+        what = f"{experts} is a weight of experts, whose updates are not combined"
         raise UsageError(what, where=str(folder), remedy="merge one into the base first")
     return adapter
 

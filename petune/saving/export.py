@@ -7,6 +7,7 @@ petune.json beside them says what was tuned and on which base.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +33,8 @@ from petune.methods.saving import plain_class
 from petune.methods.wrapped import sole_tuning
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
-from petune.models.tuned_linear import TunedLinear, tuned_layers
+from petune.models.read_plan import names_in_model
+from petune.models.tuned_linear import TunedLayer, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.saving.load import TUNED, kinds_of
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
@@ -303,7 +305,7 @@ def save_merged(
             if not kept:
                 written = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
                 write_json(work / "config.json", written)
-            _check_complete(own, work)
+            _check_complete(model, own, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
 
@@ -351,19 +353,21 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if targets else {})
 
 
-def _rounding(layers: list[TunedLinear], dtype: torch.dtype | None) -> tuple[float, float, float]:
+def _rounding(layers: list[TunedLayer], dtype: torch.dtype | None) -> tuple[float, float, float]:
     """(norm of the update, its root mean square in ulps of the weights, share lost to rounding to a dtype),
     over all layers."""
     update = missed = weights = spacing = 0.0
     with torch.no_grad():
         for layer in layers:
-            wide = torch.promote_types(layer.weight.dtype, torch.float32)
-            weight, delta = layer.weight.to(wide), layer.delta().to(wide)
-            update += float(layer.change().norm()) ** 2
-            rounded = weight.to(dtype or layer.weight.dtype).to(wide)
-            missed += float((layer.merged_weight(dtype).to(wide) - rounded - delta).norm()) ** 2
-            weights += float(weight.norm()) ** 2
-            spacing = torch.finfo(dtype or layer.weight.dtype).eps
+            merged = layer.merged_tensors(dtype)
+            for name, (own, delta, change) in layer.updates().items():
+                wide = torch.promote_types(own.dtype, torch.float32)
+                weight = own.to(wide)
+                update += float(change.norm()) ** 2
+                rounded = weight.to(dtype or own.dtype).to(wide)
+                missed += float((merged[name].to(wide) - rounded - delta.to(wide)).norm()) ** 2
+                weights += float(weight.norm()) ** 2
+                spacing = torch.finfo(dtype or own.dtype).eps
     ulps = math.sqrt(update / weights) / spacing if weights else 0.0
     return math.sqrt(update), ulps, math.sqrt(missed / update) if update else 0.0
 
@@ -380,15 +384,15 @@ def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         model.train(training)
 
 
-def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
+def _unties(model: PreTrainedModel, layers: list[TunedLayer]) -> bool:
     """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as
     T5's does."""
-    tuned = {id(layer.weight) for layer in layers}
+    tuned = {id(getattr(layer, name)) for layer in layers for name in layer.weights}
     names: dict[int, dict[object, list[str]]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         if id(value) in tuned:
             holder = model.get_submodule(name.rpartition(".")[0])
-            key = tuned_together(holder) if isinstance(holder, TunedLinear) else ()
+            key = tuned_together(holder) if isinstance(holder, TunedLayer) else ()
             names.setdefault(id(value), {}).setdefault(key, []).append(name)
     parted = next((ends for ends in names.values() if len(ends) > 1), {})
     shared = [group[0] for group in parted.values()]
@@ -403,11 +407,14 @@ def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
     return True
 
 
-def _check_complete(state: Mapping[str, Tensor], work: Path) -> None:
-    """Every tensor must be in the file, or share its memory with one that is: the model class decides what it
-    leaves out."""
+def _check_complete(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
+    """Every tensor must be in the file, whole or in parts, or share its memory with one that is: the model
+    class decides what it leaves out."""
     written = kinds_of(work)
-    kept = {value.data_ptr() for name, value in state.items() if name in written}
-    lost = [name for name, value in state.items() if name not in written and value.data_ptr() not in kept]
+    there = Counter[str]()
+    for key, name in names_in_model(model, written).items():
+        there[name] += written[key].numel()
+    kept = {value.data_ptr() for name, value in state.items() if there[name] == value.numel()}
+    lost = [name for name, value in state.items() if value.data_ptr() not in kept]
     if lost:
         raise PetuneError("the model class left out tensors that are its own", where=", ".join(lost[:10]))

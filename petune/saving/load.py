@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from petune import methods
 from petune.errors import FileError, UsageError
@@ -22,8 +23,10 @@ from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, token_rows, tuned_names, tuning
 from petune.methods.configs import METHODS, LoraConfig, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
-from petune.methods.saving import remember
+from petune.methods.saving import plain_class, remember
 from petune.methods.trainable import base_biases
+from petune.models.loading import quiet
+from petune.models.read_plan import names_in_model
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
 from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft
@@ -186,27 +189,23 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
             record.also_train,
         )
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
-    forms = {name: adapter.forms[type(plain[name][1])] for name in adapter.layers}
-    own_names = {
-        name: tuple(forms[name].shapes(plain[name][1], own.r)) for name, own in adapter.layers.items()
-    }
+    layers = {_in_model(name, plain): own for name, own in adapter.layers.items()}
+    shapes = {name: lora.shapes_at(model, name, own.r, adapter.forms) for name, own in layers.items()}
     wanted = {
-        f"{name}.{leaf}": lora.factor_dtype(plain[name][1])
-        for name, leaves in own_names.items()
-        for leaf in leaves
+        plain_name(own): lora.factor_dtype(lora.layer_at(model, name))
+        for name, found in shapes.items()
+        for own in found
     }
     wanted |= {name: lora.factor_dtype(token_rows.table_of(model)) for name in adapter.token_rows}
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
-    if not any(state[f"{name}.lora_A"].any() and state[f"{name}.lora_B"].any() for name in adapter.layers):
+    saved = {name: {own: state[plain_name(own)] for own in found} for name, found in shapes.items()}
+    if not any(all(value.any() for value in own.values()) for own in saved.values()):
         warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
-    for name, own in adapter.layers.items():
-        full, layer = plain[name]
-        model.set_submodule(
-            full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]})
-        )
+    factors = {own: value for found in saved.values() for own, value in found.items()}
+    lora.put(model, layers, adapter.forms, factors)
     config = cast("LoraConfig", record.config if record else adapter.config)
     if config.token_rows:
         token_rows.apply(model, config.token_rows, also_train)
@@ -214,6 +213,12 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     biases = base_biases(model, config.bias, also_train)
     remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
     _fill(heads, state)
+
+
+def _in_model(name: str, plain: Mapping[str, tuple[str, nn.Module]]) -> str:
+    """The name in a model of the layer, or the weight of experts, that goes by a plain name."""
+    path, _, leaf = name.rpartition(".")
+    return plain[name][0] if name in plain else f"{plain[path][0]}.{leaf}"
 
 
 def _check_dtypes(state: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype], file: Path) -> None:
@@ -282,6 +287,10 @@ def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
     state = {name: value for file in files for name, value in read_tensors(file, links=not alone).items()}
     found = {name: tuple(value.shape) for name, value in state.items()}
     check_tensors(record.shapes, found, folder)
+    if isinstance(model, PreTrainedModel) and any(a != b for a, b in names_in_model(model, state).items()):
+        with quiet():  # experts, say, which files have one by one
+            state = dict(plain_class(model).from_pretrained(folder, dtype="auto").state_dict(keep_vars=True))
+        found = {name: tuple(value.shape) for name, value in state.items()}
     own = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     given = {id(own[name]) for name in state if name in own}
     # written once, under its other name

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,13 @@ from petune.log import say
 from petune.methods import dora, lora, pissa, tuning
 from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
+from petune.methods.lora_experts import LoraExperts
 from petune.methods.targets import within
 from petune.methods.token_rows import ROWS, holders, table_of
+from petune.models.experts import is_experts
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
+from petune.saving.peft_experts import places, warn_of_conversion, weights_named
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -70,7 +73,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "lora_ga_config": None,
     "megatron_config": None,
     "monteclora_config": None,
-    "target_parameters": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -98,6 +100,7 @@ _READ: Mapping[str, Any] = {
     "alpha_pattern": {},
     "revision": None,
     "target_modules": None,
+    "target_parameters": None,
     "task_type": None,
     "trainable_token_indices": None,
     "use_dora": False,
@@ -122,6 +125,7 @@ _KINDS: Mapping[str, Kind] = {
     "alpha_pattern": OneOf(MapOf(Number(1e-6, 1e6)), None),
     "revision": _MAYBE_TEXT,
     "target_modules": OneOf(Text(), _WORDS, None),
+    "target_parameters": OneOf(_WORDS, None),
     "task_type": _MAYBE_TEXT,
     "trainable_token_indices": OneOf(ListOf(Whole()), MapOf(ListOf(Whole())), None),
     "use_dora": OneOf(Truth(), None),
@@ -187,8 +191,14 @@ def to_peft(
     heads = tuple(plain_name(head) for head in record.also_train)
     refuse_tied_heads(model, record.also_train)
     tied = _rows_of_ties(model) if record.config.token_rows else ()
+    experts = _experts(model)
     tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items() if name not in tied}
-    r, alpha, ranks, alphas = _sizes(layers, record.config)
+    for path, module in experts.items():
+        own = {weight: module.factors(weight)[0].shape[1] for weight in module.weights}
+        for name, place in places(module, path, own).items():
+            tensors[PREFIX + place.key] = place.to_file(tensors.pop(PREFIX + name))
+    warn_of_conversion(model, experts, layers)
+    r, alpha, ranks, alphas = _sizes(layers, experts, record.config)
     names = [name for name, _ in model.named_modules() if name]
     task = task_type(model, [name for name in map(plain_name, names) if not within(name, heads)])
     columns = sum(isinstance(layer, Conv1D) for layer in layers.values())
@@ -219,6 +229,10 @@ def to_peft(
             "target_modules": shortest(
                 tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))
             ),
+            "target_parameters": sorted(
+                f"{name}.{weight}" for name in experts for weight in experts[name].weights
+            )
+            or None,
             "task_type": task,
             "trainable_token_indices": list(record.config.token_rows) or None,
         }
@@ -230,20 +244,25 @@ def settings_in_files(model: nn.Module, config: MethodConfig) -> MethodConfig:
     """`config` as files say it: a start from components is plain LoRA of twice the rank in them."""
     if not isinstance(config, LoraConfig) or not pissa.started(model):
         return config
-    layers = _layers(model)
-    r, alpha, ranks, alphas = _sizes(layers, config)
+    r, alpha, ranks, alphas = _sizes(_layers(model), _experts(model), config)
     sizes: dict[str, Any] = {"r": r, "alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
     return replace(config, init="auto", init_iterations=None, **sizes)
 
 
 def _sizes(
-    layers: Mapping[str, LoraLayer], config: LoraConfig
+    layers: Mapping[str, LoraLayer], experts: Mapping[str, LoraExperts], config: LoraConfig
 ) -> tuple[int, float, dict[str, int], dict[str, float]]:
-    """Rank and alpha of most layers in a file, and those of the others by name."""
-    sizes = {}
-    for name, layer in layers.items():
-        rank = len(layer.lora_A) * (2 if pissa.has_start(layer) else 1)
-        sizes[name] = rank, _alpha(layer.scale, replace(config, r=rank))
+    """Rank and alpha of most layers and weights of experts in a file, and those of the others by name."""
+    found = {
+        name: (len(layer.lora_A) * (2 if pissa.has_start(layer) else 1), layer.scale)
+        for name, layer in layers.items()
+    }
+    found |= {
+        f"{name}.{weight}": (module.factors(weight)[0].shape[1], scale)
+        for name, module in experts.items()
+        for weight, scale in module.scales.items()
+    }
+    sizes = {name: (rank, _alpha(scale, replace(config, r=rank))) for name, (rank, scale) in found.items()}
     (r, alpha), _ = Counter(sizes.values()).most_common(1)[0]
     ranks = {name: rank for name, (rank, _) in sizes.items() if rank != r}
     return r, alpha, ranks, {name: own for name, (_, own) in sizes.items() if own != alpha}
@@ -252,6 +271,11 @@ def _sizes(
 def _layers(model: nn.Module) -> dict[str, LoraLayer]:
     found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
     return {name: layer for name, layer in found if isinstance(layer, LoraLayer)}
+
+
+def _experts(model: nn.Module) -> dict[str, LoraExperts]:
+    found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
+    return {name: layer for name, layer in found if isinstance(layer, LoraExperts)}
 
 
 def _rows_of_ties(model: nn.Module) -> tuple[str, ...]:
@@ -346,13 +370,27 @@ def from_peft(
     layers = {
         name: _own_config(name, config)
         for name in modules
-        if name in present or is_target(name, config, heads)
+        if (name in present or is_target(name, config, heads)) and not is_experts(modules[name])
     }
     wanted = {
         key: name
         for module, own in layers.items()
         for key, name in _keys(module, modules[module], own, forms, folder).items()
     }
+    experts = weights_named(modules, config.get("target_parameters") or (), folder / CONFIG)
+    tuned = {
+        path: {weight: _own_config(f"{path}.{weight}", config) for weight in weights}
+        for path, weights in experts.items()
+    }
+    layers |= {f"{path}.{weight}": own for path, found in tuned.items() for weight, own in found.items()}
+    where = {
+        name: place
+        for path, found in tuned.items()
+        for name, place in places(
+            modules[path], path, {weight: own.r for weight, own in found.items()}
+        ).items()
+    }
+    wanted |= {place.key: (name, place.in_file) for name, place in where.items()}
     own = dict(base.state_dict(keep_vars=True))
     shapes = {key: shape for key, (_, shape) in wanted.items()}
     for head in heads:
@@ -373,6 +411,7 @@ def from_peft(
     check_tensors(shapes, {key: tuple(value.shape) for key, value in given.items()}, folder / TENSORS, heads)
     refuse_untied(base, heads, given, folder)
     state = {wanted[key][0]: value for key, value in given.items()}
+    state |= {name: place.from_file(state[name]) for name, place in where.items()}
     for other in rows[1:]:
         state[other] = state[rows[0]]
     settings = replace(_settings(config, layers, heads, bool(biases)), token_rows=ids)
@@ -487,7 +526,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
             _pattern(pattern)
         except FileError as error:
             problems += [replace(problem, where=str(file)) for problem in error.problems]
-    if not config.get("target_modules"):
+    if not config.get("target_modules") and not config.get("target_parameters"):
         problems.append(
             Problem(
                 "target_modules is empty",
@@ -575,7 +614,7 @@ def is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> b
     layers_to_transform."""
     if within(name, heads) or is_named(name, config.get("exclude_modules")):
         return False
-    targets = config["target_modules"]
+    targets = config["target_modules"] or ()
     if not is_named(name, targets):
         return False
     only = config.get("layers_to_transform")
@@ -635,7 +674,8 @@ def _keys(
             expected=kinds,
             remedy=_FLATTEN,
         )
-    ends, shapes = _ends(isinstance(layer, nn.Embedding)), forms[type(layer)].shapes(layer, own.r)
+    ends = _ends(isinstance(layer, nn.Embedding))
+    shapes = cast("type[LoraLayer]", forms[type(layer)]).shapes(layer, own.r)
     return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}
 
 

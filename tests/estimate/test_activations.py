@@ -16,7 +16,7 @@ from petune.models.stack import own_stacks
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
 from petune.parallel.tensor.shard_params import cut
-from tests.methods.zoo import ZOO
+from tests.methods.zoo import MOE, ZOO
 
 WIDE: dict[str, int] = {
     "hidden_size": 256,
@@ -32,7 +32,7 @@ LENGTH, ROWS = 48, 2
 
 def model_of(name: str, method: str, depth: int, bf16: bool = False, r: int = 16, **changes: Any) -> Any:
     """A wider model of the zoo with `depth` blocks per stack, tuned, in training mode."""
-    made, config, values = ZOO[name]
+    made, config, values = (ZOO | MOE)[name]
     layers = {
         key: depth
         for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers")
@@ -86,6 +86,13 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
     "name", ["llama-causal", "qwen3-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq", "t5-gated"]
 )
 def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) -> None:
+    saved = [saved_by_autograd(model_of(name, method, depth), name) for depth in (1, 2)]
+    assert estimated(model_of(name, method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("name", ["mixtral-causal", "qwen2moe-causal"])
+def test_of_experts_those_that_a_token_goes_through_are_counted(name: str, method: str) -> None:
     saved = [saved_by_autograd(model_of(name, method, depth), name) for depth in (1, 2)]
     assert estimated(model_of(name, method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MPNetConfig,
     MPNetForSequenceClassification,
     OpenAIGPTConfig,
@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import UsageError
 from petune.methods import tuned_state, wrap
 from petune.methods.targets import LINEAR
+from petune.models import FAMILIES
 from petune.models.spec import stack_paths
 from tests.methods.zoo import ZOO, table, tiny
 
@@ -293,33 +294,65 @@ EXPERTS: dict[str, Any] = {
     "head_dim": 8,
 }
 QWEN = Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-MIXTRAL = MixtralConfig(**EXPERTS, num_local_experts=4)
+LLAMA4: dict[str, Any] = {**EXPERTS, "num_local_experts": 4, "intermediate_size_mlp": 48}
 
 
 @pytest.mark.parametrize("targets", ["auto", "all-linear"])
-@pytest.mark.parametrize(
-    ("kind", "config"), [(Qwen3MoeForCausalLM, QWEN), (MixtralForCausalLM, MIXTRAL)], ids=["qwen3", "mixtral"]
-)
 def test_experts_that_lora_does_not_reach_are_said_in_one_line(
-    kind: Any, config: Any, targets: str, monkeypatch: pytest.MonkeyPatch
+    targets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.methods.registry.warn", said.append)
-    model = wrap(kind(config), "lora", r=2, targets=targets)
-    missed = [
-        value
-        for name, value in model.named_parameters()
-        if ".experts." in name or name.endswith("mlp.gate.weight")
-    ]
+    model = wrap(Llama4ForCausalLM(Llama4TextConfig(**LLAMA4)), "lora", r=2, targets=targets)
+    missed = [value for name, value in model.named_parameters() if ".experts." in name or "router" in name]
     number, total = sum(value.numel() for value in missed), sum(value.numel() for value in model.parameters())
     (line,) = said
-    assert (
-        f"leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone" in line
-        and len(missed) == 6
-    )
-    assert "2 linears (model.layers.*.mlp.gate.weight of " in line
-    assert "4 parameters of 3 dims and more (model.layers.*.mlp.experts.gate_up_proj of " in line
-    assert f"no table of {config.model_type}" in line
+    assert f"leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone" in line
+    assert "parameters of 3 dims and more (model.layers.*.feed_forward.experts.gate_up_proj of " in line
+    assert "no table of llama4_text" in line
+
+
+def test_experts_of_a_family_without_a_table_are_reached_and_its_routers_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.methods.registry.warn", said.append)
+    monkeypatch.setattr("petune.methods.registry.say", said.append)
+    monkeypatch.delitem(FAMILIES, "qwen3_moe")
+    wrap(Qwen3MoeForCausalLM(QWEN), "lora", r=2)
+    assert "2 linears (model.layers.*.mlp.gate.weight of Qwen3MoeTopKRouter)" in said[1]
+    assert "of 3 dims" not in said[1] and said[2] == "experts 4/4"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "line"),
+    [
+        ("qwen2moe-causal", {}, "experts 5/5, shared 1/1, router frozen, attention 4/4"),
+        ("mixtral-causal", {"also_train": ["gate"]}, "experts 4/4, router trains, attention 4/4"),
+        ("qwen3moe-causal", {}, "experts 5/5, dense 3/3, router frozen, attention 4/4"),
+        ("gptoss-causal", {"targets": ["q", "v"]}, "experts 0/4, router frozen, attention 2/4"),
+        (
+            "mixtral-causal",
+            {"targets": ["down"]},
+            "experts 4/4 (down_proj alone), router frozen, attention 0/4",
+        ),
+        (
+            "qwen2moe-causal",
+            {"layers": [1], "exclude": ["shared_expert.up_proj"]},
+            "experts 0/5 in 1 blocks, experts 5/5 in 1 blocks, shared 0/1 in 1 blocks,"
+            " shared 2/3 linears in 1 blocks, router frozen, attention 0/4 in 1 blocks, attention 4/4 in"
+            " 1 blocks",
+        ),
+    ],
+)
+def test_what_a_tuning_of_experts_reaches_is_said_in_one_line(
+    name: str, settings: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.methods.registry.say", said.append)
+    model = wrap(tiny(name), "lora", r=2, **settings)
+    assert said[1] == line
+    assert sum(value.requires_grad for value in model.parameters()) > 0
 
 
 def test_nothing_is_said_where_nothing_is_left_or_targets_were_chosen(

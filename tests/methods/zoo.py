@@ -22,18 +22,26 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma3TextForSequenceClassification,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
     MistralForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
@@ -74,6 +82,32 @@ ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3-classify": (Gemma3TextForSequenceClassification, Gemma3TextConfig, _GEMMA),
     **MORE,
 }
+_MOE: dict[str, Any] = {**_DECODER, "hidden_size": 32, "intermediate_size": 24, "num_experts_per_tok": 2}
+_QWEN: dict[str, Any] = {**_MOE, "num_experts": 5, "moe_intermediate_size": 16}
+MOE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # routed experts; the first has a dense block too
+    "qwen3moe-causal": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_QWEN, "head_dim": 8, "mlp_only_layers": [0]},
+    ),
+    "qwen2moe-causal": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {**_QWEN, "shared_expert_intermediate_size": 24},
+    ),
+    "mixtral-causal": (MixtralForCausalLM, MixtralConfig, {**_MOE, "num_local_experts": 4}),
+    "gptoss-causal": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            **_MOE,
+            "num_local_experts": 4,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
 FOUR = ("bert-classify", "bart-seq2seq", "t5-seq2seq", "llama-causal")  # one model of each family
 # No token twice: a random model with tied embeddings would otherwise repeat one, and hide what the test is
 # about.
@@ -96,7 +130,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
     """The model `name` of the zoo, random by `seed`, in eval mode; `changes` go over its config."""
-    model_type, config_type, settings = ZOO[name]
+    model_type, config_type, settings = (ZOO | MOE)[name]
     settings = {**settings, **changes}
     if "layer_types" in settings:  # which go round
         settings["layer_types"] = (settings["layer_types"] * 9)[: settings["num_hidden_layers"]]

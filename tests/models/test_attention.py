@@ -209,3 +209,23 @@ def test_a_soft_cap_bends_scores_before_the_mask_and_a_ring_refuses_it() -> None
     module.exchange = type("Ring", (), {"kind": "ring"})()
     with pytest.raises(UsageError, match="a ring does not cap attention scores"):
         attention.attention(module, *inputs, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinks_take_the_probability_that_they_take_in_transformers(padded: bool) -> None:
+    model, inputs = zoo.tiny("gptoss-causal"), zoo.batch("gptoss-causal")
+    inputs = {name: value for name, value in inputs.items() if name == "input_ids" or padded}
+    with torch.no_grad():
+        model.model.layers[0].self_attn.sinks += 1.0
+        expected = model(**inputs).logits
+        attention.use(model)
+        found = model(**inputs).logits
+    kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    assert torch.allclose(found[kept], expected[kept], atol=1e-6)
+
+
+def test_sinks_and_tokens_of_other_ranks_are_refused() -> None:
+    module, heads = nn.Module(), torch.zeros(1, 2, 3, 4)
+    module.exchange = object()  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="attention with sinks"):
+        attention.attention(module, heads, heads, heads, None, s_aux=torch.zeros(2))

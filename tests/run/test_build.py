@@ -120,11 +120,11 @@ def test_random_weights_are_said_loudly(tmp_path: Path):
     assert any("RANDOM WEIGHTS" in line for line in listener.lines)
 
 
-def test_experts_that_are_left_alone_are_said_when_a_run_builds_its_model(
+def test_what_is_reached_of_experts_is_said_when_a_run_builds_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     said: list[str] = []
-    monkeypatch.setattr("petune.run.build.warn", said.append)
+    monkeypatch.setattr("petune.run.build.say", said.append)
     write_model(tmp_path / "llama", "llama")
     vocabulary = json.loads((tmp_path / "llama" / "config.json").read_text())["vocab_size"]
     config = Qwen3MoeConfig(
@@ -136,8 +136,8 @@ def test_experts_that_are_left_alone_are_said_when_a_run_builds_its_model(
         num_experts=4,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "llama")
-    made(settings(tmp_path))
-    assert len(said) == 1 and "no table of qwen3_moe" in said[0]
+    made(settings(tmp_path, method={"name": "lora", "r": 2}))
+    assert "experts 4/4, router frozen, attention 4/4" in said
 
 
 def test_an_adapter_of_another_method_is_no_start(tmp_path: Path):

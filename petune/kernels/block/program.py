@@ -146,7 +146,7 @@ class _Build:
         self.order: list[Drawing] = []
         self.within: int | None = None  # the sub-layer cut across ranks that is being made
         self.inputs = [self.x]
-        self.linears_end = 4 * sum(_linears_of(sublayer.core) for sublayer in sublayers)
+        self.linears_end = 4 * sum(_linears_of(sublayer.fused_core) for sublayer in sublayers)
         behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
         self.tensors = self.linears_end + 4 * behind  # the place of the next norm's first tensor
 
@@ -174,7 +174,7 @@ class _Build:
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
-        core, out, after = sublayer.core, sublayer.norm_out, sublayer.norm_after_sum
+        core, out, after = sublayer.fused_core, sublayer.norm_out, sublayer.norm_after_sum
         name = "mlp" if isinstance(core, Mlp) else "attention" if core.memory is None else "cross"
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
         # a norm behind the product reads it on the way back
@@ -194,7 +194,7 @@ class _Build:
 
     def core(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """What its core makes of h."""
-        core, behind = sublayer.core, len(self.bottlenecks) if sublayer.bottleneck else None
+        core, behind = sublayer.fused_core, len(self.bottlenecks) if sublayer.bottleneck else None
         return (
             self.mlp(name, h, core, keep, behind)
             if isinstance(core, Mlp)

@@ -19,7 +19,17 @@ from petune.kernels.reference import Act
 from petune.models.attention import CAPPING
 from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
-from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRule, SubLayer, child_of
+from petune.models.spec import (
+    Attention,
+    LinearGroup,
+    Mlp,
+    Norm,
+    RoutedMlp,
+    Shape,
+    StackRule,
+    SubLayer,
+    child_of,
+)
 from petune.models.stack import Stack
 from petune.models.tuned_linear import bottleneck_of, linear_of
 
@@ -45,6 +55,9 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     if stack.rule.unfused is not None:
         return stack.rule.unfused
     name = str(next((own for key in _ACT_KEYS if (own := getattr(config, key, None))), None))
+    routed = [one.core for one in stack.rule.sublayers_in(block) if isinstance(one.core, RoutedMlp)]
+    if routed:
+        return f"{routed[0].at} is a mixture of experts, for which there are no steps yet"
     sublayers = read_sublayers(block, stack.rule)
     for sublayer in sublayers:
         core = sublayer.core
@@ -176,15 +189,13 @@ def _distances(block: nn.Module, sublayers: Sequence[SubLayer]) -> tuple[nn.Modu
 
 def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:
     """The sub-layers of a table, those that this block has and as it has them."""
-    return tuple(
-        _read(block, sublayer) for sublayer in rule.sublayers if child_of(block, sublayer.core.at) is not None
-    )
+    return tuple(_read(block, sublayer) for sublayer in rule.sublayers_in(block))
 
 
 def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
     none, the scale, the bottleneck that a method has put behind it."""
-    core = sublayer.core
+    core = sublayer.fused_core
     part, boundary = (
         bottleneck_of(block.get_submodule(core.region.leave)),
         boundary_of(block.get_submodule(core.at)),

@@ -59,8 +59,8 @@ def cut(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordinate) ->
     for path, stack in stacks_of(model, family):
         inside = {f"{path}.{name}" for name, _ in stack.named_parameters(remove_duplicate=False)}
         for index, block in stack.numbered:
-            for region in stack.rule.regions:
-                if child_of(block, region.enter) is not None and plan.cut.layout(region.kind) == "heads":
+            for region in stack.rule.regions_in(block):
+                if plan.cut.layout(region.kind) == "heads":
                     placed.partial |= _cut_region(
                         block, region, f"{path}.{index}", plan.cut, shape, at.tp, placed.slices
                     )

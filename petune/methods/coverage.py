@@ -1,0 +1,77 @@
+"""What a tuning reaches of a model with routed experts, in one line before anything trains: experts, shared
+experts, dense MLPs, routers and attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from petune.methods.configs import LoraConfig
+from petune.methods.wrapped import tuning
+from petune.models import family_of
+from petune.models.experts import is_experts, weights_of
+from petune.models.spec import RoutedMlp, StackRule, child_of, stack_paths
+from petune.models.stack import Stack
+from petune.models.tuned_linear import TunedLayer
+
+_ORDER = ("experts", "shared", "dense", "router", "attention")
+
+
+def coverage(model: nn.Module) -> str | None:
+    """One line, "experts 128/128, shared 1/1, router frozen, attention 4/4", or None for a model without
+    experts and for methods that have no targets.
+
+    Counted are experts of a block whose weights are tuned, shared experts, and linears of the rest; blocks
+    that differ are counted apart. Raises UsageError for a model that is not wrapped.
+    """
+    if not isinstance(tuning(model).config, LoraConfig) or not any(map(is_experts, model.modules())):
+        return None
+    family = family_of(model)
+    if family is None:
+        found = Counter(("experts", _of_experts(one)) for one in model.modules() if is_experts(one))
+    else:
+        found = Counter(
+            kind_and_words
+            for stack, path in stack_paths(model, family).items()
+            for block in _blocks(model.get_submodule(path))
+            for kind_and_words in _of_block(block, family.stacks[stack])
+        )
+    parts = []
+    for kind in _ORDER:
+        words = [(said, count) for (name, said), count in found.items() if name == kind]
+        parts += [f"{kind} {said}" + f" in {count} blocks" * (len(words) > 1) for said, count in words]
+    return ", ".join(parts)
+
+
+def _blocks(stack: nn.Module) -> list[nn.Module]:
+    return stack.blocks if isinstance(stack, Stack) else list(stack.children())
+
+
+def _of_block(block: nn.Module, rule: StackRule) -> Iterator[tuple[str, str]]:
+    """(kind, words) of each part of a block."""
+    routed = [one.core for one in rule.sublayers_in(block) if isinstance(one.core, RoutedMlp)]
+    shared = {core.shared.region.enter for core in routed if core.shared}
+    for core in routed:
+        router = block.get_submodule(core.router)
+        yield "router", "trains" if any(one.requires_grad for one in router.parameters()) else "frozen"
+    for region in rule.regions_in(block):
+        found = [hit[1] for path in region.sites.values() if (hit := child_of(block, path)) is not None]
+        tuned = sum(isinstance(layer, TunedLayer) for layer in found)
+        if "experts" in region.sites:
+            yield "experts", _of_experts(found[0])
+        elif region.enter in shared:
+            yield (
+                "shared",
+                f"{int(tuned > 0)}/1" if tuned in (0, len(found)) else f"{tuned}/{len(found)} linears",
+            )
+        else:
+            yield "attention" if region.kind == "attention" else "dense", f"{tuned}/{len(found)}"
+
+
+def _of_experts(module: nn.Module) -> str:
+    experts, weights = len(module.get_parameter(weights_of(module)[0])), weights_of(module)
+    tuned = [one for one in module.weights if one in weights] if isinstance(module, TunedLayer) else []
+    alone = f" ({', '.join(tuned)} alone)" if 0 < len(tuned) < len(weights) else ""
+    return f"{experts if tuned else 0}/{experts}{alone}"

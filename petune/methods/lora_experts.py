@@ -1,0 +1,177 @@
+"""LoRA on experts: each has factors of its own, for one or both of its weights.
+
+        y_t = sum over chosen e of  w_te down_e(act(gate_up_e(x_t)))        A [E, r, in],   B [E, out, r] = 0
+
+with W_e + s B_e A_e in the place of each tuned weight. Tokens are sorted by expert, and all products are
+grouped (kernels/grouped.py); a token's weight for an expert is multiplied in before the way down, so that its
+gradient needs no result of the product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.kernels.grouped import Routes, combine, dispatch, grouped, routes_of
+from petune.methods.configs import LoraConfig
+from petune.models.experts import sizes_of, weights_of
+from petune.models.tuned_linear import KeptFeatures, TunedLayer, Update, summed
+
+
+def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that trains beside a weight of experts, by its name in their module."""
+    experts, outputs, inputs = sizes_of(module, weight)
+    return {f"{weight}_lora_A": (experts, r, inputs), f"{weight}_lora_B": (experts, outputs, r)}
+
+
+class LoraExperts(TunedLayer):
+    """Experts with a LoRA update of some of their weights.
+
+    (x [tokens, width], index and weights [tokens, k] of the chosen) -> [tokens, width], in the dtype of x.
+    scales: of the update, by weight.
+    """
+
+    scales: dict[str, float]
+    lr_ratio: float | None
+
+    @classmethod
+    def around(
+        cls,
+        experts: nn.Module,
+        configs: Mapping[str, LoraConfig],
+        dtype: torch.dtype,
+        saved: Mapping[str, Tensor] | None = None,
+    ) -> Self:
+        """The tuned form of a module of experts, sharing its parameters; `configs` by weight, the rest as
+        `LoraLayer.around`. dtype: of the factors."""
+        tuned = cast("Self", _tuned_class(cast("Any", type(experts))).of(experts))
+        tuned.scales = {weight: configs[weight].scale for weight in weights_of(experts) if weight in configs}
+        tuned.lr_ratio = next(iter(configs.values())).lr_ratio
+        for weight in tuned.scales:
+            place: Any = {"dtype": dtype, "device": experts.get_parameter(weight).device}
+            for name, shape in shapes(experts, weight, configs[weight].r).items():
+                value = torch.empty(shape, **place) if saved is None else saved[name].to(**place)
+                setattr(tuned, name, nn.Parameter(value))
+        for name in tuned.tuned() if saved is None else ():
+            tuned.draw(name)
+        return tuned
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The weights that have an update."""
+        return tuple(self.scales)
+
+    @property
+    def additions(self) -> tuple[str, ...]:  # type: ignore[override]  # they follow from the weights
+        """See TunedLayer."""
+        return ("scales", "lr_ratio", *self.tuned())
+
+    def factors(self, weight: str) -> tuple[Tensor, Tensor]:
+        """A [E, r, in] and B [E, out, r] of a weight."""
+        return getattr(self, f"{weight}_lora_A"), getattr(self, f"{weight}_lora_B")
+
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """The factors of each weight."""
+        names = (f"{weight}_lora_{side}" for weight in self.scales for side in "AB")
+        return {name: self.get_parameter(name) for name in names}
+
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """Fill a factor anew; their product is zero."""
+        factor = self.get_parameter(name)
+        if name.endswith("A"):
+            bound = 1 / math.sqrt(factor.shape[2])
+            factor.uniform_(-bound, bound)
+        else:
+            factor.zero_()
+
+    def rates(self) -> dict[str, float]:
+        """Those of the factors B, where they have one, as LoraLayer's."""
+        return {} if self.lr_ratio is None else {f"{weight}_lora_B": self.lr_ratio for weight in self.scales}
+
+    def kept_features(self) -> KeptFeatures:
+        """For each copy of a token: the input, which A reads, and what it makes of it."""
+        return KeptFeatures(input=True, inner=sum(self.factors(weight)[0].shape[1] for weight in self.scales))
+
+    def updates(self) -> dict[str, Update]:
+        """s B_e A_e, transposed where the weights are."""
+        found = {}
+        for weight, scale in self.scales.items():
+            a, b = self.factors(weight)
+            delta = scale * (b @ a)
+            delta = delta.transpose(1, 2) if cast("Any", self).is_transposed else delta
+            found[weight] = Update(self.get_parameter(weight), delta, delta)
+        return found
+
+    def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """See TunedLayer."""
+        return {name: summed(own, delta, dtype) for name, (own, delta, _) in self.updates().items()}
+
+    def extra_repr(self) -> str:
+        """The weights with their ranks."""
+        ranks = (f"{weight} r={self.factors(weight)[0].shape[1]}" for weight in self.scales)
+        return f"{super().extra_repr()}, {', '.join(ranks)}".removeprefix(", ")
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the chosen experts of each token."""
+        if self.merged or not self.active:
+            return cast("Tensor", cast("Any", super()).forward(hidden, index, weights))
+        own = cast("Any", self)
+        up, down = weights_of(self)
+        routes = routes_of(index, own.num_experts)
+        inner = self._product(up, dispatch(hidden, routes), routes)
+        inner = own._apply_gate(inner) if own.has_gate else own.act_fn(inner)
+        share = weights.reshape(-1)[routes.order, None]
+        return combine(self._product(down, (inner * share).to(inner.dtype), routes, share), routes).to(
+            hidden.dtype
+        )
+
+    def _product(self, weight: str, x: Tensor, routes: Routes, share: Tensor | None = None) -> Tensor:
+        """x [m, in] sorted by expert times the weights, and their biases times a share [m, 1]: [m, out]."""
+        own, bias = self.get_parameter(weight), getattr(self, f"{weight}_bias", None)
+        transposed = cast("Any", self).is_transposed
+        y = grouped(x, own if transposed else own.transpose(1, 2), routes.ends)
+        if bias is not None:
+            each = bias[torch.bucketize(torch.arange(len(x), device=x.device), routes.ends, right=True)]
+            y = (y + (each if share is None else each * share)).to(y.dtype)
+        if weight not in self.scales:
+            return y
+        a, b = self.factors(weight)
+        low = grouped(x, a.transpose(1, 2), routes.ends)
+        return (y + grouped(low, b.transpose(1, 2), routes.ends) * self.scales[weight]).to(y.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles name the class of the experts: this one is made when it is needed."""
+        return _blank, (self.base,), self.__dict__
+
+
+@cache
+def _tuned_class(kind: Any) -> Any:
+    """The tuned subclass of a class of experts."""
+    return type(f"Lora{kind.__name__}", (LoraExperts, kind), {"__module__": __name__, "base": kind})
+
+
+def _blank(kind: Any) -> Any:
+    made = _tuned_class(kind)
+    return made.__new__(made)
+
+
+def refuse_unfit(name: str, config: LoraConfig) -> None:
+    """Raise UsageError for settings that are not computed on experts. name: of one of their weights."""
+    wrong = next(
+        (
+            word
+            for word, set_ in (("dropout", config.dropout), ("init: pissa", config.init == "pissa"))
+            if set_
+        ),
+        None,
+    )
+    if wrong is not None:
+        remedy = f"leave {wrong.partition(':')[0]} out, or name experts in `exclude`"
+        raise UsageError(f"lora on experts has no {wrong}", where=name, remedy=remedy)

@@ -1,0 +1,57 @@
+"""Experts as transformers keeps them: one module with the weights of all of them, which have an expert dim.
+
+`gate_up_proj` [E, 2 columns, width], or `up_proj` [E, columns, width] where nothing gates, and `down_proj`
+[E, width, columns]; transposed, and with a bias [E, out] each, in some families. The class says which by the
+attributes that transformers' own grouped products read (transformers.integrations.moe); how gate and up make
+one is its `_apply_gate`. A weight goes by the name of its parameter, "...mlp.experts.down_proj".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+ROLES: Mapping[str, tuple[str, ...]] = {  # the weights that a role of a dense MLP means
+    "experts": WEIGHTS,
+    "gate": ("gate_up_proj",),
+    "up": ("gate_up_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+_SAYS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_apply_gate")
+
+
+class Experts(nn.Module):
+    """Stands for every class of experts where methods look up the form of a layer; nothing is made of it."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` is one of experts whose products are known: without a norm behind them."""
+    known = all(hasattr(module, name) for name in _SAYS)
+    return known and not cast("Any", module).has_post_expert_norm and len(weights_of(module)) == 2
+
+
+def weights_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the weights with an expert dim, in the order in which they are used."""
+    found = {name: module._parameters.get(name) for name in WEIGHTS}
+    return tuple(name for name, value in found.items() if value is not None and value.dim() == 3)
+
+
+def weight_at(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The module of experts, and the name in it, of the weight that a full name means; None for others."""
+    path, _, leaf = name.rpartition(".")
+    if leaf not in WEIGHTS:
+        return None
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return (module, leaf) if is_experts(module) and leaf in weights_of(module) else None
+
+
+def sizes_of(module: nn.Module, name: str) -> tuple[int, int, int]:
+    """(experts, outputs, inputs) of a weight of a module of experts."""
+    experts, outputs, inputs = module.get_parameter(name).shape
+    return (experts, inputs, outputs) if cast("Any", module).is_transposed else (experts, outputs, inputs)

@@ -1,0 +1,62 @@
+"""Decoders of Llama's kin with routed experts: Qwen3-MoE (dense MLPs in some blocks), Qwen2-MoE (besides, an
+expert that every token goes through), Mixtral and gpt-oss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from petune.errors import UsageError
+from petune.models import llama
+from petune.models.spec import Config, Family, Mlp, Norm, RoutedMlp, Shape, SubLayer, linears
+
+ROUTED = RoutedMlp(at="mlp", experts="mlp.experts", router="mlp.gate", dense=llama.MLP)
+SHARED = Mlp(
+    at="mlp.shared_expert",
+    up=linears(gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj"),
+    down="mlp.shared_expert.down_proj",
+)
+
+
+def shape(config: Config, columns: str) -> Shape:
+    """Sizes of a config; `columns` is the field with those of an expert."""
+    return replace(llama.shape(config), columns=getattr(config, columns), experts=config.num_experts)
+
+
+def narrow(config: Config, reduction: int) -> Config:
+    """`config` with every width divided by `reduction`, and in the place of experts dense MLPs as wide as
+    those that a token goes through."""
+    small = llama.narrow(config, reduction)
+    small.intermediate_size = config.num_experts_per_tok * config.moe_intermediate_size // reduction
+    small.mlp_only_layers = list(
+        range(2 * config.num_hidden_layers)
+    )  # a ladder's come behind the model's own
+    small._experts_implementation = "eager"  # as there are none, which transformers cannot know
+    return small
+
+
+def cannot_narrow(config: Config, reduction: int) -> Config:
+    """Raises UsageError: blocks of this family have experts always."""
+    what = (
+        f"blocks of {config.model_type} have no form without experts, which a side network would be made of"
+    )
+    raise UsageError(what, where="method", remedy="use lora or full")
+
+
+def table(name: str, core: RoutedMlp, columns: str) -> Family:
+    """The table of a decoder with attention as Llama's and, behind it, this mixture of experts."""
+    rule = llama.FAMILY.stacks["decoder"]
+    block = (rule.sublayers[0], SubLayer(core, norm_in=Norm("post_attention_layernorm")))
+    return replace(
+        llama.FAMILY,
+        name=name,
+        stacks={"decoder": replace(rule, sublayers=block)},
+        shape=partial(shape, columns=columns),
+        narrow=narrow if core.dense else cannot_narrow,
+    )
+
+
+QWEN3_MOE = table("qwen3_moe", ROUTED, "moe_intermediate_size")
+QWEN2_MOE = table("qwen2_moe", replace(ROUTED, shared=SHARED), "moe_intermediate_size")
+MIXTRAL = table("mixtral", replace(ROUTED, dense=None), "intermediate_size")
+GPT_OSS = table("gpt_oss", replace(ROUTED, router="mlp.router", dense=None), "intermediate_size")

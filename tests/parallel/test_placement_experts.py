@@ -1,0 +1,40 @@
+"""Routed experts under plans: equal to one process, or refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from petune.errors import UsageError
+from petune.models import FAMILIES
+from petune.parallel.configs import CutConfig, ParallelConfig
+from petune.parallel.plan import make_plan
+from tests.methods.zoo import tiny
+from tests.parallel.cells import case
+from tests.parallel.harness import check
+from tests.parallel.plans import BACKENDS
+
+# every family of experts and every plan once, with the methods in turn
+CELLS = [
+    ("lora", "dp", "gptoss-causal"),
+    ("lora", "shard", "qwen3moe-causal"),
+    ("full", "shard", "mixtral-causal"),
+    ("lora", "pp-1f1b", "qwen2moe-causal"),
+    ("side", "pp-1f1b", "qwen3moe-causal"),
+    ("lora", "sp-gather", "mixtral-causal"),
+    ("lora", "galaxy2", "qwen3moe-causal"),
+]
+
+
+@pytest.mark.parametrize(("method", "backend", "name"), CELLS)
+def test_a_plan_trains_experts_as_one_process_does(method: str, backend: str, name: str) -> None:
+    check(case(name, method, BACKENDS[backend](name, 2), steps=1))
+
+
+@pytest.mark.parametrize("row", ["tp", "galaxy"])
+def test_columns_of_experts_are_not_cut_and_that_is_said(row: str) -> None:
+    config = tiny("qwen3moe-causal").config
+    asked: Any = {row: CutConfig(size=2)}
+    with pytest.raises(UsageError, match=f"{row}.size  experts are not cut by columns"):
+        make_plan(ParallelConfig(**asked), FAMILIES[config.model_type], config, None, 8)
