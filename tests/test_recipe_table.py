@@ -105,12 +105,21 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of a family's recipe of lora
     "rslora": {"method": {"name": "lora", "r": 64, "alpha": 16, "rslora": True}},
     "qlora": {"base_dtype": "nf4", "kernels": "reference"},  # as a CPU can, too
 }
+SHAPES: dict[str, dict[str, Any]] = {  # random weights: a config and a tokenizer lie beside the recipe
+    "qwen3_moe_lora": {
+        **FAMILIES["llama"],
+        "model": "config:qwen3_moe/config.json",
+        "method": {"name": "lora", "r": 8, "rank_pattern": {"experts": 2}},
+        "lr": 5e-3,
+    },
+}
 NAMES = [
     *ALONE,
     "llama_full_streamed",
     "t5_side_cache",
     *(f"llama_{variant}" for variant in VARIANTS),
     *(f"bert_lora_{task}" for task in OTHER_TASKS),
+    *SHAPES,
     *TOGETHER,
 ]
 
@@ -120,7 +129,14 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
     assert (len(ALONE), len(TOGETHER)) == (16, 43)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_recipe_of_a_shape_is_its_row_of_the_table(name: str) -> None:
+    row = {**SHARED, **SHAPES[name], "out": f"runs/{name}", "name": name}
+    row["model"] = f"config:{recipe_folder().absolute() / name.removesuffix('_lora') / 'config.json'}"
+    assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SHAPES])
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     family, written, *over = name.split("_", 2)
     method = "lora" if written in VARIANTS else written

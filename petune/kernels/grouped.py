@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -111,7 +112,7 @@ class _Grouped(torch.autograd.Function):
 def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x[rows of g] weight[g], [m, n]."""
     if _by_torch(x, weight):
-        return torch._grouped_mm(x, weight, offs=ends)
+        return F.grouped_mm(x, weight, offs=ends)
     y = x.new_empty(len(x), weight.shape[2])
     for group, first, end in _spans(ends):
         torch.mm(x[first:end], weight[group], out=y[first:end])
@@ -121,7 +122,8 @@ def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def outer(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """x[rows of g]^T dy[rows of g], [groups, k, n]."""
     if _by_torch(x, dy):
-        return torch._grouped_mm(x.T, dy, offs=ends)
+        rows = torch.diff(ends, prepend=ends.new_zeros(1))  # what is written for none is nobody's promise
+        return F.grouped_mm(x.T, dy, offs=ends).masked_fill_((rows == 0)[:, None, None], 0)
     found = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
     for group, first, end in _spans(ends):
         torch.mm(x[first:end].T, dy[first:end], out=found[group])
@@ -140,10 +142,12 @@ def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _by_torch(*operands: Tensor) -> bool:
-    """Whether torch's grouped products take these: on a GPU, in bfloat16, with rows or columns that begin at
-    multiples of 16 bytes."""
+    """Whether torch's grouped products take these: on a GPU from Ampere on, in bfloat16, with rows or columns
+    that begin at multiples of 16 bytes."""
     return all(
         one.is_cuda
+        and torch.cuda.get_device_capability(one.device) >= (8, 0)
+        and one.numel() > 0
         and one.dtype is torch.bfloat16
         and 1 in one.stride()[-2:]
         and max(one.stride()[-2:]) % 8 == 0

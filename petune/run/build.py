@@ -46,7 +46,7 @@ from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
-from petune.run.objective import objective_of
+from petune.run.objective import balance_of, objective_of
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.streaming import refuse_unstreamable, stream, streams
 from petune.saving.load import load
@@ -294,7 +294,12 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the
     mesh's device."""
     recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
-    objective = replace(objective_of(prepared.task, weights), autocast=prepared.place.autocast)
+    balance = balance_of(model)
+    if balance and mesh.plan.world > 1:
+        what = "the routers' auxiliary loss is made of means over all rows of a pass, which a plan splits"
+        remedy = "set output_router_logits: false in the model's config.json, or parallel: none"
+        raise UsageError(what, where="parallel", remedy=remedy)
+    objective = replace(objective_of(prepared.task, weights, balance), autocast=prepared.place.autocast)
     unread = contents_of(model) is not None
     with phase("reading the weights" if unread else f"moving the model to {mesh.device}"):
         where = parallelize(

@@ -3,6 +3,8 @@ rows."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from torch import Tensor, nn
 
 from petune.kernels.head.hooks import has_fused_head, head_loss
@@ -12,22 +14,30 @@ from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, loss_sum, trained_positions
 
 
-def objective_of(task: Task, weights: Tensor | None) -> Objective:
+def balance_of(model: nn.Module) -> float:
+    """The coefficient of the loss by which the routers of a mixture are kept even (Fedus et al. 2021,
+    arXiv:2101.03961), where the model's config asks for it (output_router_logits); else 0."""
+    config = getattr(model, "config", None)
+    return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
+
+
+def objective_of(task: Task, weights: Tensor | None, balance: float = 0.0) -> Objective:
     """What a runner needs to know of `task`, without autocast. weights: the classes' in the loss, on the
-    model's device."""
+    model's device. balance: see `balance_of`; that loss weighs as much as the tokens of its rows do."""
 
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         return outputs_of(model, batch)
 
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
-        return loss_sum(*real_rows(outputs.logits, batch), task.name, weights)[0]
+        found, trained = loss_sum(*real_rows(outputs.logits, batch), task.name, weights)
+        return found + balance * trained * cast("Any", outputs).aux_loss if balance else found
 
     def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         kept, rows = real_rows(outputs.logits, batch)
         return trained_positions(kept, rows["labels"], task.name)
 
     def fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
-        if not task.over_vocabulary or not has_fused_head(model):
+        if balance or not task.over_vocabulary or not has_fused_head(model):
             return None
         return head_loss(model, batch, ask, shift=task.shifts, trained=trained)
 

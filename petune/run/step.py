@@ -30,6 +30,7 @@ from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
 from petune.run.audit import Audit
 from petune.run.build import Prepared, build, run_on
+from petune.run.expert_load import ExpertLoad
 from petune.run.progress import Progress
 from petune.run.schedule import learning_rate, plan_steps, units_of_step
 from petune.run.spikes import SpikeRule, refuse_non_finite, spike_fault, spike_record
@@ -102,6 +103,8 @@ class Step:
             self.make_optimizer = partial(state.make_optimizer, recipe, rates=learning_rates(model))
             self.runner = run_on(model, prepared, mesh, self.weights)
         self.model, self.tuned = self.runner.model, self.runner.tuned
+        plan = self.runner.plan  # a rank of others than replicas sees other tokens, or other blocks
+        self.load = ExpertLoad(self.runner.modules if plan.tp == plan.pp == 1 else ())
         rows = recipe.batch_size * recipe.accumulate
         self.steps = plan_steps(len(self.units), rows, recipe.epochs, recipe.max_steps, recipe.warmup)
         self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
@@ -270,6 +273,7 @@ class Step:
         progress = self.progress
         tokens = sum(example.tokens for example in self.rows_of(progress.step))
         progress.advance(loss, tokens, seconds, trained=trained)
+        load = self.load.take(self.runner.sum)
         return {
             "step": progress.step,
             "epoch": round(progress.step / self.steps.per_epoch, 4),
@@ -278,6 +282,7 @@ class Step:
             "grad_norm": norm,
             "tokens": progress.tokens,
             "tokens_per_s": round(tokens / max(seconds, 1e-9), 1),
+            **({} if load is None else {"expert_load": round(load, 3)}),
         }
 
 

@@ -1,0 +1,40 @@
+"""How evenly the routers of a mixture send tokens to its experts, counted while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.models.experts import is_experts
+
+
+class ExpertLoad:
+    """Counts of tokens by expert, of every mixture of `models` in training mode, since `take`."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        found = [module for model in models for module in model.modules() if is_experts(module)]
+        self.sizes = [cast("Any", module).num_experts for module in found]
+        self.counts: list[Tensor | None] = [None] * len(found)
+        for at, module in enumerate(found):
+            module.register_forward_pre_hook(partial(self._count, at))
+
+    def _count(self, at: int, module: Any, args: Any) -> None:
+        if module.training:
+            found = torch.bincount(args[1].reshape(-1), minlength=self.sizes[at])
+            before = self.counts[at]
+            self.counts[at] = found if before is None else before + found
+
+    def take(self, add: Callable[[Sequence[float]], list[float]]) -> float | None:
+        """The load of the busiest expert over that of the mean one, averaged over mixtures: 1 is even. None
+        without experts. `add` sums numbers over replicas, of which one may have had no rows."""
+        if not self.sizes:
+            return None
+        counts = zip(self.counts, self.sizes, strict=True)
+        own = [float(n) for one, size in counts for n in ([0] * size if one is None else one.tolist())]
+        self.counts = [None] * len(self.sizes)
+        whole = torch.tensor(add(own), dtype=torch.float64).split(self.sizes)
+        return float(torch.stack([one.max() / one.mean() for one in whole]).mean())

@@ -1,0 +1,60 @@
+"""How evenly routers send tokens is counted, and is in the records of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+
+from petune.run.expert_load import ExpertLoad
+from tests.methods.zoo import MOE, batch, tiny
+from tests.small_runs import SPECIAL, WORDS, run, settings, write_model
+
+pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
+
+
+def test_the_load_is_that_of_the_busiest_expert_over_the_mean_one() -> None:
+    model, inputs = tiny("mixtral-causal").train(), batch("mixtral-causal")
+    load = ExpertLoad([model])
+    chosen: list[Any] = []
+    for block in model.model.layers:
+        block.mlp.gate.register_forward_hook(lambda _, args, found: chosen.append(found[2]))
+    model(**inputs)
+    model.eval()(**inputs)  # is not counted
+    counts = [torch.bincount(one.reshape(-1), minlength=4).double() for one in chosen[:2]]
+    expected = sum(float(one.max() / one.mean()) for one in counts) / 2
+    assert load.take(list) == pytest.approx(expected)
+    assert ExpertLoad([tiny("llama-causal")]).take(list) is None
+
+
+def moe_folder(place: Path, **changes: Any) -> None:
+    """A checkpoint of Qwen3-MoE, one file entry an expert, with the tokenizer of the tiny runs."""
+    write_model(place, "llama")
+    _, config, values = MOE["qwen3moe-causal"]
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config(**{**values, "vocab_size": len(SPECIAL) + len(WORDS), **changes}))
+    model.save_pretrained(place)
+
+
+def test_a_run_on_experts_reports_their_load_and_merges(tmp_path: Path) -> None:
+    moe_folder(tmp_path / "llama")
+    done = run(settings(tmp_path, method={"name": "lora", "r": 2}, max_steps=2, warmup=0))
+    lines = (done.folder / "metrics.jsonl").read_text().splitlines()
+    steps = [found for line in lines if "loss" in (found := json.loads(line))]
+    assert len(steps) == 2 and all(1 <= one["expert_load"] <= 5 for one in steps)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(done.merge()), Qwen3MoeForCausalLM)
+
+
+def test_the_routers_loss_is_added_where_the_config_asks_for_it(tmp_path: Path) -> None:
+    losses = []
+    for coefficient in (0.0, 0.5):
+        place = tmp_path / str(coefficient)
+        place.mkdir()
+        moe_folder(place / "llama", output_router_logits=True, router_aux_loss_coef=coefficient)
+        done = run(settings(place, method={"name": "lora", "r": 2}, max_steps=1, warmup=0))
+        losses.append(json.loads((done.folder / "metrics.jsonl").read_text().splitlines()[1])["loss"])
+    assert losses[1] > losses[0] + 0.5  # an even load costs the coefficient times the experts of a token
