@@ -24,7 +24,7 @@ from petune.files.ranges import RangeReader, Source, overlap
 from petune.files.safetensors import is_finite
 from petune.models.bitsandbytes_files import FourBit
 from petune.models.checksums import checksum, checksums
-from petune.models.fresh import draw, holding, initialiser, tuned_owner
+from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
 from petune.models.frozen_weight import POINTS, QuantisedWeight, sampled
 from petune.models.nf4 import Nf4
 from petune.models.read_plan import ReadPlan
@@ -86,8 +86,8 @@ class Contents:
         bad: list[str] = []
         with RangeReader(self.files) as reader:
             for part, following in zip(wanted, [*wanted[1:], None], strict=False):
-                if following is not None and (piece := self.plan.pieces.get(following.name)) is not None:
-                    reader.expect(piece.source)
+                if following is not None and (pieces := self.plan.pieces.get(following.name)):
+                    reader.expect(pieces[0].source)
                 if self._put_as_it_is(part, reader):
                     continue
                 dense = self._dense(part)
@@ -109,8 +109,8 @@ class Contents:
         return True
 
     def _held_in_four_bits(self, name: str) -> FourBit | None:
-        piece = self.plan.pieces.get(name)
-        return None if piece is None else self.four_bit.get(piece.source)
+        pieces = self.plan.pieces.get(name)
+        return self.four_bit.get(pieces[0].source) if pieces else None
 
     def _dense(self, part: Part) -> Part:
         """Where a part is read: a quantised one as the whole tensor it is of, which is dropped when the part
@@ -134,26 +134,39 @@ class Contents:
         return found
 
     def _order(self, part: Part) -> tuple[str, int]:
-        piece = self.plan.pieces.get(part.name)
-        if piece is None:
+        pieces = self.plan.pieces.get(part.name)
+        if not pieces:
             return "", 0
-        return str(self.files[piece.source].path), self.files[piece.source].begin
+        first = self.files[pieces[0].source]
+        return str(first.path), first.begin
 
     def _put(self, part: Part, reader: RangeReader) -> bool:
         """Fill a part of what a file holds; whether one does."""
-        piece = self.plan.pieces.get(part.name)
-        if piece is None:
+        if part.name not in self.plan.pieces:
             return False
-        if (held := self.four_bit.get(piece.source)) is not None:
+        if (held := self._held_in_four_bits(part.name)) is not None:
             whole = held.read(reader, part.out.device, self.dtypes[part.name]).dense()
-            for dim, (first, length) in enumerate(zip(part.start, part.out.shape, strict=True)):
-                whole = whole.narrow(dim, first, length)
-            part.out.copy_(whole)
+            part.out.copy_(box_of(whole, part.start, part.out.shape))
             return True
-        own = overlap(piece, part.start, part.out.shape)
-        if own is not None:
-            reader.read(piece.source, part.out, own.there, self.dtypes[part.name])
+        self._read(reader, part.name, part.out, part.start, self.dtypes[part.name])
         return True
+
+    def _read(
+        self,
+        reader: RangeReader,
+        name: str,
+        out: Tensor,
+        start: Sequence[int],
+        by: torch.dtype | None = None,
+    ) -> None:
+        """Fill `out` with the box of its shape from `start` on of a tensor that files hold, by pieces."""
+        for piece in self.plan.pieces[name]:
+            if (own := overlap(piece, start, out.shape)) is None:
+                continue
+            box, there = box_of(out, own.inside, own.size), own.there
+            if (more := out.dim() - len(self.files[piece.source].shape)) > 0:  # one of several, an expert
+                box, there = box.flatten(0, more), there[more:]
+            reader.read(piece.source, box, there, by)
 
     @torch.no_grad()
     def _draw(self, part: Part, reader: RangeReader) -> None:
@@ -185,7 +198,7 @@ class Contents:
                 size = (min(rows, shape[0] - first), *shape[1:])
                 found = [torch.empty(size, dtype=self.dtypes[name]) for name in (one, other)]
                 for name, out in zip((one, other), found, strict=True):
-                    reader.read(self.plan.pieces[name].source, out, (first, *(0,) * len(shape[1:])))
+                    self._read(reader, name, out, (first, *(0,) * len(shape[1:])))
                 if not torch.equal(*found):
                     return False
         return True

@@ -42,7 +42,7 @@ def draw(model: nn.Module, name: str, seed: int, out: Tensor, start: Sequence[in
         block = torch.empty(size, dtype=dtype)
         with seeded(f"{seed}/{name}/{number}"), holding(owner, leaf, block):
             _initialise(model, name)
-        _box(out, own.inside, own.size).copy_(_box(block, own.there, own.size))
+        box_of(out, own.inside, own.size).copy_(box_of(block, own.there, own.size))
 
 
 def draw_tuned(model: nn.Module, seed: int) -> None:
@@ -111,7 +111,8 @@ def _rows(owner: nn.Module, leaf: str, shape: Sequence[int]) -> int:
     return max(1, BLOCK // shape[1])
 
 
-def _box(tensor: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+def box_of(tensor: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """The box of `size` from `start` on of a tensor, as a view."""
     for dim, (first, count) in enumerate(zip(start, size, strict=True)):
         tensor = tensor.narrow(dim, first, count)
     return tensor

@@ -7,8 +7,9 @@ are no documented interface: tests hold the answers against `from_pretrained`.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -30,13 +33,14 @@ from petune.files.ranges import Piece, Source
 class ReadPlan:
     """Where a model's tensors lie in files.
 
-    pieces: by every name of every tensor that the files hold, buffers included. stored: the names under which
+    pieces: by every name of every tensor that the files hold, buffers included; of experts, which files have
+    one by one, several. stored: the names under which
     they hold it themselves, of several that are tied. info: what was missing, unexpected and of another
     shape, as transformers tells it. renamings: those of transformers that were used, which it undoes when it
     saves.
     """
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, tuple[Piece, ...]]
     stored: frozenset[str]
     info: Mapping[str, set[Any]]
     renamings: list[Any]
@@ -44,25 +48,39 @@ class ReadPlan:
 
 def plan_reads(model: PreTrainedModel, files: Mapping[str, Source]) -> ReadPlan | None:
     """The plan for `model`, untouched and on the meta device; None where transformers computes tensors of
-    several in the files, so that it has to read them itself."""
+    several in the files in another way than to lay them beside one another, so that it has to read them."""
     mapping, wanted = get_model_conversion_mapping(model), model.state_dict(keep_vars=True)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    several: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     unexpected, mismatched = set[str](), set[Any]()
     for key in sorted(files, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
-        if pattern is not None or name.endswith("_extra_state"):
+        if name.endswith("_extra_state"):
             return None
+        if pattern is not None and name in wanted:
+            several[name].append((pattern, key))
+            continue
         shape = files[key].shape
         if name not in wanted:
             unexpected.add(name)
         elif shape != tuple(wanted[name].shape):
             mismatched.add((name, shape, tuple(wanted[name].shape)))
         else:
-            pieces[name] = Piece(key, (0,) * len(shape), shape)
+            pieces[name] = (Piece(key, (0,) * len(shape), shape),)
+    for name, parts in several.items():
+        if (found := _beside(parts, converters, files)) is None:
+            return None
+        corners = [[at + size for at, size in zip(one.at, one.size, strict=True)] for one in found]
+        end = tuple(map(max, *corners)) if len(corners) > 1 else tuple(corners[0])
+        whole = math.prod(end) == sum(math.prod(one.size) for one in found)
+        if whole and end == tuple(wanted[name].shape):
+            pieces[name] = found
+        else:
+            mismatched.add((name, end, tuple(wanted[name].shape)))
     stored = frozenset(pieces)
     missing = set(wanted) - stored - {name for name, *_ in mismatched}
     for names in _tied(model):
@@ -77,6 +95,26 @@ def plan_reads(model: PreTrainedModel, files: Mapping[str, Source]) -> ReadPlan 
         "mismatched_keys": mismatched,
     }
     return ReadPlan(pieces, stored, info, [one for one in mapping if one.was_used()])
+
+
+def _beside(
+    parts: Sequence[tuple[str, str]], converters: Sequence[WeightConverter], files: Mapping[str, Source]
+) -> tuple[Piece, ...] | None:
+    """The pieces [1, rows, columns] of a tensor [E, rows, columns] whose matrices files have one by one, in
+    their order, by pattern; those of a converter's patterns lie below one another. None where a converter
+    does anything else."""
+    converter = next(one for one in converters if parts[0][0] in one.source_patterns)
+    how = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+    if how not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+        return None
+    found, below = [], 0
+    for pattern in converter.source_patterns:
+        shapes = [(key, files[key].shape) for own, key in parts if own == pattern]
+        if any(len(shape) != 2 for _, shape in shapes):
+            return None
+        found += [Piece(key, (at, below, 0), (1, *shape)) for at, (key, shape) in enumerate(shapes)]
+        below += max((shape[0] for _, shape in shapes), default=0)
+    return tuple(found)
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:

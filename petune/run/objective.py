@@ -17,7 +17,7 @@ from petune.tasks import Task, loss_sum, trained_positions
 def balance_of(model: nn.Module) -> float:
     """The coefficient of the loss by which the routers of a mixture are kept even (Fedus et al. 2021,
     arXiv:2101.03961), where the model's config asks for it (output_router_logits); else 0."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
 
 

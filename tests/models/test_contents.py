@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from petune import demo
 from petune.errors import FileError
-from petune.models.contents import attach, contents_of, detach
+from petune.models.contents import Part, attach, contents_of, detach
 from petune.models.loading import AUTO, Head, Loaded, load_model
 from petune.models.source import resolve_model
-from tests.methods.zoo import ZOO, tiny
+from tests.methods.zoo import MOE, tiny
 
 
 def old_names(folder: Path) -> None:
@@ -143,10 +142,45 @@ def test_a_head_that_was_saved_is_rounded_as_the_base_is_before_it_is_widened(tm
     assert torch.equal(found.read().get_submodule("classifier").weight, other.weight)  # type: ignore[arg-type]
 
 
-def test_a_model_that_transformers_computes_of_several_tensors_is_left_to_it(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {**ZOO["llama-causal"][2], "num_experts": 4, "moe_intermediate_size": 16}
-    config = transformers.Qwen3MoeConfig(**settings)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", MOE)
+def test_experts_that_files_have_one_by_one_are_read_as_transformers_reads_them(
+    name: str, tmp_path: Path
+) -> None:
+    tiny(name).save_pretrained(tmp_path)
+    found = loaded(tmp_path, "causal", torch.bfloat16)
+    assert found.contents is not None
+    assert_equal(found.read(), theirs(tmp_path, "causal", torch.bfloat16)[0], ())
+    found.model.save_pretrained(tmp_path / "again")
+    names = [set(load_file(place / "model.safetensors")) for place in (tmp_path, tmp_path / "again")]
+    assert names[0] == names[1]
+
+
+def test_any_box_of_experts_is_read_of_the_files_of_each(tmp_path: Path) -> None:
+    model = tiny("qwen3moe-causal")
+    model.save_pretrained(tmp_path)
+    found = loaded(tmp_path, "causal", torch.float32)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = model.get_parameter(name)
+    out = torch.empty(3, 20, 7)  # over gate and up of three experts
+    assert found.contents is not None
+    found.contents.fill([Part(name, out, (1, 5, 2))])
+    assert torch.equal(out, whole[1:4, 5:25, 2:9])
+
+
+def test_an_expert_that_is_missing_in_the_files_is_named(tmp_path: Path) -> None:
+    tiny("qwen3moe-causal").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"):
+        loaded(tmp_path, "causal", torch.float32)
+
+
+def test_a_model_that_transformers_computes_of_several_tensors_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("qwen3moe-causal").save_pretrained(tmp_path)
+    monkeypatch.setattr("petune.models.read_plan.Concatenate", type(None))  # that it knows another way
     found = loaded(tmp_path, "causal", torch.float32)
     assert found.contents is None
     assert_equal(found.read(), theirs(tmp_path, "causal", torch.float32)[0], ())
