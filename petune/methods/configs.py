@@ -46,7 +46,7 @@ class LoraConfig(MethodConfig):
         default="auto",
         metadata={
             "doc": (
-                "auto, all-linear, a list of roles (q, k, v, o, gate, up, down) or name suffixes, or one"
+                "auto, all-linear, a list of roles (q, k, v, o, gate, up, down, experts) or name suffixes, or one"
                 " regex"
             )
         },
