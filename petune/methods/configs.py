@@ -46,8 +46,8 @@ class LoraConfig(MethodConfig):
         default="auto",
         metadata={
             "doc": (
-                "auto, all-linear, a list of roles (q, k, v, o, gate, up, down, experts) or name suffixes, or one"
-                " regex"
+                "auto, all-linear, a list of roles (q, k, v, o, gate, up, down, experts) or name suffixes,"
+                " or one regex"
             )
         },
     )

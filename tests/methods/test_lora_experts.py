@@ -122,6 +122,10 @@ def stirred(model: Any, **settings: Any) -> Any:
 def _in_double(name: str) -> Any:
     model = tiny(name).double()
     model.set_experts_implementation("eager")  # transformers' loop over experts
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if key.endswith("proj_bias"):
+                value.normal_(std=0.3)
     return model
 
 
