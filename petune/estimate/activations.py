@@ -125,7 +125,9 @@ def _of_experts(block: nn.Module, core: RoutedMlp, tokens: int, itemsize: int) -
         features += width  # and behind it, as transformers does
     for weight, inputs in ((up, width), (down, columns)):
         features += inputs * (weight in tuned or module.get_parameter(weight).requires_grad)
-    return Saved(copies * (features * itemsize + 2 * 8) + 2 * tokens * experts * NORM)
+    whole = _module(block, core.at)
+    behind = whole.kept_features().after if isinstance(whole, TunedLayer) else 0
+    return Saved(copies * (features * itemsize + 2 * 8) + tokens * (2 * experts * NORM + behind * itemsize))
 
 
 def inputs_of(width: int, cut: Cut | None, extent: Extent, itemsize: int) -> float:

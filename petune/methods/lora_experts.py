@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Self, cast
 
 import torch
@@ -21,7 +20,7 @@ from petune.errors import UsageError
 from petune.kernels.grouped import Routes, combine, dispatch, grouped, routes_of
 from petune.methods.configs import LoraConfig
 from petune.models.experts import sizes_of, weights_of
-from petune.models.tuned_linear import KeptFeatures, TunedLayer, Update, summed
+from petune.models.tuned_linear import KeptFeatures, TunedOfAnyClass, Update, summed
 
 
 def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]:
@@ -30,7 +29,7 @@ def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]
     return {f"{weight}_lora_A": (experts, r, inputs), f"{weight}_lora_B": (experts, outputs, r)}
 
 
-class LoraExperts(TunedLayer):
+class LoraExperts(TunedOfAnyClass):
     """Experts with a LoRA update of some of their weights.
 
     (x [tokens, width], index and weights [tokens, k] of the chosen) -> [tokens, width], in the dtype of x.
@@ -50,7 +49,7 @@ class LoraExperts(TunedLayer):
     ) -> Self:
         """The tuned form of a module of experts, sharing its parameters; `configs` by weight, the rest as
         `LoraLayer.around`. dtype: of the factors."""
-        tuned = cast("Self", _tuned_class(cast("Any", type(experts))).of(experts))
+        tuned = cls.for_class(type(experts)).of(experts)
         tuned.scales = {weight: configs[weight].scale for weight in weights_of(experts) if weight in configs}
         tuned.lr_ratio = next(iter(configs.values())).lr_ratio
         for weight in tuned.scales:
@@ -145,21 +144,6 @@ class LoraExperts(TunedLayer):
         a, b = self.factors(weight)
         low = grouped(x, a.transpose(1, 2), routes.ends)
         return (y + grouped(low, b.transpose(1, 2), routes.ends) * self.scales[weight]).to(y.dtype)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles name the class of the experts: this one is made when it is needed."""
-        return _blank, (self.base,), self.__dict__
-
-
-@cache
-def _tuned_class(kind: Any) -> Any:
-    """The tuned subclass of a class of experts."""
-    return type(f"Lora{kind.__name__}", (LoraExperts, kind), {"__module__": __name__, "base": kind})
-
-
-def _blank(kind: Any) -> Any:
-    made = _tuned_class(kind)
-    return made.__new__(made)
 
 
 def refuse_unfit(name: str, config: LoraConfig) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +167,29 @@ class TunedLayer(TunedModule):
     @abstractmethod
     def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The tensors of the base layer that merging replaces, by name, in `dtype` as `summed`."""
+
+
+class TunedOfAnyClass(TunedLayer):
+    """The tuned form of modules of several classes: a subclass of each, made when it is needed."""
+
+    @classmethod
+    def for_class(cls, kind: type[nn.Module]) -> type[Self]:
+        """The form of modules of the class `kind`."""
+        return cast("type[Self]", _form_of(cast("Any", cls), cast("Any", kind)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (type(self).__mro__[1], self.base), self.__dict__
+
+
+@cache
+def _form_of(form: Any, kind: Any) -> Any:
+    made = {"__module__": form.__module__, "base": kind}
+    return type(f"{form.__name__}Of{kind.__name__}", (form, kind), made)
+
+
+def _blank(form: Any, kind: Any) -> Any:
+    made = _form_of(form, kind)
+    return made.__new__(made)
 
 
 def summed(weight: Tensor, delta: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from petune.errors import UsageError
 from petune.methods import tuned_state, wrap
 from petune.methods.adapter import AdapterLinear, tune
 from petune.methods.configs import AdapterConfig
-from tests.methods.zoo import ADAPTED, batch, frozen, gradients, prompt, stir, tiny
+from tests.methods.zoo import MOE, ADAPTED, batch, frozen, gradients, prompt, stir, tiny
 
 BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
 BART = {"self_attn.out_proj", "fc2"}
@@ -175,3 +176,23 @@ def test_generation_with_a_cache_is_generation_without(name: str) -> None:
         model.generate(**prompt(name), **settings),
         model.generate(**prompt(name), use_cache=False, **settings),
     )
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_an_adapter_stands_behind_a_whole_mixture_and_comes_back(name: str, tmp_path: Path) -> None:
+    model, inputs = wrap(tiny(name), "adapter", reduction=4), batch(name)
+    expected = tiny(name)(**inputs).logits
+    assert torch.equal(model(**inputs).logits, expected)
+    at = {key.rpartition(".adapter_")[0].partition("layers.1.")[2] for key in tuned_state(model)} - {""}
+    assert at == {"self_attn.o_proj", "mlp"}
+    stir(model)
+    found, trained = model(**inputs), tuned_parameters(model)
+    found.loss.backward()
+    assert float((found.logits - expected).detach().abs().max()) > 1e-2
+    assert all(value.grad is not None and value.grad.any() for value in trained.values())
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny(name), tmp_path / "tuned")
+    assert torch.equal(again(**inputs).logits, found.logits)
+    assert torch.equal(copy.deepcopy(again)(**inputs).logits, found.logits)
+    with without_tuning(model):
+        assert torch.equal(model(**inputs).logits, expected)

@@ -188,7 +188,6 @@ def test_a_copy_of_a_wrapped_model_of_experts_computes_the_same() -> None:
         ({"exclude": ["up"]}, "gate and up are one weight in experts"),
         ({"method": "dora"}, "not MixtralExperts"),
         ({"method": "ia3"}, "not MixtralExperts"),
-        ({"method": "adapter"}, "not MixtralExperts"),
         ({"method": "side"}, "no form without experts"),
     ],
 )

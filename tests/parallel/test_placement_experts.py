@@ -24,6 +24,7 @@ CELLS = [
     ("side", "pp-1f1b", "qwen3moe-causal"),
     ("lora", "sp-gather", "mixtral-causal"),
     ("lora", "galaxy2", "qwen3moe-causal"),
+    ("adapter", "galaxy2", "qwen2moe-causal"),
 ]
 
 
