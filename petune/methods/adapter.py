@@ -29,7 +29,7 @@ from petune.models.tuned_linear import (
     TunedLayer,
     TunedLinear,
     TunedOfAnyClass,
-    Update,
+    WeightChange,
 )
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
@@ -108,7 +108,7 @@ class AdapterMixture(Bottleneck, TunedOfAnyClass):
         found = cast("Any", super()).forward(*args, **settings)
         return (self.adapted(found[0]), *found[1:]) if isinstance(found, tuple) else self.adapted(found)
 
-    def updates(self) -> dict[str, Update]:
+    def weight_changes(self) -> dict[str, WeightChange]:
         """Raises UsageError: see AdapterLinear."""
         raise _unmergeable()
 

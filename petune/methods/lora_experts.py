@@ -20,7 +20,7 @@ from petune.errors import UsageError
 from petune.kernels.grouped import Routes, combine, dispatch, grouped, routes_of
 from petune.methods.configs import LoraConfig
 from petune.models.experts import sizes_of, weights_of
-from petune.models.tuned_linear import KeptFeatures, TunedOfAnyClass, Update, summed
+from petune.models.tuned_linear import KeptFeatures, TunedOfAnyClass, WeightChange, summed
 
 
 def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]:
@@ -98,19 +98,19 @@ class LoraExperts(TunedOfAnyClass):
         """For each copy of a token: the input, which A reads, and what it makes of it."""
         return KeptFeatures(input=True, inner=sum(self.factors(weight)[0].shape[1] for weight in self.scales))
 
-    def updates(self) -> dict[str, Update]:
+    def weight_changes(self) -> dict[str, WeightChange]:
         """s B_e A_e, transposed where the weights are."""
         found = {}
         for weight, scale in self.scales.items():
             a, b = self.factors(weight)
             delta = scale * (b @ a)
             delta = delta.transpose(1, 2) if cast("Any", self).is_transposed else delta
-            found[weight] = Update(self.get_parameter(weight), delta, delta)
+            found[weight] = WeightChange(self.get_parameter(weight), delta, delta)
         return found
 
     def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """See TunedLayer."""
-        return {name: summed(own, delta, dtype) for name, (own, delta, _) in self.updates().items()}
+        return {name: summed(own, delta, dtype) for name, (own, delta, _) in self.weight_changes().items()}
 
     def extra_repr(self) -> str:
         """The weights with their ranks."""

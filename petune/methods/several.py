@@ -95,7 +95,8 @@ class SeveralLayer(TunedLinear):
         plain = self.plain()
         if name not in self.updates:
             return plain
-        found, update = LAYERS[self.base].of(plain), cast("Update", self.updates[name])
+        found = cast("type[LoraLayer]", LAYERS[self.base]).of(plain)
+        update = cast("Update", self.updates[name])
         found.lora_A, found.lora_B = update.lora_A, update.lora_B
         found.scale, found.dropout, found.lr_ratio = update.scale, update.dropout, None
         return found

@@ -102,7 +102,7 @@ class TunedModule(nn.Module, ABC):
         return {}
 
 
-class Update(NamedTuple):
+class WeightChange(NamedTuple):
     """A weight that merging replaces, what merging adds to it, and what of that the tuning has changed of the
     base's; all of one shape."""
 
@@ -160,7 +160,7 @@ class TunedLayer(TunedModule):
         nothing."""
 
     @abstractmethod
-    def updates(self) -> dict[str, Update]:
+    def weight_changes(self) -> dict[str, WeightChange]:
         """What merging does to each of `weights`, float32 at least. Raises UsageError for a tuning that
         cannot be merged."""
 
@@ -255,9 +255,9 @@ class TunedLinear(TunedLayer):
         """What the tuning has changed of the base's weight, as `delta`."""
         return self.delta()
 
-    def updates(self) -> dict[str, Update]:
+    def weight_changes(self) -> dict[str, WeightChange]:
         """That of the one weight."""
-        return {"weight": Update(self.weight, self.delta(), self.change())}
+        return {"weight": WeightChange(self.weight, self.delta(), self.change())}
 
     def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight with the tuning in it, as `summed`."""

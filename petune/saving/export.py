@@ -360,7 +360,7 @@ def _rounding(layers: list[TunedLayer], dtype: torch.dtype | None) -> tuple[floa
     with torch.no_grad():
         for layer in layers:
             merged = layer.merged_tensors(dtype)
-            for name, (own, delta, change) in layer.updates().items():
+            for name, (own, delta, change) in layer.weight_changes().items():
                 wide = torch.promote_types(own.dtype, torch.float32)
                 weight = own.to(wide)
                 update += float(change.norm()) ** 2

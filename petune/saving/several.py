@@ -12,9 +12,8 @@ from torch import nn
 from petune.errors import UsageError
 from petune.files.manifest import MANIFEST, RECORD, check_folder, seal_folder
 from petune.log import say
-from petune.methods import Tuning, describe, tune, tuning
+from petune.methods import Tuning, describe, lora, tune, tuning
 from petune.methods.configs import LoraConfig, make_config
-from petune.methods.lora import LAYERS
 from petune.methods.several import alone, bare_base, refuse_unfit, take
 from petune.models import family_of
 from petune.models.tuned_linear import tuned_layers
@@ -73,9 +72,12 @@ def _read(model: nn.Module, adapter: Adapter) -> tuple[dict[str, Any], Tuning]:
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
     made = {}
     for name, own in adapter.layers.items():
+        if name not in plain:
+            what = "several adapters do not share a weight of experts"
+            raise UsageError(what, where=name, remedy="load it as the only one: petune.load")
         full, layer = plain[name]
         factors = {leaf: adapter.state[f"{name}.{leaf}"] for leaf in ("lora_A", "lora_B")}
-        made[full] = LAYERS[type(layer)].around(layer, own, factors)
+        made[full] = lora.tune(layer, own, factors)
     family = family_of(model)
     return made, Tuning("lora", adapter.config, family.name if family else None, ())
 

@@ -139,7 +139,7 @@ def test_every_gradient_is_that_of_the_loop_over_merged_experts_in_float64(name:
     model.zero_grad()
     for one in experts:  # the same model, but for experts that the loop computes with B A in their weights
         one.active = False
-        merged = {weight: own + delta for weight, (own, delta, _) in one.updates().items()}
+        merged = {weight: own + delta for weight, (own, delta, _) in one.weight_changes().items()}
         for weight, value in merged.items():
             del one._parameters[weight]
             setattr(one, weight, value)
