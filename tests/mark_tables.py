@@ -42,8 +42,8 @@ class Notes:
 def of_blocks(model: str, method: str, base: str | None, notes: Notes, **changes: Any) -> str:
     """Whether the blocks of a model are fused under a method, on one device; `changes` go over its config."""
     made = tiny(model, **changes)
-    tune(made, make_config(method, SETTINGS.get(method, {})))
     try:
+        tune(made, make_config(method, SETTINGS.get(method, {})))
         done = fuse(made, family_of(made), "reference", base_dtype=base)  # type: ignore[arg-type]
     except PetuneError as error:
         found = error.problems[0]

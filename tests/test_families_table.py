@@ -22,12 +22,14 @@ from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfi
 from petune.parallel.plan import make_plan
 from petune.tasks.registry import check_fit
 from tests.mark_tables import MODELS, Notes, of_blocks, rows
-from tests.methods.zoo import FUSED, SETTINGS, ZOO, tiny
+from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO, tiny
 from tests.parallel.cells import CELLS, KIN, METHODS, OTHERS
 from tests.parallel.plans import BACKENDS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "families.md"
 CUT = CutConfig(size=2)
+MIXTURES = {config.model_type for _, config, _ in MOE.values()}
+DENSE = [kind for kind in FAMILIES if kind not in MIXTURES]
 PLANS: dict[str, ParallelConfig] = {
     "dp": ParallelConfig(dp=DpConfig(size=2)),
     "FSDP2": ParallelConfig(dp=DpConfig(size=2, shard=True)),
@@ -47,6 +49,7 @@ Written by `python -m tests.test_families_table`, which asks the code; a test co
 one device; elsewhere LoRA's linears are fused one by one. `packed`: samples joined in a row, decoders alone.
 `sp`, `ulysses` and `ring` are the three exchanges of sequence parallelism. No mark stands without a test that
 trains a small model of the family so and finds the numbers of transformers' own, or a test of the refusal.
+Of mixtures of experts tells [methods.md](methods.md#experts).
 Other models train with `full`, `lora` and `dp`: every linear outside the head is a target.
 
 """
@@ -57,7 +60,7 @@ def models() -> dict[str, str]:
     found: dict[str, str] = {}
     for name, (_, config, _) in ZOO.items():
         found.setdefault(config.model_type, name)
-    return {kind: found[kind] for kind in FAMILIES}
+    return {kind: found[kind] for kind in DENSE}
 
 
 def cell(kind: str, column: str, notes: Notes) -> str:
@@ -84,9 +87,7 @@ def cell(kind: str, column: str, notes: Notes) -> str:
 def document() -> str:
     """The page."""
     notes = Notes()
-    lines = rows(
-        (f"`{kind}`" for kind in FAMILIES), COLUMNS, lambda row, column: cell(row[1:-1], column, notes)
-    )
+    lines = rows((f"`{kind}`" for kind in DENSE), COLUMNS, lambda row, column: cell(row[1:-1], column, notes))
     return HEAD + "\n".join([*lines, "", *notes.lines(), ""])
 
 
@@ -127,7 +128,7 @@ def test_every_mark_of_fused_blocks_is_tested_beside_transformers(made: str) -> 
 
 
 def test_every_family_stands_in_the_page(made: str) -> None:
-    assert {kind for kind, *_ in marks(made)} == set(FAMILIES)
+    assert {kind for kind, *_ in marks(made)} == set(DENSE)
 
 
 if __name__ == "__main__":

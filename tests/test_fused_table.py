@@ -21,6 +21,7 @@ from tests.parallel.plans import BACKENDS
 DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
 # blocks of 64 inputs fill the MLPs
 WIDE = dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128)
+TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal"}
 PLANS: dict[str, Any] = {
     "one process": "none",
     "dp": {"dp": 2},
@@ -77,9 +78,9 @@ def tables() -> str:
     """The document."""
     notes = Notes()
     lines = [HEAD, "## Families and methods, on one device", ""]
-    lines += rows(MODELS, METHODS, lambda name, method: of_blocks(MODELS[name], method, None, notes))
+    lines += rows(TOLD, METHODS, lambda name, method: of_blocks(TOLD[name], method, None, notes))
     lines += ["", "The same with `base_dtype: nf4`, `int8` or `fp8`:", ""]
-    lines += rows(MODELS, METHODS, lambda name, method: of_forms(MODELS[name], method, notes))
+    lines += rows(TOLD, METHODS, lambda name, method: of_forms(TOLD[name], method, notes))
     lines += ["", "## Plans", ""]
     lines += rows(PLANS, ASKED, lambda name, column: of_plan(PLANS[name], ASKED[column], notes))
     return "\n".join([*lines, "", *notes.lines(), ""])

@@ -45,12 +45,9 @@ def cannot_narrow(config: Config, reduction: int) -> Config:
 
 def table(name: str, core: RoutedMlp, columns: str) -> Family:
     """The table of a decoder with attention as Llama's and, behind it, this mixture of experts."""
-    rule = llama.FAMILY.stacks["decoder"]
-    block = (rule.sublayers[0], SubLayer(core, norm_in=Norm("post_attention_layernorm")))
+    routed = SubLayer(core, norm_in=Norm("post_attention_layernorm"))
     return replace(
-        llama.FAMILY,
-        name=name,
-        stacks={"decoder": replace(rule, sublayers=block)},
+        llama.like(name, llama.BLOCK[0], routed, unfused="there are no steps of a mixture of experts yet"),
         shape=partial(shape, columns=columns),
         narrow=narrow if core.dense else cannot_narrow,
     )

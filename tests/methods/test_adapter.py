@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import petune
 from petune.errors import UsageError
-from petune.methods import tuned_state, wrap
+from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.adapter import AdapterLinear, tune
 from petune.methods.configs import AdapterConfig
-from tests.methods.zoo import MOE, ADAPTED, batch, frozen, gradients, prompt, stir, tiny
+from tests.methods.zoo import ADAPTED, MOE, batch, frozen, gradients, prompt, stir, tiny
 
 BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
 BART = {"self_attn.out_proj", "fc2"}

@@ -82,7 +82,7 @@ ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3-classify": (Gemma3TextForSequenceClassification, Gemma3TextConfig, _GEMMA),
     **MORE,
 }
-_MOE: dict[str, Any] = {**_DECODER, "hidden_size": 32, "intermediate_size": 24, "num_experts_per_tok": 2}
+_MOE: dict[str, Any] = {**DECODER, "hidden_size": 32, "intermediate_size": 24, "num_experts_per_tok": 2}
 _QWEN: dict[str, Any] = {**_MOE, "num_experts": 5, "moe_intermediate_size": 16}
 MOE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # routed experts; the first has a dense block too
     "qwen3moe-causal": (

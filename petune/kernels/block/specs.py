@@ -24,7 +24,6 @@ from petune.models.spec import (
     LinearGroup,
     Mlp,
     Norm,
-    RoutedMlp,
     Shape,
     StackRule,
     SubLayer,
@@ -55,9 +54,6 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     if stack.rule.unfused is not None:
         return stack.rule.unfused
     name = str(next((own for key in _ACT_KEYS if (own := getattr(config, key, None))), None))
-    routed = [one.core for one in stack.rule.sublayers_in(block) if isinstance(one.core, RoutedMlp)]
-    if routed:
-        return f"{routed[0].at} is a mixture of experts, for which there are no steps yet"
     sublayers = read_sublayers(block, stack.rule)
     for sublayer in sublayers:
         core = sublayer.core
