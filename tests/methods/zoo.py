@@ -140,7 +140,7 @@ def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
 
 def table(name: str) -> Family:
     """The family of the model `name`."""
-    return FAMILIES[ZOO[name][1].model_type]
+    return FAMILIES[(ZOO | MOE)[name][1].model_type]
 
 
 # Of MORE: why blocks are not fused, by the table or, of one, by the config; and those that are

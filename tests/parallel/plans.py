@@ -14,7 +14,7 @@ from typing import Any
 
 from petune.parallel.configs import ROWS, Row
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage
-from tests.methods.zoo import ZOO, table, writes_beside
+from tests.methods.zoo import MOE, ZOO, table, writes_beside
 
 HEADS = {2: (6, 2), 3: (4, 2, 2)}
 COLUMNS = {2: (72, 24), 3: (48, 32, 16)}
@@ -29,7 +29,8 @@ def cut(name: str, row: Row, ranks: int, exchange: str = "gather", vocabulary: b
     """The row of layouts over `ranks`, unevenly; lists of layouts that do not occur are empty."""
     by_heads = "heads" in (row.attention, exchange) or exchange == "ulysses"
     heads = HEADS[ranks] if by_heads else ()
-    shape = table(name).shape(ZOO[name][1](**ZOO[name][2]))
+    _, config, values = (ZOO | MOE)[name]
+    shape = table(name).shape(config(**values))
     group = shape.heads // shape.kv_heads
     return Cut(
         attention=row.attention,
