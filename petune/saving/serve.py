@@ -28,6 +28,7 @@ from petune.kernels.fuse import fused_blocks
 from petune.methods import tuned_state, tuning
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora import LoraEmbedding, LoraLayer
+from petune.methods.lora_experts import LoraExperts
 from petune.methods.pissa import in_difference_form
 from petune.methods.saving import plain_class
 from petune.methods.targets import within
@@ -121,6 +122,11 @@ def _refuse(model: nn.Module, server: Server) -> None:
         raise UsageError(f"{type(model).__name__} is not a transformers model", remedy=_LOAD)
     if fused_blocks(model):
         raise UsageError("blocks of this model are fused", remedy="petune.kernels.fuse.unfuse(model) first")
+    if experts := next((name for name, one in tuned_layers(model) if isinstance(one, LoraExperts)), None):
+        remedy = "write the whole model: petune export RUN --to hf"
+        raise UsageError(
+            f"{server.title} is not written updates of experts yet", where=experts, remedy=remedy
+        )
     layers = _layers(model)
     leaves = {name.rpartition(".")[2] for name in layers}
     heads = [name for name in record.also_train if name.rpartition(".")[2] not in server.heads]
