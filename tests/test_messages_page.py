@@ -36,7 +36,9 @@ DEEP = 4  # calls that are followed
 WORDS_OF_OTHERS = {
     "cli/petune_cli/main.py",
     "petune/parallel/launch/launcher.py",
+    "petune/preflight/job_script.py",
     "petune/recipe/read.py",
+    "petune/saving/checkpoint.py",
     "petune/tasks/row_maker.py",
 }
 HEAD = f"""# Every message

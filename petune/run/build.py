@@ -1,10 +1,8 @@
-"""The order of passes, in one place: data and tokenizer, then load -> tune, and by the Runner stack -> cut ->
-place.
+"""The order of passes: data and tokenizer, then load -> tune, and by the Runner stack -> cut -> place.
 
 `prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and
 writes nothing. `build` makes the whole tuned model without its weights; `run_on` hands it to a Runner, which
-cuts it, and each rank reads its own part. New tensors are drawn from the recipe's seed and their names, so
-every device and every plan starts from the same numbers.
+cuts it, and each rank reads its part. New tensors are drawn from seed and names, alike under every plan.
 """
 
 from __future__ import annotations
