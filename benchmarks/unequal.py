@@ -8,26 +8,28 @@ promises of it.
 The devices are two processes of one thread, each on a core of its own, that talk through gloo. The second is
 slowed by a child on the same core: every millisecond it stops its parent (SIGSTOP), uses the core twice as
 long as the parent has just done, and lets it go on. So the parent's computing takes three times as much, on a
-busy machine too, and its waiting does not; the ranks meet every 20 ms or more. Both run a block of the model
-alone first, at the same time: the speeds of their fastest steps are what the planner is given. Then steps of
-the two plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank
-that takes longest. Times are medians with quartiles, and the fastest step stands beside them, as any other
-load only slows; the machine's load is printed. What the planner promises is computing alone: `computing` is
-its promise in ms, and what a step takes beyond it is communication.
+busy machine too, and its waiting does not; the ranks meet every 20 ms or more. Both are measured as `petune
+plan --auto` does it, at the same time, and so is the link. Then steps of the two plans take turns, so that
+whatever else the machine does hits both. A step is as long as on the rank that takes longest. Times are
+medians with quartiles, and the fastest step stands beside them, as any other load only slows; the machine's
+load is printed. Promised is the planner's time of a step, communication and all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +37,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from petune.estimate.balance import parameters_of, plan_for, step_time
+from petune.estimate.cluster import Link
+from petune.estimate.forecast import sketch
+from petune.estimate.measure import cluster_of, device_facts
+from petune.estimate.planner import Planner
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig
 from petune.models import FAMILIES
@@ -51,6 +56,8 @@ from petune.parallel import (
     parallelize,
 )
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
+from petune.parallel.launch.link_speed import link_speed
+from petune.recipe import Recipe, load_recipe
 from petune.run.evaluate import outputs_of
 from petune.tasks import loss_sum
 from petune.tasks.loss import trained_positions
@@ -161,14 +168,24 @@ def seconds(step: Callable[[], float]) -> float:
     return time.perf_counter() - began
 
 
-def speeds_on_a_rank(slow: float) -> float:
-    """Steps of a single block and row per second, while the other rank does the same; of many the fastest."""
+def recipe_of(folder: Path) -> Recipe:
+    """The same model and method as a recipe, for what measures and plans."""
+    place = folder / "llama.json"
+    config = LlamaConfig(**SIZES, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
+    place.write_text(json.dumps(config.to_dict()))
+    settings = {"model": f"config:{place}", "data": {"path": "nowhere", "max_length": TOKENS}}
+    method = {"name": "lora", "r": 8}
+    return load_recipe({**settings, "task": "causal", "method": method, "batch_size": ROWS, "device": "cpu"})
+
+
+def measured_on_a_rank(slow: float, folder: str) -> tuple[dict[str, Any], tuple[float, float]]:
+    """What `petune plan --auto` finds of this rank's device and of the link, while the other does the
+    same."""
     _own_core()
-    step = stepper(ParallelPlan(), 1, rows=1)
     with slowed(slow) if dist.get_rank() == 1 and slow > 1 else nullcontext():
-        step()
-        found = [seconds(step) for _ in range(60)]
-    return 1 / min(found)
+        link = link_speed(CPU)
+        dist.barrier()
+        return device_facts(recipe_of(Path(folder))), link
 
 
 def steps_on_a_rank(
@@ -187,21 +204,6 @@ def steps_on_a_rank(
     return found, [step() for step in ways]
 
 
-def fast_alone(number: int) -> list[float]:
-    """Seconds of steps of the whole model on rank 0, while rank 1 waits."""
-    _own_core()
-    if dist.get_rank() == 1:
-        dist.barrier()
-        return []
-    step, found = stepper(ParallelPlan(), BLOCKS), []
-    for _ in range(number + 1):
-        began = time.perf_counter()
-        step()
-        found.append(time.perf_counter() - began)
-    dist.barrier()
-    return found[1:]
-
-
 def _own_core() -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
@@ -210,17 +212,14 @@ def _own_core() -> None:
 # ------------------------------------------------------------------ the table
 
 
-def compare(name: str, speeds: list[float], whole: float, slow: float, number: int) -> str:
-    """A row of the table: the even plan against that for `speeds`, which are relative; `whole`: seconds of a
-    step on the fast device."""
+def compare(name: str, planner: Planner, slow: float, number: int) -> str:
+    """A row of the table: the even plan against the one that the planner makes of it."""
     _, config = model_of(1)
     config.num_hidden_layers = BLOCKS
-    shape, depth = FAMILY.shape(config), FAMILY.depth(config)
-    parameters = parameters_of(FAMILY, shape, depth)
     even = BACKENDS[name]
-    uneven = plan_for(even, speeds, None, FAMILY, shape, depth, ROWS)
+    uneven = planner.search([even]).choices[0].parallel
     plans = [make_plan(one, FAMILY, config, 2, ROWS) for one in (even, uneven)]
-    promised = [step_time(plan, speeds, parameters, ROWS) for plan in plans]
+    promised = [planner.clocks[False].of(plan).total for plan in plans]
     ranks = run(2, steps_on_a_rank, plans, slow, number, timeout=600)
     times = [
         [max(pair) for pair in zip(*(rank[0][which] for rank in ranks), strict=True)] for which in (0, 1)
@@ -229,8 +228,8 @@ def compare(name: str, speeds: list[float], whole: float, slow: float, number: i
     if abs(losses[0] - losses[1]) > 1e-3:
         raise AssertionError(f"the plans of {name} train differently: losses {losses}")
     cells = [name, describe(plans[1])]
-    for took, computing in zip(times, promised, strict=True):
-        cells += [spread(took), f"{1e3 * computing * speeds[0] * whole:.0f}"]
+    for took, seconds_ in zip(times, promised, strict=True):
+        cells += [spread(took), f"{1e3 * seconds_:.0f}"]
     cells += [f"{ratio:.2f}" for ratio in ratios_of(promised, times)]
     return "| " + " | ".join(cells) + " |"
 
@@ -258,9 +257,11 @@ def main() -> int:
     given = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
     load = os.getloadavg()[0]
-    speeds = [float(speed) for speed in run(2, speeds_on_a_rank, given.slow, timeout=300)]
-    speeds = [speed / speeds[1] for speed in speeds]
-    whole = min(run(2, fast_alone, 4, timeout=300)[0])
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(2, measured_on_a_rank, given.slow, folder, timeout=300)
+        cluster = cluster_of([facts for facts, _ in found], Link(*found[0][1]))
+        planner = Planner(sketch(recipe_of(Path(folder))), cluster)
+    rates = [device.rates.matmul for device in cluster.devices]
     machine = (
         f"{time.strftime('%Y-%m-%d')}: torch {torch.__version__}, Python {platform.python_version()}, 2 of"
         f" {os.cpu_count()} cores"
@@ -268,16 +269,16 @@ def main() -> int:
     model = f"{ROWS} rows of {TOKENS} tokens, hidden {SIZES['hidden_size']}, {BLOCKS} blocks, LoRA, float32"
     print(f"{machine}, load before {load:.1f}; {model}.")
     print(
-        f"Measured speeds {speeds[0]:.2f} : 1, asked for {given.slow:g} : 1. The fast device alone:"
-        f" {1e3 * whole:.0f} ms.\n"
+        f"Measured speeds {rates[0] / rates[1]:.2f} : 1, asked for {given.slow:g} : 1; link"
+        f" {1e6 * cluster.inside.latency:.0f} us, {cluster.inside.bandwidth / 1e9:.2f} GB/s.\n"
     )
     print(
-        "| backend | plan by speed | even, ms | computing | by speed, ms | computing | ratio promised | of"
+        "| backend | plan found | even, ms | promised | as found, ms | promised | ratio promised | of"
         " medians | of fastest |"
     )
     print("|---" * 9 + "|")
     for name in given.only:
-        print(compare(name, speeds, whole, given.slow, given.steps), flush=True)
+        print(compare(name, planner, given.slow, given.steps), flush=True)
     print(f"\nload after {os.getloadavg()[0]:.1f}")
     return 0
 

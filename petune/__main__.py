@@ -40,8 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--job", type=Path, metavar="FILE", help="what the launcher of `petune train` has settled, alone"
     )
+    parser.add_argument(
+        "--measure", type=Path, nargs=2, metavar="FILE", help="how fast a device is, for `petune plan --auto`"
+    )
+    parser.add_argument(
+        "--choose", type=Path, nargs=2, metavar="FILE", help="the axes of a recipe with `parallel: auto`"
+    )
     given = parser.parse_args(arguments)
-    if (given.recipe is None) == (given.job is None):
+    if sum(one is not None for one in (given.recipe, given.job, given.measure, given.choose)) != 1:
         parser.error("the following arguments are required: recipe")
     try:
         from petune.log import printable
@@ -58,6 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if orders.SPARE in os.environ:
         orders.take_place()
     try:
+        if given.measure is not None:
+            from petune.estimate.measure import measure_rank
+
+            measure_rank(*given.measure)
+            return 0
+        if given.choose is not None:
+            from petune.estimate.findings import choose
+
+            choose(*given.choose)
+            return 0
         if given.job is not None:
             job = Job.read(given.job).again()
             base = Base(job.recipe)

@@ -14,9 +14,10 @@ from petune_cli.arguments import Given, Json, Words
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
-    from petune.estimate.forecast import Advice, Forecast, Rank
+    from petune.estimate.advice import Advice
+    from petune.estimate.forecast import Forecast, Rank
     from petune.estimate.fused_forecast import Outlook
-    from petune.parallel import ParallelConfig
+    from petune.recipe import Recipe
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -41,6 +42,17 @@ def plan(
             "--device", help="CUDA devices to plan for: H200, H100, A100-80, A100-40; others with --memory."
         ),
     ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Measure this machine's devices and links; print the best plan.")
+    ] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="FILE", help="The same for the devices and links of a file."),
+    ] = None,
+    simulate: Annotated[
+        Path | None,
+        typer.Option("--simulate", metavar="FILE", help="The same for CUDA devices that are not here."),
+    ] = None,
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the schedule as a picture, too.")
     ] = None,
@@ -48,10 +60,15 @@ def plan(
 ) -> None:
     """Plan layout, memory, traffic, schedule, speed; reads no weights."""
     recipe = Given.of(words).recipe()
+    if auto or recipe.parallel.auto or cluster is not None or simulate is not None:
+        others = {"--memory": memory, "--speeds": speeds, "--device": device, "--svg": svg}
+        _search(recipe, world, cluster, simulate, json, [name for name, value in others.items() if value])
+        return
     if svg is not None and (svg.exists() or not svg.parent.is_dir()):
         what = "this file is there already" if svg.exists() else "its folder is not there"
         raise UsageError(what, where=f"--svg {svg}", remedy="choose another --svg")
     sizes: Sequence[int] | None = _sizes(memory) if memory is not None else None
+    from petune.estimate import advice as shares
     from petune.estimate import forecast
     from petune.estimate.fused_forecast import on_device, outlook
 
@@ -66,7 +83,7 @@ def plan(
             raise UsageError(
                 "one speed for each rank", where="--speeds", expected=f"{world} speeds", found=str(len(rates))
             )
-        advice = forecast.advise(recipe, rates, sizes)
+        advice = shares.advise(recipe, rates, sizes)
         seen = outlook(advice.forecast, device)
     if json:
         from petune_cli.display import show_json
@@ -79,6 +96,47 @@ def plan(
     if svg is not None:
         _draw(seen.forecast, svg)
     seen.forecast.check()
+
+
+def _search(
+    recipe: Recipe,
+    world: int | None,
+    cluster: Path | None,
+    simulate: Path | None,
+    json: bool,
+    others: Sequence[str],
+) -> None:
+    """Look for the best plan, of this machine or of a file's devices."""
+    file = cluster or simulate
+    if others or (cluster and simulate) or (file and world):
+        found = ", ".join(others) or ("--world" if world else "--cluster and --simulate")
+        raise UsageError("this does not go with a search for a plan", where=found, remedy="leave it out")
+    from petune.estimate.cluster import read_cluster
+    from petune.estimate.findings import explained, facts, table
+    from petune.estimate.forecast import sketch
+    from petune.estimate.planner import Planner
+
+    if file is not None:
+        devices = read_cluster(file)
+    else:
+        from petune.estimate.measure import measured
+
+        echo("measuring the devices and the links between them", err=True)
+        devices = measured(recipe, world)
+    if simulate is not None and recipe.device == "auto":
+        recipe = recipe.model_copy(update={"device": "cuda"})
+    seen = Planner(sketch(recipe), devices).search()
+    if json:
+        from petune_cli.display import show_json
+
+        show_json(facts(seen))
+        return
+    from petune_cli.display import show_table
+
+    show_table(*table(seen))
+    echo("")
+    for line in explained(seen):
+        echo(line)
 
 
 def _draw(found: Forecast, file: Path) -> None:
@@ -121,13 +179,15 @@ def _plain_forecast(seen: Outlook, advice: Advice | None) -> dict[str, object]:
     """Facts, ranks with their bytes, what is sent, and what was advised."""
     from dataclasses import asdict
 
+    from petune.estimate.findings import written
+
     found = seen.forecast
     return {
         "facts": [*found.facts, *seen.lines],
         "ranks": [asdict(rank) | {"total": rank.total, "fits": rank.fits} for rank in found.ranks],
         "transitions": [asdict(one) for one in found.transitions],
         "bubble": found.bubble,
-    } | ({"parallel": _written(advice.parallel), "ratio": advice.ratio} if advice else {})
+    } | ({"parallel": written(advice.parallel), "ratio": advice.ratio} if advice else {})
 
 
 def _show(seen: Outlook) -> None:
@@ -213,29 +273,6 @@ def _advice(advice: Advice) -> Iterator[str]:
         f"gain     a step computes {1 / advice.ratio:.2f} times as fast as with even shares; communication"
         " does not count in this"
     )
-    yield "write    " + _written(advice.parallel)
+    from petune.estimate.findings import written
 
-
-def _written(parallel: ParallelConfig) -> str:
-    """The axes as they stand in a recipe, defaults left out."""
-    from dataclasses import fields
-
-    axes = []
-    for name, axis in parallel.axes.items():
-        given = {
-            entry.name: getattr(axis, entry.name)
-            for entry in fields(axis)
-            if getattr(axis, entry.name) != entry.default
-        }
-        axes.append(f"{name}: {{{', '.join(f'{key}: {_plain(value)}' for key, value in given.items())}}}")
-    return f"parallel: {{{', '.join(axes)}}}"
-
-
-def _plain(value: object) -> str:
-    return (
-        str(list(value))
-        if isinstance(value, tuple)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    yield "write    " + written(advice.parallel)

@@ -187,7 +187,7 @@ def _activations(
         for stack in (part for part in module.modules() if isinstance(part, Stack)):
             blocks = [
                 one.of(piece)
-                for one in _of_stack(stack, cast("Any", model).config, family, plan, at, work, first)
+                for one in saved_in(stack, cast("Any", model).config, family, plan, at, work, first)
             ]
             if work.recompute and blocks:
                 width = family.shape(cast("Any", model).config).width
@@ -207,7 +207,7 @@ def _activations(
     return int(kept * in_flight(plan, at.pp) + largest + logits)
 
 
-def _of_stack(
+def saved_in(
     stack: Stack,
     config: Any,
     family: Family,

@@ -10,6 +10,7 @@ blocks; petune.estimate.fused_forecast puts in what fused ones keep.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,6 @@ import torch
 from torch import nn
 
 from petune.errors import MachineError, Problem, UsageError
-from petune.estimate.balance import Room, parameters_of, plan_for, step_time
 from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
 from petune.estimate.footprint import Footprint, Held, Pass, first_trained, footprint, held_by
 from petune.log import human
@@ -34,7 +34,6 @@ from petune.models.source import resolve_model
 from petune.models.spec import Family, Shape, StackName
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
-from petune.parallel.configs import CutConfig, DpConfig, PpConfig
 from petune.parallel.mesh import Coordinate, coordinate
 from petune.parallel.plan import apportion, attention_dropout
 from petune.recipe import Recipe
@@ -46,6 +45,8 @@ from petune.tasks.configs import DEFAULT_MAX_LENGTH
 
 # bytes a process needs by itself: the interpreter with torch; CUDA's context and workspaces
 PROCESS = {"cpu": 2**28, "cuda": 2**30}
+# what configs call the number of blocks of a stack
+_DEPTHS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers")
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,16 @@ def _found(rank: Rank) -> str:
 # ---------------------------------------------------------------- a model without weights
 
 
-def sketch(recipe: Recipe) -> Sketch:
-    """The tuned model of a recipe on the meta device. Raises what `prepare` and `tune` raise for a recipe
-    that cannot be."""
+def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> Sketch:
+    """The tuned model of a recipe on the meta device, or on another, where its weights are drawn. Raises what
+    `prepare` and `tune` raise for a recipe that cannot be.
+
+    blocks: of each stack, at the most; None for all.
+    """
     source = resolve_model(recipe.model, recipe.folder)
     config = read_config(source)
     kind, family = kind_of(config), FAMILIES.get(config.model_type)
+    config = config if blocks is None else _shallow(config, blocks)
     task = TASKS[recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)]
     check_fit(task.name, kind, recipe.data.packing, packs(config))
     cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
@@ -152,8 +157,8 @@ def sketch(recipe: Recipe) -> Sketch:
     refuse_unstreamable(recipe, torch.bfloat16 if bf16 else torch.float32)
     whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.bfloat16 if bf16 and not whole else torch.float32
-    model: nn.Module = outline(source, config, cast("Head", task.head), dtype)
-    with torch.device("meta"), quiet():
+    model: nn.Module = outline(source, config, cast("Head", task.head), dtype, device)
+    with torch.device(device), quiet():
         for name in head_modules(model, family, "auto"):
             model.get_submodule(name).float()
         tune(model, recipe.method)
@@ -175,6 +180,17 @@ def sketch(recipe: Recipe) -> Sketch:
         streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
     )
     return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)
+
+
+def _shallow(config: Any, blocks: int) -> Any:
+    """A copy of a model's config with so many blocks in each stack, at the most."""
+    found = copy.deepcopy(config)
+    for name in _DEPTHS:
+        if isinstance(depth := getattr(config, name, None), int):
+            setattr(found, name, min(depth, blocks))
+    if isinstance(kinds := getattr(config, "layer_types", None), list):
+        found.layer_types = kinds[:blocks]
+    return found
 
 
 def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackName, int]:
@@ -210,12 +226,16 @@ def forecast(
     them. parallel: axes in place of the recipe's. Raises UsageError for a plan that cannot be; one that does
     not fit is returned, see `Forecast.check`.
     """
-    return _forecast(sketch(recipe), parallel or recipe.parallel, world, memory)
+    return priced(sketch(recipe), parallel or recipe.parallel, world, memory)
 
 
-def _forecast(
+def priced(
     drawn: Sketch, parallel: ParallelConfig, world: int | None, memory: Sequence[int] | None
 ) -> Forecast:
+    """`forecast` of a recipe that is sketched already."""
+    if parallel.auto:
+        remedy = "choose it: petune plan --auto"
+        raise UsageError("the plan of this recipe is yet to be chosen", where="parallel", remedy=remedy)
     available = max(2, torch.cuda.device_count()) if drawn.device == "cuda" else 2
     work = drawn.work
     plan = make_plan(parallel, drawn.family, drawn.config, world, work.rows, available, work.vocabulary_head)
@@ -227,7 +247,7 @@ def _forecast(
             found=describe_plan(plan),
             remedy=remedy,
         )
-    limits = _limits(plan.world, drawn.device, memory)
+    limits = limits_of(plan.world, drawn.device, memory)
     held: dict[tuple[int, int], Held] = {}
     ranks = []
     for rank in range(plan.world):
@@ -278,7 +298,7 @@ def _rank(
     )
 
 
-def _limits(world: int, device: str, memory: Sequence[int] | None) -> Sequence[int | None]:
+def limits_of(world: int, device: str, memory: Sequence[int] | None) -> Sequence[int | None]:
     """Bytes of every rank's device. Raises UsageError for a list of another length."""
     if memory is not None:
         if len(memory) not in (1, world):
@@ -436,98 +456,3 @@ def _knobs(
     return tuple(
         sorted(((text, size) for text, size in options.items() if size > 0), key=lambda one: -one[1])
     )
-
-
-# ---------------------------------------------------------------- unequal devices
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Shares for devices of unequal speed: the axes to write into the recipe, what they cost, and the
-    predicted time of a step as a fraction of the even plan's, in which communication does not count."""
-
-    parallel: ParallelConfig
-    forecast: Forecast
-    ratio: float
-
-
-def advise(recipe: Recipe, speeds: Sequence[float], memory: Sequence[int] | None = None) -> Advice:
-    """The recipe's one axis shared out over ranks of these speeds, as far as their memory goes; see
-    petune.estimate.balance.
-
-    Shares by speed alone come first; where they do not fit, what they leave of each device is shared out
-    again. Raises UsageError for a plan along several axes or a model without a table. What cannot fit at all
-    is returned by speed alone, see `Forecast.check`.
-    """
-    drawn = sketch(recipe)
-    if drawn.family is None:
-        raise UsageError(
-            f"petune has no table for {drawn.config.model_type}, so its work cannot be shared out",
-            where="model",
-        )
-    even = _evenly(recipe.parallel, len(speeds))
-    before = _forecast(drawn, even, len(speeds), memory)
-    family, rows = drawn.family, drawn.work.rows
-    shape, depth = family.shape(drawn.config), family.depth(drawn.config)
-    chosen = plan_for(even, speeds, None, family, shape, depth, rows)
-    after = _forecast(drawn, chosen, len(speeds), memory)
-    if not all(rank.fits for rank in after.ranks):
-        # too small together: the forecast by speed alone then says by how much, see Forecast.check
-        with suppress(MachineError):
-            chosen = plan_for(even, speeds, _room(drawn, after), family, shape, depth, rows)
-            after = _forecast(drawn, chosen, len(speeds), memory)
-    parameters = parameters_of(family, shape, depth)
-    times = [step_time(one.plan, speeds, parameters, rows) for one in (before, after)]
-    return Advice(chosen, after, times[1] / times[0])
-
-
-def _evenly(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
-    """The axes with the lists they have taken out; a single one gets as many ranks as there are speeds."""
-    cleared: dict[str, Any] = {}
-    for name, axis in parallel.axes.items():
-        size = ranks if len(parallel.axes) == 1 else axis.size
-        if isinstance(axis, DpConfig):
-            cleared[name] = replace(axis, size=size, shares=())
-        elif isinstance(axis, CutConfig):
-            cleared[name] = replace(axis, size=size, shares=(), heads=(), columns=(), sequence=())
-        elif isinstance(axis, PpConfig):
-            cleared[name] = replace(axis, size=size, stages=())
-    return replace(parallel, **cleared)
-
-
-def _room(drawn: Sketch, found: Forecast) -> Room | None:
-    """What the ranks can hold, from what they hold by speed alone; None where the memory of one is not
-    known."""
-    family = drawn.family
-    limits = [rank.limit for rank in found.ranks]
-    if family is None or None in limits:
-        return None
-    known = tuple(float(cast("int", limit)) for limit in limits)
-    if found.plan.dp > 1:  # every replica has all weights, and rows cost activations
-        row = max(rank.memory.activations / rank.rows for rank in found.ranks)
-        return Room(
-            known, tuple(float(rank.total - rank.memory.activations) for rank in found.ranks), 0.0, row
-        )
-    parameters = parameters_of(family, family.shape(drawn.config), family.depth(drawn.config))
-    inside = {
-        id(value): value for rule in family.stacks.values() for value in _under(drawn.model, rule.blocks)
-    }.values()
-    cost = (
-        sum(value.numel() * (value.element_size() + (12 if value.requires_grad else 0)) for value in inside)
-        / parameters.total
-    )
-    held = []
-    for rank in found.ranks:
-        share = {"attention": 1.0, "mlp": 1.0}
-        if (cut := found.plan.cut) is not None:
-            share["attention"] = cut.heads[rank.at.tp] / sum(cut.heads) if cut.heads else 0.0
-            share["mlp"] = cut.columns[rank.at.tp] / sum(cut.columns) if cut.columns else 0.0
-        elif found.plan.pp > 1:
-            counts = [sum(end - first for first, end in stage.blocks.values()) for stage in found.plan.stages]
-            share = dict.fromkeys(share, sum(counts[rank.at.pp :: found.plan.pp]) / sum(counts))
-        held.append(cost * (share["attention"] * parameters.attention + share["mlp"] * parameters.mlp))
-    return Room(known, tuple(rank.total - mine for rank, mine in zip(found.ranks, held, strict=True)), cost)
-
-
-def _under(model: nn.Module, suffix: str) -> list[nn.Parameter]:
-    return [value for name, value in model.named_parameters() if f".{suffix}." in f".{name}"]

@@ -101,10 +101,13 @@ def charts(found: Forecast) -> tuple[Chart, ...]:
 
 
 def timed(
-    order: Sequence[Sequence[Step]], last: int, length: Callable[[Step], float]
+    order: Sequence[Sequence[Step]],
+    last: int,
+    length: Callable[[Step], float],
+    travel: Callable[[int, int], float] = lambda source, target: 0.0,
 ) -> list[list[tuple[Step, float, float]]]:
     """Start and end of each step of each rank, all as early as their order and what they read allow. last:
-    the number of the last stage."""
+    the number of the last stage; travel: how long what a stage makes is on its way to another."""
     ends: dict[tuple[str, int, int], float] = {}
     found: list[list[tuple[Step, float, float]]] = [[] for _ in order]
     while moved := [rank for rank, steps in enumerate(order) if len(found[rank]) < len(steps)]:
@@ -114,7 +117,7 @@ def timed(
             needs = _needs(step, last)
             if needs <= ends.keys():
                 free = found[rank][-1][2] if found[rank] else 0.0
-                start = max([free, *(ends[need] for need in needs)])
+                start = max([free, *(ends[need] + travel(need[1], step.stage) for need in needs)])
                 end = ends[_result(step)] = start + length(step)
                 found[rank].append((step, start, end))
         if len(ends) == before:

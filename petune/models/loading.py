@@ -287,11 +287,13 @@ def _load_whole(
     return Loaded(model.eval(), family, new, note)
 
 
-def outline(source: Source, config: Any, head: Head, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config with the task's head on the meta device: its modules and shapes without a weight.
-    Raises as `load_model`."""
+def outline(
+    source: Source, config: Any, head: Head, dtype: torch.dtype, device: str = "meta"
+) -> PreTrainedModel:
+    """The model of a config with the task's head on the meta device: its modules and shapes without a weight;
+    on another its weights are drawn. Raises as `load_model`."""
     _refuse_headless(config, head)
-    with hub_errors(source), torch.device("meta"), quiet():
+    with hub_errors(source), torch.device(device), quiet():
         return cast("PreTrainedModel", AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False))
 
 

@@ -151,10 +151,13 @@ class ParallelConfig:
         default=None, metadata={"doc": "pipeline parallel: every rank holds some of the blocks"}
     )
 
+    auto: bool = field(default=False, metadata={"doc": "axes are yet to be chosen for the devices"})
+
     @property
     def axes(self) -> dict[str, AxisConfig]:
         """The axes that are there, by backend."""
-        return {entry.name: axis for entry in fields(self) if (axis := getattr(self, entry.name)) is not None}
+        every = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: axis for name, axis in every.items() if isinstance(axis, AxisConfig)}
 
     @property
     def unfused(self) -> str | None:
@@ -171,10 +174,10 @@ class ParallelConfig:
         return any(isinstance(axis, DpConfig) and axis.shard for axis in self.axes.values())
 
     def __str__(self) -> str:
-        """`dp 2 x tp 2`, `pp` for an axis without a size, `none` for one process."""
+        """`dp 2 x tp 2`, `pp` for an axis without a size, `none` for one process, `auto`."""
         sizes = {name: size_of(axis) for name, axis in self.axes.items()}
-        return (
-            " x ".join(name if size is None else f"{name} {size}" for name, size in sizes.items()) or "none"
+        return " x ".join(name if size is None else f"{name} {size}" for name, size in sizes.items()) or (
+            "auto" if self.auto else "none"
         )
 
 

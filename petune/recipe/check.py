@@ -15,7 +15,7 @@ from petune.errors import Problem
 from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS, Found, Written, as_mapping, show
+from petune.recipe.raw import AUTO, MEMORY, PARALLEL, SECTIONS, Found, Written, as_mapping, show
 from petune.recipe.rules import broken_rules
 from petune.recipe.schema import Recipe, section_model
 from petune.recipe.suggest import meant_value, suggest
@@ -85,11 +85,13 @@ def _section(
 def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
     """The axes written under `parallel` that are right by themselves, and what is wrong with the others."""
     value = written.tree.get(PARALLEL)
+    if value == AUTO:
+        return ParallelConfig(auto=True), []
     section = as_mapping((PARALLEL,), value)
     if section is None:
         what, expected = (
             "parallel does not take this value",
-            f"none, {', '.join(BACKENDS)}, or a mapping of these to settings",
+            f"none, auto, {', '.join(BACKENDS)}, or a mapping of these to settings",
         )
         remedy = "for example  parallel: {dp: 2}, or parallel=dp:2 on a command line"
         return ParallelConfig(), [
@@ -133,7 +135,11 @@ def _no_backend(written: Written, name: str, before: int) -> Found:
     # beyond what is shown, time spent for nobody
     meant = suggest(path, None) if before < MAX_PROBLEMS else None
     return path, Problem(
-        what, written.where(path), f"one of none, {', '.join(BACKENDS)}", show(name) if alone else None, meant
+        what,
+        written.where(path),
+        f"one of none, auto, {', '.join(BACKENDS)}",
+        show(name) if alone else None,
+        meant,
     )
 
 

@@ -15,6 +15,7 @@ from petune.recipe.yaml_lines import KeyPath, scalar, short, write_scalar
 SECTIONS = {"data": "path", "method": "name", "memory": "keep"}  # a bare text there means this setting
 MEMORY = "memory"  # the section that may be left out or empty
 PARALLEL = "parallel"  # holds an axis per backend, which holds settings
+AUTO = "auto"  # in the place of its axes: they are chosen when a run starts
 
 Found = tuple[KeyPath, Problem]  # a problem and the key path it is about; () when it is about the file
 
@@ -28,7 +29,7 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
     if isinstance(value, dict):
         return value
     if path == (PARALLEL,):
-        if value is None or value == "none":
+        if value is None or value in ("none", AUTO):
             return {}
         return _sizes(value) if isinstance(value, str) else None
     if path[0] == PARALLEL and len(path) == 2:

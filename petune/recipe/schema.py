@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, 
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.raw import PARALLEL, SECTIONS, Written
+from petune.recipe.raw import AUTO, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
 from petune.tasks.configs import DataConfig
 
@@ -149,8 +149,8 @@ class Recipe(BaseModel):
     parallel: SkipValidation[ParallelConfig] = Field(
         ParallelConfig(),
         description=(
-            "none; a backend (dp, tp, sp, galaxy, galaxy2, cut, pp); or a mapping of backends to size or"
-            " settings"
+            "none; auto: chosen for the devices here; a backend (dp, tp, sp, galaxy, galaxy2, cut, pp); or a"
+            " mapping of backends to size or settings"
         ),
     )
     eval_every: Count | None = Field(None, description="steps between evaluations; null: after each epoch")
@@ -263,7 +263,9 @@ class Recipe(BaseModel):
         values["data"] = _as_dict(self.data)
         values["method"] = {"name": self.method_name, **_as_dict(self.method)}
         values["memory"] = _as_dict(self.memory)
-        values["parallel"] = {name: _as_dict(axis) for name, axis in self.parallel.axes.items()} or "none"
+        values["parallel"] = {name: _as_dict(axis) for name, axis in self.parallel.axes.items()} or (
+            AUTO if self.parallel.auto else "none"
+        )
         values["lr"] = self.learning_rate
         for path in INPUTS:
             holder = values["data"] if path[0] == "data" else values

@@ -26,7 +26,7 @@ def json_schema() -> dict[str, Any]:
             *(_section_schema(method.config, name) for name, method in METHODS.items()),
         ],
         MEMORY: [{"enum": [*KEEPS, None]}, _section_schema(MemoryConfig)],
-        PARALLEL: [{"enum": ["none", *BACKENDS, None]}, _parallel_schema()],
+        PARALLEL: [{"enum": ["none", "auto", *BACKENDS, None]}, _parallel_schema()],
     }
     for key, forms in sections.items():
         schema["properties"][key] = {"anyOf": forms, "description": Recipe.model_fields[key].description}

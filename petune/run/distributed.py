@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,14 +18,14 @@ from typing import Any
 
 from torch import nn
 
-from petune.errors import Stopped, UsageError
-from petune.log import say
+from petune.errors import MachineError, Stopped, UsageError
+from petune.log import phase, say
 from petune.models.contents import contents_of
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
 from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
 from petune.parallel.placement import refuse_together
-from petune.recipe import Recipe
+from petune.recipe import Recipe, load_recipe
 from petune.run.build import Base, Prepared, choose_place, plan_of
 from petune.run.folder import RANK_LOGS, RunFolder
 from petune.run.job import Job
@@ -58,6 +59,30 @@ def wanted(recipe: Recipe, base: Base | None = None) -> ParallelPlan:
             remedy=remedy,
         )
     return plan
+
+
+def planned(recipe: Recipe) -> Recipe:
+    """The recipe with axes for the devices of this machine, where it leaves their choice open.
+
+    Another process measures and chooses, as it stands above this room. Raises UsageError under a launcher of
+    others, which has started ranks for a plan already, MachineError where nothing can be chosen.
+    """
+    if not recipe.parallel.auto:
+        return recipe
+    where = recipe.where("parallel")
+    if process_group.started()[1] > 1:
+        remedy = "write the axes that petune plan --cluster FILE prints"
+        raise UsageError("auto is for ranks that petune itself starts", where=where, remedy=remedy)
+    with tempfile.TemporaryDirectory(prefix="petune-") as scratch, phase("choosing a parallel plan"):
+        job, answer = Job(recipe, RunFolder.of(recipe)).write(Path(scratch)), Path(scratch) / "choice.json"
+        command = [sys.executable, "-m", "petune", "--choose", str(job), str(answer)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise MachineError("no plan could be chosen", where=where, found=done.stderr.strip() or None)
+        choice = json.loads(answer.read_text(encoding="utf-8"))
+    for text in choice["reasons"]:
+        say(text)
+    return load_recipe(recipe, choice["settings"])
 
 
 def launch_ranks(plan: ParallelPlan, job: Job, restarts: int = 0) -> None:

@@ -92,6 +92,7 @@ def train(
     settled = settle(recipe, overrides, settings)
     if objects.model is not None and settled.dtype == "auto":
         settled = load_recipe(settled, {"dtype": objects.dtype})
+    settled = distributed.planned(settled)
     distributed.refuse_objects(
         settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks}
     )

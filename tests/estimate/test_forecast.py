@@ -13,7 +13,7 @@ from torch import nn
 
 from petune.errors import MachineError, UsageError
 from petune.estimate.footprint import held_by
-from petune.estimate.forecast import PROCESS, Forecast, Sketch, advise, forecast, sketch
+from petune.estimate.forecast import PROCESS, Forecast, Sketch, forecast, sketch
 from petune.methods import count_parameters
 from petune.parallel import make_plan
 from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfig
@@ -218,8 +218,6 @@ def test_a_model_without_a_table_is_replicated(tmp_path: Path) -> None:
     ] * 2
     with pytest.raises(UsageError, match="no table"):
         forecast(recipe, parallel=ParallelConfig(tp=CutConfig(size=2)))
-    with pytest.raises(UsageError, match="no table"):
-        advise(recipe, (1, 1))
 
 
 def test_nothing_is_loaded_and_nothing_written(
@@ -307,52 +305,3 @@ def test_memory_is_one_number_or_one_for_each(tmp_path: Path) -> None:
         forecast(recipe, parallel=two, memory=[5, 6, 7])
     here = forecast(recipe, parallel=two).ranks
     assert here[0].limit == here[1].limit and (here[0].limit or 0) > 2**28
-
-
-# ------------------------------------------------------------------ unequal devices
-
-
-def test_advice_goes_by_speed_and_says_what_it_gains(tmp_path: Path) -> None:
-    recipe = recipe_of("llama-causal", tmp_path, parallel="galaxy")
-    found = advise(recipe, (3, 1))
-    assert found.parallel.galaxy == CutConfig(size=2, heads=(6, 2), columns=(72, 24), sequence=(3, 1))
-    assert found.ratio == pytest.approx(0.5)
-    assert [rank.heads for rank in found.forecast.ranks] == [6, 2]
-
-
-def test_advice_turns_to_memory_only_where_it_must(tmp_path: Path) -> None:
-    recipe = recipe_of("llama-causal", tmp_path, parallel="dp", batch_size=8)
-    by_speed = advise(recipe, (3, 1))
-    first = by_speed.forecast.ranks[0]
-    tight = advise(recipe, (3, 1), [first.total - first.memory.activations // 4, GB])
-    assert by_speed.parallel.dp == DpConfig(size=2, shares=(3, 1))
-    assert tight.parallel.dp == DpConfig(size=2, shares=(1, 1))
-    tight.forecast.check()
-    assert tight.ratio == 1
-
-
-def test_blocks_move_to_the_rank_with_memory(tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
-    place = tmp_path / "deep.json"
-    place.write_text(json.dumps(tiny("llama-causal", **config).config.to_dict()))
-    base = {
-        "model": f"config:{place}",
-        "data": {"path": "nowhere", "max_length": 8},
-        "task": "causal",
-        "method": "full",
-        "device": "cpu",
-    }
-    for parallel in ("pp", "galaxy"):
-        recipe = load_recipe({**base, "batch_size": 2, "parallel": parallel})
-        first = advise(recipe, (3, 1)).forecast.ranks[0]
-        tight = advise(recipe, (3, 1), [first.total - 120 * 10**6, 4 * GB])
-        tight.forecast.check()
-        assert 0.5 < tight.ratio < 1
-    hopeless = advise(recipe, (3, 1), [PROCESS["cpu"] + 10**6, PROCESS["cpu"] + 10**6])
-    assert "does not fit" in refusal(hopeless.forecast)
-
-
-def test_advice_is_for_one_axis(tmp_path: Path) -> None:
-    for parallel in ("none", {"dp": 2, "pp": 2}):
-        with pytest.raises(UsageError, match=r"one axis|multiply"):
-            advise(recipe_of("llama-causal", tmp_path, parallel=parallel), (3, 1))

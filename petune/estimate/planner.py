@@ -1,0 +1,398 @@
+"""The best plan for a recipe on a cluster: every way to lay its ranks along dp, a cut and pp, each with the
+shares, stages and micro-batches that balance it, timed by one model (petune.estimate.step_time) and held to
+the devices' memory (petune.estimate.room).
+
+Ranks stay where they are: along an axis they are taken in the order of the cluster, a cut's next to one
+another. A plan has one list a cut and one list of stages, so replicas of unequal devices share lists that
+suit the slowest of them. The even plan of each layout is always among what is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from petune.errors import MachineError, RecipeError, UsageError
+from petune.estimate.balance import balance, partition, reduced
+from petune.estimate.cluster import Cluster
+from petune.estimate.forecast import Sketch
+from petune.estimate.layouts import kind_of, layouts, plain
+from petune.estimate.room import Rest, Room
+from petune.estimate.step_time import Both, Clock, Group, StepTime, numbers_of, span
+from petune.estimate.workload import Part, line, workload
+from petune.kernels.memory.block_cost import Rates
+from petune.parallel import ParallelConfig, ParallelPlan, make_plan
+from petune.parallel.configs import CutConfig, size_of
+from petune.parallel.plan import Cut, apportion, in_flight
+from petune.recipe import load_recipe
+
+STEP = 8  # columns move in steps of this many where the model's allow it: tensor cores want such sizes
+NEAR = 0.95  # of what a layout takes at best by a rough rule: one beyond it is not looked at
+SHOWN = 2  # plans that are told of
+FINEST = 64  # of a ratio of tokens
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan with its price. again: gradient_checkpointing is on; fullest: the largest part of its memory
+    that a rank fills, 0 where no memory is known."""
+
+    parallel: ParallelConfig
+    plan: ParallelPlan
+    again: bool
+    time: StepTime
+    fullest: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a search has found: choices that fit, the fastest first, one of each layout; how many plans were
+    compared, and why others were left out, with how many."""
+
+    choices: tuple[Choice, ...]
+    compared: int
+    left_out: tuple[tuple[str, int], ...]
+    cluster: Cluster
+
+
+# ---------------------------------------------------------------- the search
+
+
+class Planner:
+    """Looks for the best plan of a sketched recipe on a cluster. again: whether blocks recompute; None: both
+    are tried, unless the recipe asks for it. Raises UsageError for a model without a table."""
+
+    def __init__(self, drawn: Sketch, cluster: Cluster, again: bool | None = None) -> None:
+        if drawn.family is None:
+            what = f"petune has no table for {drawn.config.model_type}, so its work cannot be shared out"
+            raise UsageError(what, where="model")
+        self.drawn, self.cluster, self.family = drawn, cluster, drawn.family
+        self.work, self.room = workload(drawn), Room(drawn)
+        self.refused: dict[str, str] = {}
+        self.clocks = {again: Clock(self.work, cluster, again) for again in (False, True)}
+        fixed = again if again is not None else drawn.recipe.gradient_checkpointing or None
+        self.again = (False, True) if fixed is None else (fixed,)
+
+    def search(self, given: Sequence[ParallelConfig] | None = None) -> Findings:
+        """The best plans among these layouts, else among all of the cluster's, each of another layout. Raises
+        MachineError where none fits."""
+        world, blocks = len(self.cluster.devices), len(self.work.blocks)
+        left_out: Counter[str] = Counter()
+        even: list[tuple[float, ParallelConfig]] = []
+        known: dict[ParallelConfig, float] = {}  # sharding makes no busier
+        for layout in layouts(world, self.work.rows, blocks) if given is None else given:
+            whole = replace(layout, dp=layout.dp and replace(layout.dp, shard=False, replicas=1))
+            try:
+                if whole not in known:
+                    known[whole] = self.clocks[False].at_best(self.plan(whole))
+                even.append((known[whole], layout))
+            except UsageError as error:
+                left_out[error.problems[0].what] += 1
+        best: dict[object, Choice] = {}
+        compared = 0
+        for least, layout in sorted(even, key=lambda one: one[0]):
+            times = sorted(choice.time.total for choice in best.values())
+            if len(times) >= SHOWN and NEAR * least > times[SHOWN - 1]:
+                break
+            found, reason = self._of_layout(layout)
+            compared += len(found)
+            left_out[reason] += not found
+            for choice in found:
+                key = kind_of(layout), *(size_of(axis) for axis in layout.axes.values())
+                best[key] = min(best.get(key, choice), choice, key=lambda one: one.time.total)
+        choices = sorted(best.values(), key=lambda choice: choice.time.total)[:SHOWN]
+        if not choices:
+            remedy = "lower batch_size or data.max_length, use dtype: bf16, or method: lora"
+            reasons = "; ".join(reason for reason, _ in left_out.most_common(3))
+            raise MachineError("no plan of these devices holds this recipe", found=reasons, remedy=remedy)
+        others = tuple((reason, number) for reason, number in left_out.most_common() if number)
+        return Findings(tuple(choices), compared, others, self.cluster)
+
+    def _of_layout(self, layout: ParallelConfig) -> tuple[list[Choice], str]:
+        """The plans of a layout that fit; or none, and why. What recomputes is looked at where nothing else
+        fits, as it takes longer."""
+        if reason := self._refusal(layout):
+            return [], reason
+        even = self.plan(layout)
+        for again in self.again:
+            found = []
+            for parallel in self.shared(layout, again) if self._could_fit(even, again) else ():
+                plan = self.plan(parallel)
+                fullest = self.fullest(plan, again)
+                if not math.isinf(fullest):
+                    found.append(Choice(parallel, plan, again, self.clocks[again].of(plan), fullest))
+            if found:
+                return found, ""
+        return [], "a device is too small for its share"
+
+    def _refusal(self, parallel: ParallelConfig) -> str:
+        """Why a recipe may not have such axes, by its rules; empty where it may."""
+        kind = kind_of(parallel)
+        if kind not in self.refused:
+            self.refused[kind] = ""
+            try:
+                load_recipe(self.drawn.recipe, {"parallel": plain(parallel)})
+            except RecipeError as error:
+                self.refused[kind] = error.problems[0].what
+        return self.refused[kind]
+
+    def plan(self, parallel: ParallelConfig) -> ParallelPlan:
+        """The plan of some axes."""
+        drawn, world = self.drawn, len(self.cluster.devices)
+        head = drawn.work.vocabulary_head
+        return make_plan(parallel, self.family, drawn.config, world, self.work.rows, world, head)
+
+    # ------------------------------------------------------------ memory
+
+    def fullest(self, plan: ParallelPlan, again: bool) -> float:
+        """The largest part of its memory that a rank fills; infinite where one does not fit, 0 where no
+        memory is known."""
+        most, seen = 0.0, set()
+        rows = apportion(self.work.rows, plan.shares)
+        for rank, device in enumerate(self.cluster.devices):
+            pp, dp, tp = rank // (plan.dp * plan.tp), rank // plan.tp % plan.dp, rank % plan.tp
+            key = (pp, tp, rows[dp], device.memory)
+            if device.memory is None or key in seen:
+                continue
+            seen.add(key)
+            most = max(most, self.bytes_of(plan, pp, tp, rows[dp], again) / device.memory)
+        return most if most <= 1 else math.inf
+
+    def _could_fit(self, plan: ParallelPlan, again: bool) -> bool:
+        """Whether all devices together have what the ranks of an even plan need, and a tenth beside."""
+        memory = [device.memory for device in self.cluster.devices if device.memory is not None]
+        if len(memory) < plan.world:
+            return True
+        rows = max(apportion(self.work.rows, plan.shares))
+        needed = sum(self.bytes_of(plan, pp, 0, rows, again) for pp in range(plan.pp))
+        return needed * plan.dp * plan.tp <= 1.1 * sum(memory)
+
+    def bytes_of(self, plan: ParallelPlan, pp: int, tp: int, rows: int, again: bool) -> float:
+        process = self.room.process
+        own = (
+            self.room.bytes(plan.cut, tp, self._rest(plan, pp, *span(plan, self.work, number), rows), again)
+            for number in numbers_of(plan, pp)
+        )
+        return sum(one - process for one in own) + process
+
+    def _rest(self, plan: ParallelPlan, pp: int, start: int, end: int, rows: float) -> Rest:
+        shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas
+        piece = -(-rows // plan.microbatches)
+        return Rest(start, end, piece, in_flight(plan, pp), plan.sharding, shards)
+
+    # ------------------------------------------------------------ shares
+
+    def shared(self, layout: ParallelConfig, again: bool) -> Iterator[ParallelConfig]:
+        """The layout with even lists, and with lists that balance its ranks."""
+        plan = self.plan(layout)
+        yield layout
+        with suppress(
+            MachineError, UsageError
+        ):  # too little memory, or too few rows or blocks for these lists
+            found = self._cut(layout, plan, again)
+            for _ in range(2 if plan.pp > 1 and plan.dp > 1 else 1):  # stages suit rows, and rows stages
+                found = self._staged(found, self.plan(found), again)
+                found = self._rowed(found, self.plan(found), again)
+            if found != layout:
+                yield found
+
+    def _groups(self, plan: ParallelPlan) -> set[tuple[int, Group]]:
+        """The different groups of ranks that share blocks, each with its place in the pipeline."""
+        clock = self.clocks[False]
+        return {(pp, clock.group(plan, dp, pp)) for dp in range(plan.dp) for pp in range(plan.pp)}
+
+    def _cut(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
+        """Heads, columns and tokens by how fast ranks are in each."""
+        cut, clock = plan.cut, self.clocks[False]
+        if cut is None:
+            return layout
+        kinds = {group.kinds for _, group in self._groups(plan)}
+        by_rank = [{clock.rates[own[index]] for own in kinds} for index in range(plan.tp)]
+        piece = max(1, self.work.rows // plan.dp / plan.microbatches)
+        block = self.work.kinds[self.work.blocks[-1][1]]
+        name, axis = next((name, axis) for name, axis in layout.axes.items() if isinstance(axis, CutConfig))
+        shape, filled = self.work.shape, dict[str, Any]()
+        room = self._limits(plan, again)
+
+        def costs(place: str, total: int) -> list[Any]:
+            parts = [part for region in block for part in region if region[0].place == place]
+            lines = [[_line(rates, parts, piece) for rates in own] for own in by_rank]
+
+            def cost(index: int, count: int) -> float:
+                share = count / total
+                return max(_at(one, share) for one in lines[index]) if share <= room[index] else math.inf
+
+            return [partial(cost, index) for index in range(plan.tp)]
+
+        if cut.heads:
+            groups = balance(shape.kv_heads, costs("attention", shape.kv_heads), "key and value head")
+            filled["heads"] = tuple(count * (shape.heads // shape.kv_heads) for count in groups)
+        if cut.columns:
+            step = STEP if shape.columns % STEP == 0 and shape.columns // STEP >= 4 * plan.tp else 1
+            steps = balance(shape.columns // step, costs("mlp", shape.columns // step), "MLP column")
+            filled["columns"] = tuple(count * step for count in steps)
+        if cut.sequence:
+            sequence = self._tokens(cut, [part for region in block for part in region], by_rank, piece)
+            filled["sequence"] = reduced(sequence)
+        if len(set(map(frozenset, by_rank))) == 1 and "sequence" not in filled:
+            return layout
+        found: dict[str, Any] = {name: replace(axis, **filled)}
+        return replace(layout, **found)
+
+    def _limits(self, plan: ParallelPlan, again: bool) -> list[float]:
+        """The largest share of a block that each rank of a cut has memory for, in even stages."""
+        assert plan.cut is not None
+        rows = max(apportion(self.work.rows, plan.shares))
+        found = [1.0] * plan.tp
+        known: dict[tuple[int, int], float] = {}
+        for rank, device in enumerate(self.cluster.devices):
+            pp, tp = rank // (plan.dp * plan.tp), rank % plan.tp
+            if device.memory is None:
+                continue
+            key = pp, device.memory
+            if key not in known:
+                rest = self._rest(plan, pp, *span(plan, self.work, pp), rows)
+                known[key] = self.room.most(plan.cut, rest, again, device.memory)
+            found[tp] = min(found[tp], known[key])
+        return found
+
+    def _tokens(
+        self, cut: Cut, parts: Sequence[Part], by_rank: Sequence[set[Rates]], rows: float
+    ) -> tuple[int, ...]:
+        """Tokens of the ranks, of which later ones cost more where attention is causal."""
+        own = [part for part in parts if _by_tokens(part, cut)]
+        late = [part for part in own if part.place == "scores" and part.causal and cut.exchange != "ulysses"]
+        same = [part for part in own if part not in late]
+        lines = [[(_line(one, same, rows), _line(one, late, rows)) for one in rates] for rates in by_rank]
+        total = max(FINEST, 4 * len(by_rank))
+
+        def cost(index: int, start: int, end: int) -> float:
+            share, seen = (end - start) / total, (end**2 - start**2) / total**2
+            return max(_at(one, share) + _at(other, seen) for one, other in lines[index])
+
+        return partition(total, len(by_rank), cost, "token")
+
+    def _staged(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
+        """Blocks by how long stages take, with embedding and head in theirs."""
+        if plan.pp == 1 or layout.pp is None:
+            return layout
+        clock, rows = self.clocks[again], apportion(self.work.rows, plan.shares)
+        count, blocks = len(plan.stages), len(self.work.blocks)
+        groups = {
+            (number, clock.group(plan, dp, number % plan.pp), rows[dp] / plan.microbatches)
+            for number in range(count)
+            for dp in range(plan.dp)
+        }
+        sums: dict[int, list[tuple[list[float], float, float]]] = {}
+        for number, group, piece in groups:
+            each = (sum(clock.block(at, group, plan.cut, piece), start=Both()).total for at in range(blocks))
+            ends = (
+                clock.region(one, group, plan.cut, piece).total
+                for one in (self.work.embedding, self.work.head)
+            )
+            first, last = ends
+            sums.setdefault(number, []).append(([*accumulate(each, initial=0.0)], first, last))
+
+        least = [self._least(plan, pp) for pp in range(plan.pp)]
+        on_each = count // plan.pp
+
+        alike, known = len(self.work.kinds) == 1, dict[object, bool]()
+
+        def holds(pp: int, start: int, end: int) -> bool:
+            key = (pp, start == 0, end == blocks, end - start) if alike else (pp, start, end)
+            if key not in known:
+                rest = self._rest(plan, pp, start, end, max(rows))
+                known[key] = all(
+                    self.room.bytes(plan.cut, index, rest, again) <= memory / on_each
+                    for index, memory in least[pp].values()
+                )
+            return known[key]
+
+        def cost(number: int, start: int, end: int) -> float:
+            if not holds(number % plan.pp, start, end):
+                return math.inf
+            return max(
+                own[end] - own[start] + first * (start == 0) + last * (end == blocks)
+                for own, first, last in sums[number]
+            )
+
+        stages = partition(blocks, count, cost, "block")
+        return replace(layout, pp=replace(layout.pp, stages=stages))
+
+    def _least(self, plan: ParallelPlan, pp: int) -> dict[tuple[float, ...], tuple[int, int]]:
+        """Of the ranks at a place of the pipeline that have the same share of blocks: one along the cut, and
+        the smallest memory."""
+        found: dict[tuple[float, ...], tuple[int, int]] = {}
+        first = pp * plan.dp * plan.tp
+        cut = plan.cut
+        for rank in range(first, first + plan.dp * plan.tp):
+            memory, tp = self.cluster.devices[rank].memory, rank % plan.tp
+            lists = (cut.heads, cut.columns, cut.sequence, cut.vocabulary) if cut else ()
+            key = tuple(one[tp] for one in lists if one)
+            if memory is not None:
+                found[key] = min(found.get(key, (tp, memory)), (tp, memory), key=lambda one: one[1])
+        return found
+
+    def _rowed(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
+        """Rows by how long replicas take for one."""
+        if plan.dp == 1 or layout.dp is None:
+            return layout
+        clock, rows = self.clocks[again], self.work.rows
+        known: dict[object, tuple[float, int]] = {}
+        costs = []
+        for dp in range(plan.dp):
+            ranks = [(pp * plan.dp + dp) * plan.tp + tp for pp in range(plan.pp) for tp in range(plan.tp)]
+            key = tuple(self.cluster.devices[rank] for rank in ranks)
+            if key not in known:
+                each = max(clock.busy(plan, dp, rows / plan.dp)) / (rows / plan.dp)
+                most = bisect_left(
+                    range(1, rows + 1), True, key=lambda count: self._overflows(plan, dp, count, again)
+                )
+                known[key] = each, most
+            costs.append(partial(_within, *known[key]))
+        shares = balance(rows, costs, "row", plan.microbatches)
+        return replace(layout, dp=replace(layout.dp, shares=reduced(shares) if len(set(shares)) > 1 else ()))
+
+    def _overflows(self, plan: ParallelPlan, dp: int, rows: int, again: bool) -> bool:
+        """Whether a rank of a replica has no memory for so many rows."""
+        for pp in range(plan.pp):
+            first = (pp * plan.dp + dp) * plan.tp
+            for index, device in enumerate(self.cluster.devices[first : first + plan.tp]):
+                if device.memory is not None and self.bytes_of(plan, pp, index, rows, again) > device.memory:
+                    return True
+        return False
+
+
+def _within(each: float, most: int, count: int) -> float:
+    """Seconds of so many rows; infinite beyond the most."""
+    return each * count if count <= most else math.inf
+
+
+# ---------------------------------------------------------------- small things
+
+
+def _line(rates: Rates, parts: Sequence[Part], rows: float) -> tuple[float, float]:
+    """Seconds of both passes of some parts on a device, that are there for any share, and those of the
+    whole."""
+    ways = [
+        way for part in parts for one in (line(rates, part, rows),) for way in (one.forward, one.backward)
+    ]
+    return sum(fixed for fixed, _ in ways), sum(slope for _, slope in ways)
+
+
+def _at(one: tuple[float, float], share: float) -> float:
+    return one[0] + share * one[1]
+
+
+def _by_tokens(part: Part, cut: Cut) -> bool:
+    """Whether ranks of a cut have a part for tokens of their own."""
+    if part.place in ("connection", "ladder"):
+        return True
+    return cut.layout("mlp" if part.place == "mlp" else "attention") == "sequence"

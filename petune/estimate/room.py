@@ -1,0 +1,240 @@
+"""What any rank of any plan needs in memory, without building it: blocks, shares and rows enter linearly.
+
+A search asks for thousands of ranks. So the footprint (petune.estimate.footprint) is taken of the whole model
+and, for each way to cut it, of one rank of two; of other shares a rank holds what lies on the line through
+both. What a rank of a pipeline holds is what its blocks hold, with all they keep for the passes on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from petune.estimate.activations import Saved
+from petune.estimate.footprint import MOMENTS, Held, first_trained, held_by, saved_in
+from petune.estimate.forecast import PROCESS, Sketch
+from petune.models.spec import Family
+from petune.models.stack import Stack
+from petune.parallel.mesh import Coordinate
+from petune.parallel.plan import ALONE, Cut, ParallelPlan, Sharding
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of a stretch of blocks, or of what lies beside them: frozen and tuned weights; all that an optimizer
+    adds to these; copies that autocast makes; what is kept for each row, and once."""
+
+    frozen: float = 0.0
+    tuned: float = 0.0
+    trains: float = 0.0
+    copies: float = 0.0
+    row: float = 0.0
+    once: float = 0.0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(mine + its for mine, its in zip(self.all, other.all, strict=True)))
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return self + other * -1
+
+    def __mul__(self, times: float) -> Bytes:
+        return Bytes(*(one * times for one in self.all))
+
+    __rmul__ = __mul__
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        """Every number."""
+        return self.frozen, self.tuned, self.trains, self.copies, self.row, self.once
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where a rank stands: the stretch of blocks it holds, rows of a micro-batch, passes on their way, how
+    weights are sharded over how many replicas."""
+
+    start: int
+    end: int
+    rows: float
+    passes: float = 1.0
+    sharding: Sharding | None = None
+    shards: int = 1
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A rank's part of the model: blocks added up from the first on, the largest one, the two ends."""
+
+    sums: tuple[Bytes, ...]
+    largest: Bytes
+    before: Bytes
+    behind: Bytes
+    scores: float
+
+    def stretch(self, start: int, end: int) -> Bytes:
+        """Of blocks [start, end) and the ends that are with them."""
+        found = self.sums[end] - self.sums[start]
+        found = found + self.before if start == 0 else found
+        return found + self.behind if end == len(self.sums) - 1 else found
+
+
+class Room:
+    """Bytes that ranks of a sketched recipe need. again: blocks keep their input alone."""
+
+    def __init__(self, drawn: Sketch) -> None:
+        self.drawn, self.family = drawn, cast("Family", drawn.family)
+        self.first = first_trained(drawn.model, self.family)
+        self.slices: dict[object, _Slice] = {}
+        self.process = PROCESS[drawn.device]
+        shape = self.family.shape(drawn.config)
+        # of a block's input, for each row and each block that goes back
+        self.input = shape.width * drawn.work.itemsize * max(drawn.work.tokens.values())
+
+    def bytes(self, cut: Cut | None, index: int, rest: Rest, again: bool) -> float:
+        """What rank `index` of a cut needs on its device, the process itself included."""
+        if cut is None:
+            return self._needed(None, (1.0, 1.0, 1.0), rest, again)
+        lists = [one for one in (cut.heads, cut.columns) if one]
+        held = sum(_part(one, index) for one in lists) / len(lists) if lists else 0.5
+        lists += [cut.sequence] if cut.sequence else []
+        done = sum(_part(one, index) for one in lists) / len(lists)
+        table = _part(cut.vocabulary, index) if cut.vocabulary else 1.0
+        return self._needed(cut, (held, done, table), rest, again)
+
+    def most(self, cut: Cut, rest: Rest, again: bool, memory: float) -> float:
+        """The largest share of a cut that so much memory holds, at most 1."""
+        half, whole = (self._needed(cut, (share, share, share), rest, again) for share in (0.5, 1.0))
+        return (
+            min(1.0, 1.0 - (whole - memory) / (2 * (whole - half)))
+            if whole > half
+            else float(whole <= memory)
+        )
+
+    def _needed(self, cut: Cut | None, shares: tuple[float, float, float], rest: Rest, again: bool) -> float:
+        """Bytes of a rank with such parts of the tensors, of the work, and of the vocabulary."""
+        held, done, table = shares
+        whole, half = self._slice(None), self._slice(cut)
+        own, largest = (
+            _between(one, other, held, done)
+            for one, other in (
+                (whole.stretch(rest.start, rest.end), half.stretch(rest.start, rest.end)),
+                (whole.largest, half.largest),
+            )
+        )
+        kept = own.row * rest.rows + own.once
+        if again:
+            tokens = done if cut and cut.connection == "sequence" else 1.0
+            kept = min(kept, (rest.end - rest.start) * self.input * tokens * rest.rows)
+            kept = kept * rest.passes + largest.row * rest.rows + largest.once
+        else:
+            kept *= rest.passes
+        logits = whole.scores * table * rest.rows if rest.end == len(whole.sums) - 1 else 0.0
+        return self._standing(own, largest, rest) + kept + logits + own.copies + self.process
+
+    def _standing(self, own: Bytes, largest: Bytes, rest: Rest) -> float:
+        """Weights, gradients and states, or a rank's shards of them with what is gathered at once."""
+        every = own.frozen + own.tuned + own.trains
+        if rest.sharding is None:
+            return every
+        whole, frozen = self._slice(None), rest.sharding.frozen
+        outside = whole.before + whole.behind
+        spread = own.tuned + own.trains + own.frozen * frozen
+        inside = 2 * largest if rest.sharding.reshard else own - outside
+        together = (inside + outside).frozen * frozen + (inside + outside).tuned
+        together += 2 * largest.tuned + outside.tuned  # gradients
+        here = 0.0 if rest.sharding.offload else spread / rest.shards
+        return every - spread + here + together
+
+    def _slice(self, cut: Cut | None) -> _Slice:
+        """The model, or what one of two ranks holds that share it evenly."""
+        key = cut and (cut.attention, cut.mlp, cut.connection, cut.exchange, bool(cut.vocabulary))
+        if key not in self.slices:
+            plan = ALONE if cut is None else ParallelPlan(tp=2, cut=self._halved(cut))
+            held = held_by(self.drawn.model, self.family, plan, Coordinate())
+            self.slices[key] = self._sums(held, plan)
+        return self.slices[key]
+
+    def _halved(self, cut: Cut) -> Cut:
+        shape = self.family.shape(self.drawn.config)
+        group, keys = (
+            shape.heads // shape.kv_heads,
+            (shape.kv_heads - shape.kv_heads // 2, shape.kv_heads // 2),
+        )
+        columns = (shape.columns - shape.columns // 2, shape.columns // 2)
+        return replace(
+            cut,
+            heads=tuple(count * group for count in keys) if cut.heads else (),
+            kv_heads=keys if cut.heads else (),
+            columns=columns if cut.columns else (),
+            sequence=(1, 1) if cut.sequence else (),
+            vocabulary=(1, 1) if cut.vocabulary else (),
+        )
+
+    def _sums(self, held: Held, plan: ParallelPlan) -> _Slice:
+        (model,) = held.modules
+        work, config = self.drawn.work, self.drawn.config
+        blocks: list[Bytes] = []
+        inside: set[int] = set()
+        for order, stack in enumerate(part for part in model.modules() if isinstance(part, Stack)):
+            kept = iter(saved_in(stack, config, self.family, plan, Coordinate(), work, self.first))
+            ladder = cast("Any", stack._modules.get("side"))
+            for index, block in stack.numbered:
+                saves = [next(kept)] if self.first is not None and (order, index) >= self.first else []
+                beside: list[nn.Module] = []
+                if ladder is not None:
+                    saves.append(next(kept))
+                    beside = [ladder.blocks[index], ladder.down[index + 1]]
+                tensors = [value for one in (block, *beside) for value in one.parameters()]
+                inside |= set(map(id, tensors))
+                blocks.append(self._of(tensors, sum(saves, Saved())))
+        table = [value for value in cast("Any", model).get_input_embeddings().parameters()]
+        others = [value for value in held.tensors() if id(value) not in inside]
+        head = cast("Any", model).get_output_embeddings() if work.vocabulary_head else None
+        ends = {id(value) for value in (() if head is None else head.parameters())}
+        early = [value for value in others if id(value) not in ends or any(value is one for one in table)]
+        late = [value for value in others if id(value) in ends]
+        scores = (
+            list(work.tokens.values())[-1] * len(head.weight) * (work.itemsize + 8) if head is not None else 0
+        )
+        return _Slice(
+            tuple(accumulate(blocks, initial=Bytes())),
+            max(blocks, key=lambda one: sum(one.all)),
+            self._of(early, Saved()),
+            self._of(late, Saved()),
+            scores,
+        )
+
+    def _of(self, tensors: Iterable[Tensor], saved: Saved) -> Bytes:
+        own = list(tensors)
+        tuned = [value for value in own if value.requires_grad]
+        size = sum(value.nbytes for value in tuned)
+        itemsize = self.drawn.work.itemsize
+        copies = sum(
+            value.numel() * itemsize
+            for value in tuned
+            if value.dim() == 2 and value.element_size() > itemsize
+        )
+        return Bytes(
+            sum(value.nbytes for value in own) - size,
+            size,
+            size + MOMENTS * sum(value.numel() for value in tuned),
+            copies,
+            saved.row,
+            saved.once,
+        )
+
+
+def _between(whole: Bytes, half: Bytes, held: float, done: float) -> Bytes:
+    """What a rank has that holds and does such parts of the whole, on the line through the whole and a
+    half."""
+    at = [1 - 2 * (1 - part) for part in (held, held, held, held, done, done)]
+    pairs = zip(whole.all, half.all, at, strict=True)
+    return Bytes(*(max(0.0, its + (all_ - its) * how) for all_, its, how in pairs))
+
+
+def _part(shares: tuple[int, ...], index: int) -> float:
+    return shares[index] / sum(shares)

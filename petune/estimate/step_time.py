@@ -1,0 +1,366 @@
+"""How long a step of a plan takes on a cluster: slowest compute, communication that nothing hides, and what a
+pipeline stands still.
+
+Ranks that share a block meet after each region, so a region takes as long as its slowest rank. What regions,
+stages and replicas send is the table of petune.estimate.comm_cost, over the slowest link among the ranks that
+send it; nothing hides it but for the weights that FSDP gathers, which come while blocks compute. The order in
+a pipeline is its schedule's own (petune.estimate.timeline). A causal model's later tokens see more keys, so
+ranks of a cut sequence have more scores the later their tokens are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from petune.estimate.cluster import Cluster, Link
+from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
+from petune.estimate.timeline import timed
+from petune.estimate.workload import Part, Region, Workload, line
+from petune.models.spec import StackName
+from petune.parallel.pipeline.order import Step, order_of
+from petune.parallel.plan import Cut, ParallelPlan, Stage, apportion
+
+GRADIENT = 4  # bytes of a number's gradient
+SUM = "all-reduce"
+INSIDE = ("enter", "leave", "ends", "within")  # a region
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step. compute: of the busiest ranks; communication: what is left of it once
+    all is hidden that can be; waiting: of a pipeline's ranks for one another."""
+
+    compute: float
+    communication: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.compute + self.communication + self.waiting
+
+
+@dataclass(frozen=True)
+class Both:
+    """Seconds forward and backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: Both) -> Both:
+        return Both(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: float) -> Both:
+        return Both(self.forward * times, self.backward * times)
+
+    @property
+    def total(self) -> float:
+        """Of both."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that share blocks: their kinds of device, by number, and the link between them."""
+
+    kinds: tuple[int, ...]
+    link: Link
+
+
+class Clock:
+    """Times a workload on a cluster. again: blocks compute their forward pass again on the way back."""
+
+    def __init__(self, work: Workload, cluster: Cluster, again: bool = False) -> None:
+        self.work, self.cluster, self.again = work, cluster, again
+        self.known: dict[object, Any] = {}
+        rates = [device.rates for device in cluster.devices]
+        self.rates = list(dict.fromkeys(rates))
+        numbers = {one: number for number, one in enumerate(self.rates)}
+        self.kinds = [numbers[one] for one in rates]  # of devices, by rank
+        ends = (*cluster.hosts, len(rates))
+        self.hosts = [end - rank for first, end in pairwise(ends) for rank in range(first, end)]  # left of it
+
+    # ------------------------------------------------------------ blocks
+
+    def group(self, plan: ParallelPlan, dp: int, pp: int) -> Group:
+        """Those that share the blocks of a stage of a replica."""
+        first = (pp * plan.dp + dp) * plan.tp
+        ranks = range(first, first + plan.tp)
+        return Group(tuple(self.kinds[first : first + plan.tp]), self.cluster.link(ranks))
+
+    def region(self, region: Region, group: Group, cut: Cut | None, rows: float) -> Both:
+        """Of the slowest rank that shares it."""
+        slowest = Both()
+        for index, kind in enumerate(group.kinds):
+            own = Both()
+            for part in region:
+                one, share = line(self.rates[kind], part, rows), share_of(part, cut, index)
+                own += Both(*(fixed + share * slope for fixed, slope in (one.forward, one.backward)))
+            slowest = max(slowest, own, key=lambda one: one.total)
+        inside = region[0].place not in ("embedding", "head", "ladder")
+        again = slowest.forward if self.again and inside and slowest.backward else 0.0
+        return slowest + Both(backward=again)
+
+    def block(self, number: int, group: Group, cut: Cut | None, rows: float) -> tuple[Both, Both]:
+        """A block's computing, and what its ranks say to one another, of so many rows."""
+        return self._block(*self.work.blocks[number], number >= self.work.lowest, group, cut, rows)
+
+    def _block(
+        self, stack: StackName, kind: int, back: bool, group: Group, cut: Cut | None, rows: float
+    ) -> tuple[Both, Both]:
+        """A block of some kind, to which gradients go back or not."""
+        key = (stack, kind, back, group, cut, rows)
+        if key not in self.known:
+            computing = sum((self.region(one, group, cut, rows) for one in self.work.kinds[kind]), Both())
+            said = (one for one in self._spoken(cut, group, rows) if one.where.split()[0] == stack)
+            saying = (self._sent(one, group, back) for one in said if one.when in INSIDE)
+            self.known[key] = computing, sum(saying, Both())
+        found: tuple[Both, Both] = self.known[key]
+        return found
+
+    def stage(self, plan: ParallelPlan, dp: int, number: int, rows: float) -> tuple[Both, Both]:
+        """The same of a stage, with what it has beside blocks."""
+        return self._stage(plan, self.group(plan, dp, number % plan.pp), number, rows)
+
+    def _stage(self, plan: ParallelPlan, group: Group, number: int, rows: float) -> tuple[Both, Both]:
+        cut = plan.cut
+        start, end = span(plan, self.work, number)
+        key = ("stage", group, cut, start, end, rows)
+        if key not in self.known:
+            self.known[key] = self.stretch(group, cut, start, end, rows)
+        found: tuple[Both, Both] = self.known[key]
+        return found
+
+    def stretch(self, group: Group, cut: Cut | None, start: int, end: int, rows: float) -> tuple[Both, Both]:
+        """The same of blocks [start, end), with what stands before the first and behind the last."""
+        computing = saying = Both()
+        lowest = self.work.lowest
+        for low, high in ((start, min(end, lowest)), (max(start, lowest), end)):
+            for kind, times in Counter(self.work.blocks[low:high] if low < high else ()).items():
+                own = self._block(*kind, low >= lowest, group, cut, rows)
+                computing, saying = computing + own[0] * times, saying + own[1] * times
+        ends = [self.work.embedding] * (start == 0) + [self.work.head] * (end == len(self.work.blocks))
+        for one in ends:
+            computing += self.region(one, group, cut, rows)
+        beside = [one for one in self._spoken(cut, group, rows) if one.when not in INSIDE]
+        for sent in beside if ends else ():
+            saying += self._sent(sent, group, True)
+        return computing, saying
+
+    # ------------------------------------------------------------ what ranks say
+
+    def _spoken(self, cut: Cut | None, group: Group, rows: float) -> tuple[Transition, ...]:
+        """What the ranks of a cut say in one block of each stack, and beside blocks, for so many rows."""
+        if cut is None:
+            return ()
+        ranks = len(group.kinds)
+        depth: dict[StackName, int] = dict.fromkeys(self.work.depth, 1)
+        load = Load(1, dict(self.work.tokens), self.work.itemsize)
+        plan = ParallelPlan(tp=ranks, cut=cut)
+        return tuple(
+            replace(one, forward=int(one.forward * rows), backward=int(one.backward * rows))
+            for one in transitions(plan, self.work.family, self.work.shape, depth, load)
+        )
+
+    def _sent(self, one: Transition, group: Group, back: bool) -> Both:
+        """A transition among a group, as often as it happens."""
+        words, ranks = one.operations.split(" / "), len(group.kinds)
+        sizes = (one.forward, one.backward * back)
+        pair = (
+            group.link.seconds(messages(word, ranks), size) for word, size in zip(words, sizes, strict=True)
+        )
+        return Both(*pair) * one.times
+
+    # ------------------------------------------------------------ a step
+
+    def replicas(self, plan: ParallelPlan) -> dict[int, int]:
+        """One of each kind of replica, by its place along dp, and how many there are of its kind."""
+        rows = apportion(self.work.rows, plan.shares)
+        known: dict[object, int] = {}
+        found: Counter[int] = Counter()
+        for dp in range(plan.dp):
+            ranks = ((pp * plan.dp + dp) * plan.tp for pp in range(plan.pp))
+            kinds = tuple((*self.kinds[one : one + plan.tp], self.hosts[one] >= plan.tp) for one in ranks)
+            found[known.setdefault((kinds, rows[dp]), dp)] += 1
+        return found
+
+    def of(self, plan: ParallelPlan) -> StepTime:
+        """A step of `plan`, whose world is the cluster's."""
+        rows = apportion(self.work.rows, plan.shares)
+        passes = [self._pass(plan, dp, rows[dp]) for dp in self.replicas(plan)]
+        slowest = max(passes, key=lambda one: one.total)
+        once, times = self._update(plan), self.work.accumulate
+        return StepTime(
+            slowest.compute * times + once.compute,
+            slowest.communication * times + once.communication,
+            slowest.waiting * times,
+        )
+
+    def at_best(self, plan: ParallelPlan) -> float:
+        """Seconds in which the ranks of an even plan would all be done if any work could go to any of
+        them, with what a pipeline of equal stages waits."""
+        rows = apportion(self.work.rows, plan.shares)
+        pace = 0.0
+        for dp, count in self.replicas(plan).items():
+            for pp in range(plan.pp):
+                group = self.group(plan, dp, pp)
+                for kind, times in Counter(group.kinds).items():
+                    alike = replace(group, kinds=(kind,) * plan.tp)
+                    pace += count * times / self._busy(plan, alike, pp, rows[dp])
+        return self.work.accumulate * plan.world / pace / (1 - bubble(plan))
+
+    def busy(self, plan: ParallelPlan, dp: int, rows: float) -> list[float]:
+        """Seconds of each rank of a replica's pipeline, computing and talking."""
+        return [self._busy(plan, self.group(plan, dp, pp), pp, rows) for pp in range(plan.pp)]
+
+    def _busy(self, plan: ParallelPlan, group: Group, pp: int, rows: float) -> float:
+        pieces = plan.microbatches
+        stages = (self._stage(plan, group, number, rows / pieces) for number in numbers_of(plan, pp))
+        return pieces * sum(computing.total + saying.total for computing, saying in stages)
+
+    def _pass(self, plan: ParallelPlan, dp: int, rows: int) -> StepTime:
+        """A forward and a backward pass of a replica."""
+        piece = rows / plan.microbatches
+        stages = [self.stage(plan, dp, number, piece) for number in range(max(1, len(plan.stages)))]
+        if plan.pp == 1:
+            computing, saying = stages[0]
+            return StepTime(computing.total, saying.total + self._gathering(plan, computing), 0.0)
+        busy = [
+            [plan.microbatches * sum(one[which].total for one in stages[rank :: plan.pp]) for which in (0, 1)]
+            for rank in range(plan.pp)
+        ]
+        busiest = max(busy, key=sum)
+        lengths, sends = tuple(sum(one, Both()) for one in stages), tuple(self._sends(plan, dp, piece))
+        key = ("pipeline", plan.pp, plan.schedule, plan.microbatches, lengths, sends)
+        if key not in self.known:
+            self.known[key] = _end(plan, lengths, sends)
+        compute, said = busiest
+        return StepTime(compute, said, max(0.0, self.known[key] - compute - said))
+
+    def _sends(self, plan: ParallelPlan, dp: int, rows: float) -> Iterator[Both]:
+        """What travels from each stage to the next, for one micro-batch."""
+        work = self.work
+        load = Load(1, dict(work.tokens), work.itemsize)
+        every = transitions(replace(plan, cut=None, tp=1), work.family, work.shape, work.depth, load)
+        for number, one in enumerate(one for one in every if one.when == "stage"):
+            here, there = (((stage % plan.pp) * plan.dp + dp) * plan.tp for stage in (number, number + 1))
+            link = self.cluster.link(sorted((here, there)))
+            flows = span(plan, work, number)[1] > work.lowest
+            yield Both(link.seconds(1, one.forward * rows), link.seconds(1, one.backward * rows * flows))
+
+    def _gathering(self, plan: ParallelPlan, computing: Both) -> float:
+        """Seconds for which FSDP's weights are waited for: what gathering takes beyond the passes."""
+        if plan.sharding is None:
+            return 0.0
+        shards = plan.dp // plan.sharding.replicas
+        link = self.cluster.link(range(0, plan.dp * plan.tp, plan.tp))
+        parts = self.work.parts(0, len(self.work.blocks))
+        numbers = (part.weights if plan.sharding.frozen else part.tuned for part in parts.elements())
+        size = sum(numbers) * self.work.itemsize / plan.tp * (shards - 1) / shards
+        gather = link.seconds(len(self.work.blocks) * (shards - 1), size)
+        back = gather * plan.sharding.reshard
+        return max(0.0, gather - computing.forward) + max(0.0, back - computing.backward)
+
+    def _update(self, plan: ParallelPlan) -> StepTime:
+        """Once a step: gradients summed over the cut and over replicas, and the optimizer's own work."""
+        compute = said = 0.0
+        shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas
+        for pp in range(plan.pp):
+            spans = [span(plan, self.work, one) for one in numbers_of(plan, pp)]
+            parts = [one for bounds in spans for one in self.work.parts(*bounds).items() if one[0].tuned]
+            groups = {self.group(plan, dp, pp) for dp in range(plan.dp)}
+            for kinds in {group.kinds for group in groups}:
+                for index, kind in enumerate(kinds):
+                    seconds = sum(
+                        line(self.rates[kind], part, 1.0).update * times * held_of(part, plan.cut, index)
+                        for part, times in parts
+                    )
+                    compute = max(compute, seconds / shards)
+            tuned = GRADIENT * sum(part.tuned * times for part, times in parts)
+            first = pp * plan.dp * plan.tp
+            over_cut = max(
+                (one.link.seconds(messages(SUM, plan.tp), summed_over(plan.tp, tuned) / 2)) for one in groups
+            )
+            across = self.cluster.link(range(first, first + plan.dp * plan.tp, plan.tp))
+            own = summed_over(plan.dp, tuned // plan.tp)
+            said = max(
+                said, over_cut + across.seconds(messages(SUM, plan.dp), own if shards == 1 else own / 2)
+            )
+        return StepTime(compute, said, 0.0)
+
+
+def _end(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -> float:
+    """When the last pass of a pipeline is done."""
+
+    def length(step: Step) -> float:
+        one = lengths[step.stage]
+        return 0.0 if step.kind == "W" else one.forward if step.kind == "F" else one.backward
+
+    def travel(source: int, target: int) -> float:
+        if source == target:
+            return 0.0
+        return sends[source].forward if target > source else sends[target].backward
+
+    order = _order(plan.pp, len(lengths), plan.schedule, plan.microbatches)
+    return max(own[-1][2] for own in timed(order, len(lengths) - 1, length, travel))
+
+
+@lru_cache(maxsize=256)
+def _order(pp: int, stages: int, schedule: str, pieces: int) -> tuple[tuple[Step, ...], ...]:
+    return order_of(ParallelPlan(pp=pp, stages=(Stage({}),) * stages, schedule=schedule, microbatches=pieces))
+
+
+# ---------------------------------------------------------------- shares
+
+
+def share_of(part: Part, cut: Cut | None, index: int) -> float:
+    """The part of a part that rank `index` of a cut computes."""
+    if cut is None or part.place == "embedding":
+        return 1.0
+    if part.place == "head":
+        return _fraction(cut.vocabulary, index)
+    if part.place in ("connection", "ladder"):
+        return _fraction(cut.sequence, index) if cut.connection == "sequence" else 1.0
+    if cut.layout("mlp" if part.place == "mlp" else "attention") == "sequence":
+        if part.place == "scores" and cut.exchange == "ulysses":
+            return 1 / len(cut.sequence)
+        if part.place == "scores" and part.causal:
+            start, whole = sum(cut.sequence[:index]), sum(cut.sequence)
+            return ((start + cut.sequence[index]) ** 2 - start**2) / whole**2
+        return _fraction(cut.sequence, index)
+    return _fraction(cut.columns if part.place == "mlp" else cut.heads, index)
+
+
+def held_of(part: Part, cut: Cut | None, index: int) -> float:
+    """The part of a part's tensors that the rank holds."""
+    if cut is None or part.place in ("connection", "ladder"):
+        return 1.0
+    by_sequence = part.place in ("attention", "mlp") and cut.layout(part.place) == "sequence"
+    return 1.0 if by_sequence else share_of(part, cut, index)
+
+
+def _fraction(shares: Sequence[int], index: int) -> float:
+    return shares[index] / sum(shares) if shares else 1.0
+
+
+def numbers_of(plan: ParallelPlan, pp: int) -> range:
+    """The stages of a rank of the pipeline."""
+    return range(pp, max(1, len(plan.stages)), plan.pp)
+
+
+def span(plan: ParallelPlan, work: Workload, number: int) -> tuple[int, int]:
+    """The blocks [start, end) of a stage, counted over all stacks."""
+    if not plan.stages:
+        return 0, len(work.blocks)
+    counts = [sum(end - first for first, end in stage.blocks.values()) for stage in plan.stages[: number + 1]]
+    return sum(counts[:-1]), sum(counts)
+
+
+def messages(operation: str, ranks: int) -> int:
+    """Messages one after the other of a collective in a ring."""
+    return 2 * (ranks - 1) if operation == SUM else ranks - 1

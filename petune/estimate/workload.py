@@ -1,0 +1,322 @@
+"""What a step computes: the operations of every block as it is tuned, cut into regions that ranks share.
+
+Read off the model on the meta device, so a frozen weight has no gradient of its own, a block below the lowest
+tuned one no backward pass, a ladder its levels and a backbone without one, a decoder's block its attention to
+the encoder, and the last stage its head and loss. Costs are those of petune.kernels.memory.op_cost, seconds
+those of `Rates`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, Literal, cast
+
+from torch import nn
+
+from petune.estimate.footprint import first_trained
+from petune.estimate.forecast import Sketch
+from petune.kernels.memory.block_cost import Rates
+from petune.kernels.memory.op_cost import (
+    Cost,
+    Kind,
+    Operation,
+    activate,
+    activate_backward,
+    adamw,
+    attention,
+    attention_backward,
+    costing,
+    cross_entropy_,
+    low_rank,
+    matmul,
+    rms_norm,
+    rms_norm_backward,
+)
+from petune.models.spec import Attention, Family, Shape, StackName, StackRule, child_of
+from petune.models.stack import Stack, own_stacks
+
+Place = Literal["attention", "scores", "mlp", "connection", "ladder", "embedding", "head"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix that tokens are multiplied by. narrow: low-rank factors and bottlenecks; across: it reads the
+    encoder's tokens."""
+
+    inner: int
+    columns: int
+    trained: bool
+    narrow: bool = False
+    across: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What ranks share by one rule. tokens: of a row; keys: those that attention sees. returned: whether the
+    backward pass comes here. heads: of attention, with those of keys and their width; columns: of an
+    activation; norms: over `width` features; vocabulary: of a loss; rows: of a table that is looked up."""
+
+    place: Place
+    tokens: int
+    width: int
+    itemsize: int
+    products: tuple[Product, ...] = ()
+    keys: int = 0
+    heads: tuple[int, int, int] | None = None
+    causal: bool = False
+    columns: int = 0
+    gated: bool = False
+    norms: int = 0
+    vocabulary: int = 0
+    table: int = 0
+    returned: bool = True
+    forward: bool = True
+
+    @property
+    def weights(self) -> int:
+        """Numbers of its matrices."""
+        return sum(one.inner * one.columns for one in self.products)
+
+    @property
+    def tuned(self) -> int:
+        """Numbers that train."""
+        return self.table + sum(one.inner * one.columns for one in self.products if one.trained)
+
+
+Region = tuple[Part, ...]  # after which the ranks that share it meet
+Block = tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a share of a part: fixed + share * slope, forward and backward, and those of its update."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    update: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A forward and a backward pass of all replicas: blocks in the order of the stages, each by its stack and
+    its number among `kinds`, and what stands before the first and behind the last of them."""
+
+    family: Family
+    shape: Shape
+    kinds: tuple[Block, ...]
+    blocks: tuple[tuple[StackName, int], ...]
+    embedding: Region
+    head: Region
+    rows: int
+    tokens: tuple[tuple[StackName, int], ...]
+    itemsize: int
+    accumulate: int
+
+    @cached_property
+    def lowest(self) -> int:
+        """The first block to which gradients go back; as many as there are for none."""
+        back = (index for index, (_, kind) in enumerate(self.blocks) if any(map(_returns, self.kinds[kind])))
+        return next(back, len(self.blocks))
+
+    @cached_property
+    def depth(self) -> dict[StackName, int]:
+        """Blocks of each stack."""
+        return dict(Counter(stack for stack, _ in self.blocks))
+
+    def parts(self, start: int, end: int) -> Counter[Part]:
+        """What a rank of blocks [start, end) computes, with how many there are of each."""
+        found: Counter[Part] = Counter()
+        for kind, times in Counter(kind for _, kind in self.blocks[start:end]).items():
+            for part in (part for region in self.kinds[kind] for part in region):
+                found[part] += times
+        ends = (self.embedding if start == 0 else ()) + (self.head if end == len(self.blocks) else ())
+        return found + Counter(ends)
+
+
+def _returns(region: Region) -> bool:
+    return any(part.returned and part.place != "ladder" for part in region)
+
+
+# ---------------------------------------------------------------- read off a model
+
+
+def workload(drawn: Sketch) -> Workload:
+    """What a step of a sketched recipe computes; its model has to be of a family with a table."""
+    family, work = cast("Family", drawn.family), drawn.work
+    shape, first = family.shape(drawn.config), first_trained(drawn.model, family)
+    kinds: dict[Block, int] = {}
+    blocks: list[tuple[StackName, int]] = []
+    within: set[int] = set()
+    for order, stack in enumerate(own_stacks(drawn.model, family).values()):
+        within |= {id(module) for module in stack.modules()}
+        for index, block in stack.numbered:
+            reader = _Reader(drawn, stack, shape, first is not None and (order, index) >= first)
+            kind = tuple(reader.block(block, index))
+            blocks.append((stack.name, kinds.setdefault(kind, len(kinds))))
+    tokens = tuple(work.tokens.items())
+    last = tokens[-1][1] if work.vocabulary_head else 1
+    outside = [one for one in drawn.model.modules() if isinstance(one, nn.Linear) and id(one) not in within]
+    head = Part(
+        "head", last, shape.width, work.itemsize, tuple(item for one in outside for item in _products(one))
+    )
+    table = cast("Any", drawn.model).get_input_embeddings().weight
+    return Workload(
+        family,
+        shape,
+        tuple(kinds),
+        tuple(blocks),
+        (
+            Part(
+                "embedding",
+                sum(dict(tokens).values()),
+                shape.width,
+                work.itemsize,
+                table=table.numel() if table.requires_grad else 0,
+                returned=bool(table.requires_grad),
+            ),
+        ),
+        (replace(head, vocabulary=max((one.out_features for one in outside), default=0)),),
+        work.rows,
+        tokens,
+        work.itemsize,
+        drawn.recipe.accumulate,
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads blocks of one stack. returned: whether gradients go back through them."""
+
+    drawn: Sketch
+    stack: Stack
+    shape: Shape
+    returned: bool
+
+    def block(self, block: nn.Module, index: int) -> Iterator[Region]:
+        work, recipe = self.drawn.work, self.drawn.recipe
+        shape, tokens = self.shape, work.tokens[self.stack.name]
+        runs = not recipe.cache
+        plain = Part("connection", tokens, shape.width, work.itemsize, returned=self.returned, forward=runs)
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+        yield from self._regions(block, self.stack.rule, plain, sizes, shape.columns)
+        ladder = cast("Any", self.stack._modules.get("side"))
+        if ladder is not None:
+            yield self._level(ladder, index, tokens)
+
+    def _regions(
+        self, block: nn.Module, rule: StackRule, plain: Part, sizes: tuple[int, int, int], columns: int
+    ) -> Iterator[Region]:
+        """Attention, MLP, and what lies between them."""
+        inside: set[int] = set()
+        norms = 0
+        for core in (sublayer.core for sublayer in rule.sublayers):
+            region = core.region
+            if child_of(block, region.enter) is None:
+                continue
+            norms += 1
+            keys = self.drawn.work.tokens.get("encoder", 0) if region.cross else plain.tokens
+            products: list[Product] = []
+            gated = False
+            for role, path in region.sites.items():
+                if (found := child_of(block, path)) is not None:
+                    across = region.cross and role in ("k", "v")
+                    products += [replace(one, across=across) for one in _products(found[1])]
+                    inside.update(map(id, found[1].modules()))
+                    gated |= role == "gate"
+            kind: Place = region.kind
+            part = replace(plain, place=kind, products=tuple(products), keys=keys)
+            if isinstance(core, Attention):
+                causal = core.causal and not region.cross
+                yield part, replace(plain, place="scores", keys=keys, heads=sizes, causal=causal)
+            else:
+                yield (replace(part, columns=columns, gated=gated),)
+        others = [
+            one for one in block.modules() if isinstance(one, nn.Linear) and id(one) not in inside
+        ]  # bottlenecks
+        products = [replace(item, narrow=True) for one in others for item in _products(one)]
+        yield (replace(plain, products=tuple(products), norms=norms),)
+
+    def _level(self, ladder: Any, index: int, tokens: int) -> Region:
+        """A level of a ladder: its narrow block, and the way down to it. All ranks compute it in full, or on
+        tokens of their own."""
+        narrow = self.stack.rule, ladder.blocks[index], ladder.down[index + 1]
+        rule, block, down = narrow
+        sizes = (self.shape.heads, self.shape.kv_heads, max(1, down.out_features // self.shape.heads))
+        columns = max(1, self.shape.columns * down.out_features // down.in_features)
+        plain = Part("ladder", tokens, down.out_features, 4)
+        parts = [part for region in self._regions(block, rule, plain, sizes, columns) for part in region]
+        way = replace(plain, products=tuple(_products(down)))
+        return tuple(replace(part, place="ladder") for part in (*parts, way))
+
+
+def _products(layer: nn.Module) -> Iterator[Product]:
+    """The matrices of a linear and of what tunes it."""
+    for name, value in layer.named_parameters():
+        if value.dim() == 2:
+            yield Product(value.shape[1], value.shape[0], value.requires_grad, narrow=name != "weight")
+
+
+# ---------------------------------------------------------------- seconds
+
+
+@cache
+def line(rates: Rates, part: Part, rows: float) -> Line:
+    """Seconds of a part on a device, over so many rows."""
+    ahead = _forward(part, rows) if part.forward else ()
+    back = _backward(part, rows) if part.returned else ()
+    without = replace(rates, launch=0.0)
+    length = part.tokens
+
+    def way(work: tuple[Operation, ...]) -> tuple[float, float]:
+        return rates.launch * sum(one.times for one in work), without.seconds(work, length)
+
+    update = without.seconds(costing(Operation("update", "memory", adamw(part.tuned))), length)
+    return Line(way(ahead), way(back), update)
+
+
+def _forward(part: Part, rows: float) -> tuple[Operation, ...]:
+    tokens, size = rows * part.tokens, part.itemsize
+    found = [_product(one, rows * part.keys if one.across else tokens, size) for one in part.products]
+    if part.heads:
+        keys = None if part.keys == part.tokens else part.keys
+        found.append(("attention", attention(tokens, part.tokens, *part.heads, part.causal, size, keys)))
+    if part.columns:
+        found.append(("memory", activate(tokens, part.columns, part.gated, size)))
+    found += [("memory", rms_norm(tokens, part.width, size, residual=True))] * part.norms
+    if part.vocabulary:
+        found.append(("memory", cross_entropy_(tokens, part.vocabulary, 4)))
+    if part.place == "embedding":
+        found.append(("memory", Cost(0, 2 * size * tokens * part.width)))
+    return _operations(part, found)
+
+
+def _backward(part: Part, rows: float) -> tuple[Operation, ...]:
+    """Gradients of what came in, and of what trains."""
+    tokens, size = rows * part.tokens, part.itemsize
+    found: list[tuple[Kind, Cost]] = []
+    for one in part.products:
+        found += [_product(one, rows * part.keys if one.across else tokens, size)] * (1 + one.trained)
+    if part.heads:
+        keys = None if part.keys == part.tokens else part.keys
+        cost = attention_backward(tokens, part.tokens, *part.heads, part.causal, size, keys)
+        found.append(("attention_backward", cost))
+    if part.columns:
+        found.append(("memory", activate_backward(tokens, part.columns, part.gated, size)))
+    found += [("memory", rms_norm_backward(tokens, part.width, size, dresidual=True))] * part.norms
+    if part.table:
+        found.append(("memory", Cost(0, 2 * size * tokens * part.width)))
+    return _operations(part, found)
+
+
+def _product(one: Product, tokens: float, itemsize: int) -> tuple[Kind, Cost]:
+    if one.narrow:
+        wide, low = max(one.inner, one.columns), min(one.inner, one.columns)
+        return "narrow", low_rank(tokens, wide, low, itemsize)
+    return "matmul", matmul(tokens, one.inner, one.columns, itemsize)
+
+
+def _operations(part: Part, found: list[tuple[Kind, Cost]]) -> tuple[Operation, ...]:
+    return costing(*(Operation(part.place, kind, cost) for kind, cost in found))

@@ -1,0 +1,285 @@
+"""The search for a plan: nothing that anybody could write is faster by its own model, and what it proposes
+fits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from petune.errors import MachineError, UsageError
+from petune.estimate.advice import advise
+from petune.estimate.cluster import Cluster, Device, Link, of_speeds
+from petune.estimate.forecast import Sketch, forecast, sketch
+from petune.estimate.layouts import layouts, plain
+from petune.estimate.planner import Planner
+from petune.kernels.memory.block_cost import CPU
+from petune.parallel import ParallelConfig
+from petune.parallel.configs import CutConfig, DpConfig, PpConfig
+from petune.recipe import load_recipe
+from tests.methods.zoo import tiny
+from tests.written_recipes import recipe_of
+
+FREE = Link()
+SLOW = Link(1e-5, 1e8)
+
+
+def drawn_of(folder: Path, name: str = "llama-causal", **changes: Any) -> Sketch:
+    return sketch(recipe_of(name, folder, batch_size=8, **changes))
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Sketch:
+    return drawn_of(tmp_path_factory.mktemp("planner"))
+
+
+def cluster_of(speeds: Sequence[float], link: Link = FREE, memory: int | None = None) -> Cluster:
+    return replace(of_speeds(speeds, (memory,) * len(speeds)), inside=link, between=link)
+
+
+def deep(folder: Path, **sizes: int) -> str:
+    """A Llama of the zoo with other sizes, by its config."""
+    place = folder / "deep.json"
+    place.write_text(json.dumps(tiny("llama-causal", **sizes).config.to_dict()))
+    return f"config:{place}"
+
+
+def best_of(drawn: Sketch, cluster: Cluster) -> float:
+    return Planner(drawn, cluster).search().choices[0].time.total
+
+
+# ------------------------------------------------------------------ nothing is faster
+
+
+def parted(total: int, ranks: int, step: int = 1) -> Iterator[tuple[int, ...]]:
+    """Every way to share out `total` in steps, each rank with some."""
+    sizes = range(step, total, step)
+    return (one for one in itertools.product(sizes, repeat=ranks) if sum(one) == total)
+
+
+def every_plan(ranks: int, rows: int) -> Iterator[ParallelConfig]:
+    """All plans of a tiny Llama along one axis, with tokens in eighths."""
+    for shares in parted(rows, ranks):
+        yield ParallelConfig(dp=DpConfig(size=ranks, shares=shares))
+    for heads in parted(8, ranks, 2):
+        for columns in parted(96, ranks, 8):
+            yield ParallelConfig(tp=CutConfig(size=ranks, heads=heads, columns=columns))
+            for sequence in parted(8, ranks):
+                lists = {"heads": heads, "columns": columns, "sequence": sequence}
+                yield ParallelConfig(galaxy=CutConfig(size=ranks, **lists, vocabulary=True))  # type: ignore[arg-type]
+    for sequence in parted(8, ranks):
+        yield ParallelConfig(sp=CutConfig(size=ranks, sequence=sequence))
+    for pieces in (2, 4, 8):
+        yield ParallelConfig(pp=PpConfig(size=2, stages=(1, 1), microbatches=pieces))
+
+
+@pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
+def test_no_plan_that_could_be_written_is_faster(
+    drawn: Sketch, speeds: tuple[float, ...], link: Link
+) -> None:
+    planner = Planner(drawn, cluster_of(speeds, link))
+    clock = planner.clocks[False]
+    brute = min(clock.of(planner.plan(one)).total for one in every_plan(2, 8))
+    assert planner.search().choices[0].time.total <= brute * (1 + 1e-6)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(speeds=st.lists(st.floats(0.3, 4), min_size=2, max_size=4), bandwidth=st.floats(1e6, 1e11))
+def test_the_even_plan_is_never_faster(drawn: Sketch, speeds: list[float], bandwidth: float) -> None:
+    planner = Planner(drawn, cluster_of(speeds, Link(1e-6, bandwidth)))
+    found = planner.search().choices[0].time.total
+    for even in layouts(len(speeds), 8, 2):
+        try:
+            assert found <= planner.clocks[False].of(planner.plan(even)).total * (1 + 1e-9)
+        except UsageError:
+            continue  # more ranks than heads, say
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.floats(1e5, 1e12), min_size=2, max_size=4), st.floats(0.3, 3))
+def test_a_faster_link_never_makes_a_slower_step(drawn: Sketch, rates: list[float], speed: float) -> None:
+    times = [best_of(drawn, cluster_of((1, speed, 1), Link(1e-6, rate))) for rate in sorted(rates)]
+    assert all(slow >= fast * (1 - 1e-6) for slow, fast in itertools.pairwise(times))
+
+
+def test_slow_links_are_a_reason_to_send_less(tmp_path: Path) -> None:
+    full = drawn_of(tmp_path, method="full")
+    near = Planner(full, cluster_of((1, 1), FREE)).search().choices[0]
+    far = Planner(full, cluster_of((1, 1), Link(1e-4, 1e6))).search().choices[0]
+    assert near.parallel.pp is None and far.parallel.pp is not None, "gradients of all weights against states"
+    assert far.time.total > near.time.total
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_what_is_proposed_fits_and_what_does_not_is_refused(drawn: Sketch) -> None:
+    alone = Planner(drawn, cluster_of((1, 1), memory=10**12))
+    free = alone.search().choices[0]
+    size = free.fullest * 10**12
+    roomy = Planner(drawn, cluster_of((1, 1), memory=int(size * 1.001))).search().choices[0]
+    assert roomy.time == free.time
+    tight = Planner(drawn, cluster_of((1, 1), memory=int(size - 10**5))).search().choices[0]
+    assert tight.fullest <= 1 and tight.time.total >= free.time.total
+    with pytest.raises(MachineError, match="no plan"):
+        Planner(drawn, cluster_of((1, 1), memory=2**28)).search()
+
+
+PLANS = {
+    "dp": ParallelConfig(dp=DpConfig(size=2)),
+    "shard": ParallelConfig(dp=DpConfig(size=2, shard=True)),
+    "tp": ParallelConfig(tp=CutConfig(size=2, shares=(3, 1))),
+    "galaxy": ParallelConfig(galaxy=CutConfig(size=2, shares=(3, 1))),
+    "sp": ParallelConfig(sp=CutConfig(size=2, shares=(3, 1))),
+    "pp": ParallelConfig(pp=PpConfig(size=2, microbatches=4)),
+}
+
+
+@pytest.mark.parametrize("method", ["lora", "full", "side"])
+@pytest.mark.parametrize("name", ["llama-causal", "t5-gated"])
+def test_memory_is_the_footprint(name: str, method: str, tmp_path: Path) -> None:
+    how = {"name": "side", "reduction": 4} if method == "side" else method
+    recipe = recipe_of(name, tmp_path, batch_size=8, method=how)
+    planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
+    for parallel in PLANS.values():
+        plan = planner.plan(parallel)
+        ranks = forecast(recipe, 2, [10**12], parallel).ranks
+        for rank in ranks:
+            own = planner.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again=False) - rank.process
+            assert own == pytest.approx(rank.memory.total, rel=0.06), (parallel, rank.rank)
+
+
+# ------------------------------------------------------------------ what work costs
+
+
+def stage_blocks(drawn: Sketch, ranks: int) -> tuple[int, ...]:
+    planner = Planner(drawn, cluster_of((1,) * ranks))
+    given = [ParallelConfig(pp=PpConfig(size=ranks, microbatches=8))]
+    found = planner.search(given).choices[0].parallel.pp
+    assert found is not None
+    return found.stages
+
+
+def test_a_stage_with_the_head_has_fewer_blocks(tmp_path: Path) -> None:
+    model = deep(tmp_path, num_hidden_layers=8, vocab_size=4096)
+    recipe = load_recipe(recipe_of("llama-causal", tmp_path, batch_size=8), {"model": model})
+    first, last = stage_blocks(sketch(recipe), 2)
+    assert first > last
+
+
+def test_decoder_blocks_of_t5_cost_more_than_those_of_the_encoder(tmp_path: Path) -> None:
+    planner = Planner(drawn_of(tmp_path, "t5-gated"), cluster_of((1,)))
+    clock, plan = planner.clocks[False], planner.plan(ParallelConfig())
+    group = clock.group(plan, 0, 0)
+    times = {
+        stack: clock.block(number, group, None, 8.0)[0].total
+        for number, (stack, _) in enumerate(planner.work.blocks)
+    }
+    assert times["decoder"] > 1.15 * times["encoder"]
+
+
+def test_frozen_weights_have_no_gradients_and_ladders_no_backbone_behind_them(tmp_path: Path) -> None:
+    def times(**changes: Any) -> Any:
+        planner = Planner(drawn_of(tmp_path, **changes), cluster_of((1,)))
+        plan = planner.plan(ParallelConfig())
+        clock = planner.clocks[False]
+        return clock.block(0, clock.group(plan, 0, 0), None, 8.0)[0], clock.of(plan).total
+
+    full, lora = times(method="full"), times()
+    side = times(method={"name": "side", "reduction": 4})
+    upper = times(method={"name": "lora", "layers": [1]})
+    assert full[0].backward / full[0].forward > 1.1 * lora[0].backward / lora[0].forward
+    assert side[0].backward < 0.6 * side[0].forward
+    assert upper[0].backward == 0, "below the lowest tuned block nothing goes back"
+
+
+def test_a_cached_backbone_does_not_run(tmp_path: Path) -> None:
+    side = {"name": "side", "reduction": 4}
+    plain_, cached = (
+        Planner(drawn_of(tmp_path, method=side, cache=cache), cluster_of((1,))) for cache in (False, True)
+    )
+    alone = plain_.plan(ParallelConfig())
+    assert cached.clocks[False].of(alone).total < 0.7 * plain_.clocks[False].of(alone).total
+
+
+def test_recomputing_costs_the_forward_pass_again(drawn: Sketch) -> None:
+    planner = Planner(drawn, cluster_of((1,)))
+    alone = planner.plan(ParallelConfig())
+    kept, again = (planner.clocks[one].of(alone).total for one in (False, True))
+    assert 1.2 * kept < again < 1.5 * kept
+
+
+# ------------------------------------------------------------------ devices of given speeds
+
+
+def test_advice_goes_by_speed_and_says_what_it_gains(tmp_path: Path) -> None:
+    found = advise(recipe_of("llama-causal", tmp_path, parallel="galaxy"), (3, 1))
+    assert found.parallel.galaxy == CutConfig(size=2, heads=(6, 2), columns=(72, 24), sequence=(3, 1))
+    assert 0.5 <= found.ratio < 0.6, "the head is whole on both"
+    assert [rank.heads for rank in found.forecast.ranks] == [6, 2]
+    rows = advise(recipe_of("llama-causal", tmp_path, parallel="dp", batch_size=8), (3, 1))
+    assert rows.parallel.dp == DpConfig(size=2, shares=(3, 1)) and rows.ratio == pytest.approx(0.5, abs=0.05)
+
+
+def test_advice_turns_to_memory_only_where_it_must(tmp_path: Path) -> None:
+    recipe = recipe_of("llama-causal", tmp_path, parallel="dp", batch_size=8)
+    first = advise(recipe, (3, 1)).forecast.ranks[0]
+    tight = advise(recipe, (3, 1), [first.total - first.memory.activations // 4, 10**9])
+    assert tight.parallel.dp is not None and tight.parallel.dp.shares in ((), (5, 3))
+    tight.forecast.check()
+    assert 0.5 < tight.ratio <= 1
+    with pytest.raises(MachineError, match="no plan"):
+        advise(recipe, (3, 1), [2**28])
+
+
+def test_blocks_move_to_the_rank_with_memory(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
+    for parallel in ("pp", "galaxy"):
+        how = {"batch_size": 2, "parallel": parallel, "method": "full"}
+        recipe = load_recipe(recipe_of("llama-causal", tmp_path, **how), {"model": deep(tmp_path, **sizes)})
+        first = advise(recipe, (3, 1)).forecast.ranks[0]
+        tight = advise(recipe, (3, 1), [first.total - 120 * 10**6, 4 * 10**9])
+        tight.forecast.check()
+        assert 0.5 < tight.ratio < 1
+
+
+def test_speeds_are_positive_and_for_the_axes_of_a_recipe(tmp_path: Path) -> None:
+    for speeds in ((1, 0), (1, -1), (1, float("nan"))):
+        with pytest.raises(UsageError, match="positive"):
+            of_speeds(speeds, (None, None))
+    with pytest.raises(UsageError, match="speeds are for the axes"):
+        advise(recipe_of("llama-causal", tmp_path), (3, 1))
+
+
+# ------------------------------------------------------------------ the rest
+
+
+def test_axes_are_written_as_a_recipe_has_them(drawn: Sketch) -> None:
+    found = Planner(drawn, cluster_of((3, 1))).search().choices[0].parallel
+    assert load_recipe(drawn.recipe, {"parallel": plain(found)}).parallel == found
+
+
+def test_rules_of_recipes_hold_for_what_is_proposed(tmp_path: Path) -> None:
+    drawn = drawn_of(tmp_path, method="ia3")
+    for choice in Planner(drawn, cluster_of((1, 1), SLOW)).search().choices:
+        assert not {"tp", "galaxy", "galaxy2"} & set(choice.parallel.axes)
+
+
+def test_a_model_without_a_table_is_refused(drawn: Sketch) -> None:
+    with pytest.raises(UsageError, match="no table"):
+        Planner(replace(drawn, family=None), cluster_of((1, 1)))
+
+
+def test_ranks_of_one_host_talk_over_its_own_link() -> None:
+    devices = (Device("a", CPU),) * 4
+    cluster = Cluster(devices, FREE, SLOW, hosts=(0, 2))
+    assert cluster.link((0, 1)) == cluster.link((2, 3)) == FREE
+    assert cluster.link((1, 2)) == cluster.link((0, 3)) == SLOW
