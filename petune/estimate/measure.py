@@ -88,7 +88,7 @@ def device_facts(recipe: Recipe) -> dict[str, Any]:
     preset = torch.cuda.get_device_name(device) if cuda else "CPU"
     drawn = sketch(recipe, BLOCKS, str(device))
     run = _runner(drawn, device)
-    speed, launch_s = _fitted(
+    speed, launch_s = fitted(
         workload(drawn), rates_of(preset), [(rows, _fastest(run, rows)) for rows in ROWS]
     )
     memory = (
@@ -138,7 +138,7 @@ def _fastest(run: Callable[[int], None], rows: int) -> float:
     return min(found)
 
 
-def _fitted(work: Workload, preset: Rates, points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def fitted(work: Workload, preset: Rates, points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(how many times as fast as the preset, seconds of a launch) of a device with these seconds by rows."""
     sums = []
     for rows, seconds in points:

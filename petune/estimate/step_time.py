@@ -264,7 +264,8 @@ class Clock:
         size = sum(numbers) * self.work.itemsize / plan.tp * (shards - 1) / shards
         gather = link.seconds(len(self.work.blocks) * (shards - 1), size)
         back = gather * plan.sharding.reshard
-        return max(0.0, gather - computing.forward) + max(0.0, back - computing.backward)
+        hidden = computing * self.work.overlaps
+        return max(0.0, gather - hidden.forward) + max(0.0, back - hidden.backward)
 
     def _update(self, plan: ParallelPlan) -> StepTime:
         """Once a step: gradients summed over the cut and over replicas, and the optimizer's own work."""

@@ -102,7 +102,8 @@ class Line:
 @dataclass(frozen=True)
 class Workload:
     """A forward and a backward pass of all replicas: blocks in the order of the stages, each by its stack and
-    its number among `kinds`, and what stands before the first and behind the last of them."""
+    its number among `kinds`, and what stands before the first and behind the last of them. overlaps: weights
+    are gathered while blocks compute."""
 
     family: Family
     shape: Shape
@@ -114,6 +115,7 @@ class Workload:
     tokens: tuple[tuple[StackName, int], ...]
     itemsize: int
     accumulate: int
+    overlaps: bool
 
     @cached_property
     def lowest(self) -> int:
@@ -183,6 +185,7 @@ def workload(drawn: Sketch) -> Workload:
         tokens,
         work.itemsize,
         drawn.recipe.accumulate,
+        drawn.device == "cuda",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,26 @@ def test_a_memory_setting_that_does_not_fit_is_exit_2(type_: Type) -> None:
     assert shown.code == 2 and shown.err.startswith(
         "command line  memory: a step of 2,048 tokens does not fit its memory"
     )
+
+
+def test_a_search_prints_the_best_plan_and_the_runner_up(
+    type_: Type, tmp_path: Path, no_network: None
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "devices: {H200: {memory: 139GiB}, A100: {memory: 39GiB}}\n"
+        "hosts: [{devices: [H200, A100]}]\n"
+        "links: {inside: {latency: 5e-6, bandwidth: 300e9}, between: {bandwidth: 40e9}}\n"
+    )
+    lines = type_("plan", "llama_lora", "--simulate", str(file)).out.splitlines()
+    assert lines[0].split()[:3] == ["plan", "step", "computes"]
+    assert any(line.startswith("because ") and "longer" in line for line in lines)
+    (written,) = (line.removeprefix("write    parallel: ") for line in lines if line.startswith("write "))
+    assert load_recipe("llama_lora", ["parallel=" + written]).parallel.axes
+    found = json.loads(type_("plan", "llama_lora", "--cluster", str(file), "--json").out)
+    assert len(found["choices"]) == 2 and found["choices"][0]["step_s"] <= found["choices"][1]["step_s"]
+    for other in (("--speeds", "3,1"), ("--world", "2"), ("--device", "H200")):
+        assert type_("plan", "llama_lora", "--simulate", str(file), *other).code == 2
 
 
 def test_there_is_a_speed_for_each_rank(type_: Type) -> None:

@@ -24,6 +24,7 @@ from petune.kernels.memory.block_cost import CPU
 from petune.parallel import ParallelConfig
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
 from petune.recipe import load_recipe
+from petune.run import distributed
 from tests.methods.zoo import tiny
 from tests.written_recipes import recipe_of
 
@@ -283,3 +284,26 @@ def test_ranks_of_one_host_talk_over_its_own_link() -> None:
     cluster = Cluster(devices, FREE, SLOW, hosts=(0, 2))
     assert cluster.link((0, 1)) == cluster.link((2, 3)) == FREE
     assert cluster.link((1, 2)) == cluster.link((0, 3)) == SLOW
+
+
+# ------------------------------------------------------------------ parallel: auto
+
+
+def test_a_recipe_may_leave_its_plan_open(tmp_path: Path) -> None:
+    recipe = recipe_of("llama-causal", tmp_path, parallel="auto")
+    assert recipe.parallel.auto and not recipe.parallel.axes and str(recipe.parallel) == "auto"
+    again = load_recipe(recipe.resolved() | {"data": {"path": "nowhere"}})
+    assert again.parallel == recipe.parallel and "parallel: auto" in recipe.to_yaml()
+    assert load_recipe(recipe, ["parallel=dp:2"]).parallel == ParallelConfig(dp=DpConfig(size=2))
+    with pytest.raises(UsageError, match="yet to be chosen"):
+        forecast(recipe)
+
+
+def test_a_plan_is_not_chosen_for_ranks_of_another_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed.process_group, "started", lambda: (0, 2))
+    with pytest.raises(UsageError, match="ranks that petune itself starts"):
+        distributed.planned(recipe_of("llama-causal", tmp_path, parallel="auto"))
+    known = recipe_of("llama-causal", tmp_path)
+    assert distributed.planned(known) is known
