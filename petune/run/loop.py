@@ -19,6 +19,7 @@ from petune.run.callbacks import Callbacks
 from petune.run.control import head_only_control, untouched_base
 from petune.run.evaluate import metric_of, scored, scoring, shortcomings, undecided
 from petune.run.folder import RunFolder
+from petune.run.pace import Pace
 from petune.run.progress import Progress
 from petune.run.reporting import Logged, Trackers
 from petune.run.saver import Saver
@@ -52,6 +53,7 @@ class Loop:
         self.trackers = Trackers(self.recipe.trackers if mesh is None or mesh.main else ())
         self.step = Step(prepared, mesh)
         self.runner, self.steps = self.step.runner, self.step.steps
+        self.pace = Pace(several=self.runner.plan.world > 1)
         self.saver = Saver(self.step, folder, reporter, stop, self.metric)
         stop.save_first()
 
@@ -122,6 +124,8 @@ class Loop:
                 self.reporter.note(spike_line(record))
             self.saver.has_lost_folder()
             self.reporter.step(record)
+            if (slow := self.pace.look(record)) is not None:
+                self.reporter.note(slow)
             self.trackers.log(record)
             self.callbacks.on_step(record)
             self._after_step()
