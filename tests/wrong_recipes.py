@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "typing error": ("epcohs: 3\n", 4, ("did you mean: epochs ",)),
     "hyphens and capitals": ("Gradient-Accumulation-Steps: 2\n", 4, ("did you mean: accumulate ",)),
     "max_seq_len": ("max_seq_length: 64\n", 4, ("did you mean: data.max_length ",)),
-    "4 bit": ("load_in_4bit: true\n", 4, ("not supported",)),
+    "4 bit": ("load_in_4bit: true\n", 4, ("did you mean: base_dtype ",)),
     "resume": ("resume_from_checkpoint: true\n", 4, ("--resume",)),
     "of another method": (
         "reduction: 4\n",
@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "no such backend": (
         "parallel: ddp\n",
         4,
-        ("parallel: no such backend", "none, dp, tp, sp", "did you mean: parallel.dp "),
+        ("parallel: no such backend", "none, auto, dp, tp, sp", "did you mean: parallel.dp "),
     ),
     "setting of an axis": (
         "parallel:\n  tp:\n    head: [6, 2]\n",

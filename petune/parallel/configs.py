@@ -150,7 +150,6 @@ class ParallelConfig:
     pp: PpConfig | None = field(
         default=None, metadata={"doc": "pipeline parallel: every rank holds some of the blocks"}
     )
-
     auto: bool = field(default=False, metadata={"doc": "axes are yet to be chosen for the devices"})
 
     @property

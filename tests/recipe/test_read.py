@@ -333,7 +333,7 @@ def test_the_json_schema_names_every_setting() -> None:
         entry.name for entry in dataclasses.fields(MemoryConfig)
     }
     names, axes = schema["properties"]["parallel"]["anyOf"]
-    assert names["enum"] == ["none", *BACKENDS, None] and set(axes["properties"]) == set(BACKENDS)
+    assert names["enum"] == ["none", "auto", *BACKENDS, None] and set(axes["properties"]) == set(BACKENDS)
     for name, config in BACKENDS.items():
         size, settings = axes["properties"][name]["anyOf"]
         assert size["type"] == ["integer", "null"]

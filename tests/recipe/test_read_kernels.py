@@ -353,7 +353,11 @@ WRONG: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "another base": (
         "base_dtype: int4",
         4,
-        ("base_dtype does not take this value", "expected fp8, int8, nf4, or null", "did you mean: nf4"),
+        (
+            "base_dtype does not take this value",
+            "expected one of fp8, int8, nf4, or null",
+            "did you mean: nf4",
+        ),
     ),
     "another keep": (
         "memory: inptu",

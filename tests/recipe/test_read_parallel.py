@@ -467,7 +467,7 @@ WRONG: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "a list": (
         "parallel: [dp, tp]",
         4,
-        ("parallel does not take this value", "none, dp, tp", "found a list", "parallel: {dp: 2}"),
+        ("parallel does not take this value", "none, auto, dp, tp", "found a list", "parallel: {dp: 2}"),
     ),
     "a number": ("parallel: 2", 4, ("parallel does not take this value", "found 2")),
     "a truth": ("parallel: true", 4, ("parallel does not take this value", "found true")),
@@ -865,9 +865,9 @@ def test_classic_keys_belong_to_settings_that_exist() -> None:
         _, backend, setting = path.split(".")
         assert setting in {entry.name for entry in dataclasses.fields(BACKENDS[backend])}
     assert (
-        set(BACKENDS)
+        {"auto", *BACKENDS}
         == {entry.name for entry in dataclasses.fields(ParallelConfig)}
-        == {"dp", "pp", *ROWS, "cut"}
+        == {"auto", "dp", "pp", *ROWS, "cut"}
     )
 
 
