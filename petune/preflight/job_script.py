@@ -120,6 +120,7 @@ def _torchrun(recipe: Recipe, job: Job, run: str, there: str, logs: str, folder:
 set -eu
 host="${{1:?the name of the first machine}}"
 port="${{2:-29500}}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.warn}   # seconds in which ranks save, before it kills them
 {secret if job.nodes > 1 else ""}cd {shlex.quote(str(folder))}
 logs={shlex.quote(logs)}/$(hostname)-$$
 mkdir -p "$logs"

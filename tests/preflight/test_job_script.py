@@ -45,6 +45,7 @@ def test_a_job_of_torchrun_says_machines_ranks_and_a_stop_before_the_end() -> No
     text = written("torchrun")
     assert "--nnodes 4 --nproc-per-node 8" in text
     assert f"timeout --signal=TERM {26 * 3600 - 120} " in text
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 " in text, "ranks have as long to save"
     assert "PETUNE_SECRET:?" in text and "PETUNE_SECRET" not in written("torchrun", Job(1, 2))
     assert "timeout" not in written("torchrun", Job(2, 1))
 
