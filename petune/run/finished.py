@@ -180,9 +180,9 @@ class Run:
         """Score the tuned model and the untouched base on the recipe's held-out rows; also written to
         eval.json.
 
-        The base's scores are those of the run when the rows are the same, else measured anew. "warnings" says
-        why the run is no success, "notes" why the rows cannot show it. Raises DataError for a label the model
-        does not know.
+        The base's scores are those of the run when the rows and the base's form are the same, else measured
+        anew. "warnings" says why the run is no success, "notes" why the rows cannot show it. Raises DataError
+        for a label the model does not know.
         """
         summary = self.summary
         objects = (
@@ -192,7 +192,8 @@ class Run:
         )
         prepared = prepare(self.recipe, self._record.labels, objects)
         after = self._score(self.speaker.model, prepared)
-        same = prepared.rows.sha256 == summary["rows"]
+        # a quantised base is dense again here, and its scores are other ones
+        same = prepared.rows.sha256 == summary["rows"] and self.recipe.base_dtype is None
         if same:
             before = summary["before"]
         elif self.base is not None:

@@ -426,6 +426,16 @@ def test_other_rows_are_scored_by_the_models_labels_and_the_base_is_scored_anew(
 
 
 @pictureless
+def test_a_run_on_a_quantised_base_is_scored_beside_its_dense_base(tmp_path: Path):
+    values = settings(tmp_path, kernels="reference", epochs=1.0)
+    plain = run(values | {"out": str(tmp_path / "plain")})
+    held = run(values | {"out": str(tmp_path / "held"), "base_dtype": "int8"})
+    base = load_run(held.folder).eval()["base"]
+    assert base == pytest.approx(plain.summary["before"], rel=1e-6)
+    assert base["loss"] != pytest.approx(held.summary["before"]["loss"], rel=1e-6)
+
+
+@pictureless
 def test_a_label_the_model_does_not_know_is_an_error(tmp_path: Path):
     finished = run(settings(tmp_path, "bert", epochs=0.1))
     other = tmp_path / "other.jsonl"
