@@ -130,7 +130,8 @@ def leave_padding_out(
         path = next(path for path, module in owner.named_modules() if module is stack)
         feeds = name == "encoder" and "decoder" in stacks
         given = (model, owner, stack.rule.causal, Ready(path))
-        found = FindSegments(*given, feeds=feeds, encoder=found, counted=stack.rule.counted)
+        counted, packs = stack.rule.counted, family.packs
+        found = FindSegments(*given, feeds=feeds, encoder=found, counted=counted, packs=packs)
         hooks += found.register(model, owner)
         stack.edges.insert(0, Unpadded())
     return hooks
@@ -142,7 +143,7 @@ class FindSegments:
 
     feeds: an encoder whose hidden states a decoder alone reads, through the same mask. encoder: of such a
     decoder, the finder of its encoder.
-    counted: the owner counts positions along the mask.
+    counted: the owner counts positions along the mask. packs: its masks tell samples apart by positions.
     causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask
     comes first: with one, positions say nothing of samples. These calls are left alone, with no segments and
     their mask as it was:
@@ -175,9 +176,10 @@ class FindSegments:
         feeds: bool = False,
         encoder: FindSegments | None = None,
         counted: bool = False,
+        packs: bool = True,
     ) -> None:
         self.causal, self.ready = causal, ready
-        self.feeds, self.encoder, self.counted = feeds, encoder, counted
+        self.feeds, self.encoder, self.counted, self.packs = feeds, encoder, counted, packs
         # what was said of a mask, by its version
         self.last: tuple[Tensor, int, Segments | str | None] | None = None
         self.arguments, self.around = _arguments(owner), _arguments(model)
@@ -270,11 +272,8 @@ class FindSegments:
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if inputs is None:
             return None
-        (rows, tokens), mask, positions = (
-            inputs.shape[:2],
-            call.get("attention_mask"),
-            call.get("position_ids"),
-        )
+        (rows, tokens), mask = inputs.shape[:2], call.get("attention_mask")
+        positions = call.get("position_ids") if self.causal and self.packs else None
         found: Segments | str | None = None
         if mask is not None:
             found = (
@@ -282,7 +281,7 @@ class FindSegments:
                 if mask.shape == (rows, tokens)
                 else "it is no mask of rows"
             )
-        elif self.causal and positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
+        elif positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
             found = from_positions(positions.expand(rows, -1))
         if isinstance(found, str):
             return None

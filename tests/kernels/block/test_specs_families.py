@@ -124,6 +124,17 @@ def test_a_model_whose_mask_does_not_know_packed_samples_is_refused_them() -> No
         check_fit("causal", "decoder", True, False)
 
 
+def test_its_fused_blocks_let_such_samples_see_one_another_as_it_does() -> None:
+    plain, ids = tuned("opt-causal"), batch("opt-causal", rows=1, length=13)["input_ids"]
+    inputs = {
+        "input_ids": ids,
+        "position_ids": (torch.arange(13) % 8)[None],
+        "labels": ids,
+        "use_cache": False,
+    }
+    assert_alike(fused(plain), plain, inputs, CLOSE["opt-causal"])
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_positions_that_are_counted_along_the_mask_are_those_of_the_tokens(side: str) -> None:
     plain = tuned("opt-causal")
