@@ -23,7 +23,7 @@ def test_an_error_is_a_message_and_a_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["no-such-recipe"]) == 2
-    assert "no such recipe file" in capsys.readouterr().err
+    assert "no such file or folder" in capsys.readouterr().err
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stopped("stopped")

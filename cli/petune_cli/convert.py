@@ -27,7 +27,9 @@ def convert(
         list[str] | None,
         typer.Argument(metavar="FILE [KEY=VALUE]", help="YAML or JSON; then settings.", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe.")] = Path("recipe.yaml"),
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The recipe.")] = Path(
+        "recipe.yaml"
+    ),
     source: Annotated[
         Source | None, typer.Option("--from", help="Whose file it is; default told by its keys.")
     ] = None,
@@ -42,7 +44,7 @@ def convert(
     given = Given.of(words)
     if given.target is None:
         raise UsageError("which file?", where="command line", remedy="petune convert config.yml")
-    refuse_place(out)
+    refuse_place(out, "petune convert FILE -o NAME.yaml")
     file = Path(given.target).expanduser()
     converted = convert(file, given.overrides, source.value if source else None)
     out.write_text(recipe_text(converted, file, out), encoding="utf-8")

@@ -27,7 +27,7 @@ def init(
 
     given = Given.of(words)
     file = Path(given.target or "recipe.yaml").expanduser()
-    refuse_place(file)
+    refuse_place(file, "petune init ... NAME.yaml")
     keys = {word.partition("=")[0].split(".")[0] for word in given.overrides}
     if missing := [key for key in ("model", "data") if key not in keys]:
         example = "petune init model=/path/to/model data=rows.csv"
@@ -48,8 +48,8 @@ def init(
         echo(f"   {line}")
 
 
-def refuse_place(file: Path) -> None:
-    """Raise UsageError for a place where no recipe can be written."""
+def refuse_place(file: Path, another: str) -> None:
+    """Raise UsageError for a place where no recipe can be written; `another`: how the command names one."""
     from petune.errors import UsageError
 
     if file.suffix not in (".yaml", ".yml"):
@@ -62,7 +62,7 @@ def refuse_place(file: Path) -> None:
         raise UsageError(
             "this file is there already",
             where=str(file),
-            remedy="give another name: petune init ... NAME.yaml",
+            remedy=f"give another name: {another}",
         )
     if not file.parent.is_dir():
         raise UsageError(

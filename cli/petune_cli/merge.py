@@ -27,7 +27,7 @@ def merge(
     overwrite: Overwrite = False,
     verify_base: VerifyBase = False,
 ) -> None:
-    """Write a run as a plain Hugging Face model (lora, full)."""
+    """Write a run as a plain Hugging Face model (not adapter, side)."""
     run = Given.of(words).run(verify_base=verify_base)
     place = run.merge(out, dtype=dtype.value if dtype else None, overwrite=overwrite)
     tell_place(run, place)

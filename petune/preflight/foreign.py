@@ -56,6 +56,7 @@ SCHEDULE = one_of(
 DTYPE = {"float32": {"dtype": "fp32"}, "bfloat16": {"dtype": "bf16"}, "auto": {}, "null": {}, "none": {}}
 DTYPE |= {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
 DORA: Rule = switch({"method.name": "dora"})
+FOUR_BITS: Rule = switch({"base_dtype": "nf4"})
 INIT: Rule = either(already(True, "default", None), one_of(pissa={"method.init": "pissa"}))
 TARGET_LISTS: Table = {
     "bias": one_of(none={}, all={"method.bias": "all"}, lora_only={"method.bias": "lora"}),
@@ -120,11 +121,11 @@ TRAINER_DEFAULTS = {"warmup": 0, "epochs": 3, "batch_size": 8, "seed": 42}
 AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
     "base_model": to("model", text),
     "adapter": either(
-        one_of(lora={"method.name": "lora"}),
+        one_of(lora={"method.name": "lora"}, qlora={"method.name": "lora"}),
         lambda value: {"method.name": "full"} if off(value) == {} else None,
     ),
     "load_in_8bit": off,
-    "load_in_4bit": off,
+    "load_in_4bit": FOUR_BITS,
     "strict": off,
     "datasets.0.path": to("data.path", text),
     "datasets.0.name": to("data.config", text),
@@ -201,7 +202,7 @@ LLAMA_FACTORY: Table = (
         "packing": to("data.packing", truth),
         "train_on_prompt": already(False),
         "mask_history": off,
-        "quantization_bit": off,
+        "quantization_bit": either(off, one_of(**{"4": {"base_dtype": "nf4"}})),
         "overwrite_cache": already(True, False),
         "plot_loss": already(True),
         "flash_attn": already("auto"),
@@ -230,7 +231,7 @@ TRL: Table = (
         "lora_task_type": one_of(causal_lm={}, seq_cls={"task": "classify"}),
         "use_rslora": to("method.rslora", truth),
         "use_dora": DORA,
-        "load_in_4bit": off,
+        "load_in_4bit": FOUR_BITS,
         "load_in_8bit": off,
         "dtype": one_of(**DTYPE),
         "torch_dtype": one_of(**DTYPE),
@@ -369,9 +370,8 @@ PROGRAMS: Mapping[str, Program] = {
     ),
 }
 WHY: Mapping[str, str] = {
-    "load_in_4bit": "the base is held as the recipe's dtype says",
-    "load_in_8bit": "the base is held as the recipe's dtype says",
-    "quantization_bit": "the base is held as the recipe's dtype says",
+    "load_in_8bit": "see `base_dtype`: int8, on blocks that are fused",
+    "quantization_bit": "see `base_dtype`: nf4 or int8, on blocks that are fused",
     "deepspeed": "several devices: see `parallel`",
     "fsdp": "several devices: see `parallel`",
     "template": "the tokenizer's own chat template is used",

@@ -124,10 +124,11 @@ def steps(key: str) -> Rule:
 
 
 def component(value: Any) -> Meaning:
-    """torchtune's builder of a model: lora_llama3_1_8b, llama3_1_8b, ...; quantised ones have no
-    counterpart."""
+    """torchtune's builder of a model: lora_llama3_1_8b, llama3_1_8b, ...; qlora_ holds the base in NF4."""
     name = str(value).rpartition(".")[2]
-    if name.startswith(("qlora_", "dora_qlora", "qdora_")):
+    if name.startswith("qlora_"):
+        return {"method.name": "lora", "base_dtype": "nf4"}
+    if name.startswith(("dora_qlora", "qdora_")):
         return None
     return {"method.name": "lora" if name.startswith("lora_") else "full"}
 

@@ -192,7 +192,7 @@ def find_recipe(text: str | Path) -> Path:
     remedy = (
         f"did you mean: {' or '.join(near)}   " if near else ""
     ) + "(`petune ls` lists the shipped recipes)"
-    raise RecipeError("no such recipe file, and no shipped recipe of that name", where=shown, remedy=remedy)
+    raise RecipeError("no such file or folder, nor a shipped recipe of that name", where=shown, remedy=remedy)
 
 
 def _override(written: Written, overrides: Overrides) -> tuple[set[KeyPath], list[Found]]:

@@ -233,7 +233,12 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
                     )
         except csv.Error as error:
             faults.add(
-                Problem(f"not CSV: {error}", f"{name}:{line}", remedy="nothing after this place was read"),
+                Problem(
+                    f"not CSV: {error}",
+                    f"{name}:{line}",
+                    remedy='a cell in quotes ends with one, and a quote in it is written twice, "";'
+                    " nothing after this place was read",
+                ),
                 fatal=True,
             )
     finally:

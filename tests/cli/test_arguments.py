@@ -92,7 +92,7 @@ def test_a_data_file_that_is_not_there_is_a_recipe_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match="no such recipe file"):
+    with pytest.raises(RecipeError, match="no such file or folder"):
         Given("rows.csv", ()).recipe()
 
 

@@ -160,14 +160,18 @@ def test_script_prints_a_job(type_: Type) -> None:
 
 
 def test_convert_writes_a_recipe_and_lists_what_is_not_in_it(type_: Type, tmp_path: Path) -> None:
-    Path("axolotl.yml").write_text("base_model: org/m\nadapter: lora\nload_in_4bit: true\n")
+    Path("axolotl.yml").write_text("base_model: org/m\nadapter: lora\nload_in_8bit: true\n")
     assert "data=rows.csv" in type_("convert", "axolotl.yml").err
     shown = type_("convert", "axolotl.yml", "data=org/rows", "--out", "mine.yaml")
-    assert "not in it: load_in_4bit: True" in shown.out
+    assert "not in it: load_in_8bit: True" in shown.out
     assert "not looked at" in type_("check", "mine.yaml").out
-    assert type_("convert", "axolotl.yml", "data=org/rows", "--out", "mine.yaml").code == 2
+    assert (
+        type_("convert", "axolotl.yml", "data=org/rows", "-o", "mine.yaml")
+        .err.strip()
+        .endswith("petune convert FILE -o NAME.yaml")
+    )
     shown = type_("convert", "axolotl.yml", "data=org/rows", "--json", "--from", "axolotl")
-    assert json.loads(shown.out)["left"][0]["key"] == "load_in_4bit"
+    assert json.loads(shown.out)["left"][0]["key"] == "load_in_8bit"
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,21 @@ def test_settings_of_lora_beside_full_tuning_are_listed(tmp_path: Path) -> None:
     assert {"lora_r", "lora_alpha", "lora_target_modules"} <= {one.key for one in converted.left}
 
 
+QLORA = {
+    "axolotl": AXOLOTL.replace("adapter: lora", "adapter: qlora").replace("4bit: false", "4bit: true"),
+    "llamafactory": LLAMA_FACTORY.replace("use_dora: true", "quantization_bit: 4"),
+    "torchtune": TORCHTUNE.replace(".lora_llama", ".qlora_llama"),
+    "trl": TRL + "load_in_4bit: true\n",
+}
+
+
+@pytest.mark.parametrize("program", QLORA)
+def test_qlora_is_lora_over_a_base_in_four_bits(program: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(QLORA[program])
+    converted = convert(tmp_path / "a.yml")
+    assert (converted.recipe.method_name, converted.recipe.base_dtype) == ("lora", "nf4")
+
+
 def test_two_keys_for_one_setting_are_said(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text(TRL + "warmup_ratio: 0.5\n")
     left = {one.key: one.why for one in convert(tmp_path / "a.yml").left}

@@ -437,7 +437,7 @@ def test_what_is_no_regular_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "not a regular file" in problems_of(tmp_path / "pipe.yaml")[0]
     assert "not a regular file" in problems_of("/dev/zero")[0]
-    assert "no such recipe file" in problems_of(tmp_path / "missing.yaml")[0]
+    assert "no such file or folder" in problems_of(tmp_path / "missing.yaml")[0]
     for text in ("a\0b", "x" * 5000, "\udce9.yaml"):
         assert len(problems_of(text)) == 1
 

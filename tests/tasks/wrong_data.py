@@ -284,7 +284,13 @@ WRONG: list[tuple[str, str, bytes, str, list[str]]] = [
         "classify",
         ["d.csv:3", "2 cells", "3"],
     ),
-    ("a CSV quote not closed", "d.csv", b'text,label\ngood,a\n"bad,b\n', "classify", ["d.csv:3", "not CSV"]),
+    (
+        "a CSV quote not closed",
+        "d.csv",
+        b'text,label\ngood,a\n"bad,b\n',
+        "classify",
+        ["d.csv:3", "not CSV", "is written twice"],
+    ),
     (
         "a CSV name used twice",
         "d.csv",
