@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from petune_cli.arguments import Given
+from petune_cli.echo import echo_answer
 
 
 def script(
@@ -34,4 +35,4 @@ def script(
         raise UsageError("which recipe?", where="command line", remedy="petune script RECIPE --slurm nodes=2")
     kind = "slurm" if slurm else "torchrun"
     text = script(kind, given.target, given.recipe(), given.overrides, job, Path.cwd())
-    print(text, end="")
+    echo_answer(text, nl=False)

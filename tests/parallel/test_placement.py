@@ -312,4 +312,4 @@ def test_no_rank_takes_more_memory_than_its_part(backend: str, heavy: tuple[Path
 def test_a_model_that_is_quantised_as_it_is_read_is_never_there_dense(heavy: tuple[Path, int]) -> None:
     folder, size = heavy
     (found,) = run(1, read_part, folder, ALONE, "lora", "nf4")
-    assert 0.12 * size < found < 0.5 * size, "4.13 of 32 bits, what a tensor takes meanwhile, the modules"
+    assert 0.12 * size < found < 0.8 * size, "4.13 of 32 bits, what a tensor takes meanwhile, the modules"

@@ -14,6 +14,7 @@ HEAD = """# Adapters for servers
 Written by `python -m tests.saving.test_servers` from `petune/saving/servers.py`; a test compares.
 
 ```
+# needs a run
 petune export RUN --to vllm          # the last line says what to type there
 ```
 

@@ -12,6 +12,7 @@ from petune.kernels.memory.op_cost import (
     Cost,
     add_dropped_low_,
     add_low,
+    dense_into,
     dropped_low,
     low_rank,
     matmul,
@@ -61,7 +62,7 @@ def _sums(shape: BlockShape, place: GroupPlace) -> bool:
 def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
     """A product with a weight, which in eight bits quantises what it reads first, or is made dense."""
     if shape.made:
-        yield "memory", Cost(0, (shape.made + shape.itemsize) * inner * columns)
+        yield "memory", dense_into(columns, inner, shape.made, shape.itemsize)
     if shape.fp8:
         yield "memory", quantise(rows, inner, shape.itemsize)
     yield "matmul_fp8" if shape.fp8 else "matmul", matmul(rows, inner, columns, shape.itemsize)

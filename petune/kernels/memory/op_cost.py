@@ -208,6 +208,11 @@ def quantise(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(3 * rows * columns, (itemsize + 1) * rows * columns + 4 * rows)
 
 
+def dense_into(rows: float, columns: float, held: float, itemsize: int = 2) -> Cost:
+    """A quantised matrix read, of `held` bytes a number, and its values written."""
+    return Cost(0, (held + itemsize) * rows * columns)
+
+
 def attention(
     tokens: float,
     sequence: float,

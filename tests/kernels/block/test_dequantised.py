@@ -104,11 +104,12 @@ def test_blocks_that_are_unfused_or_decline_a_call_compute_the_same(base_dtype: 
     held, plain = pair_of("llama-causal", base_dtype, method="lora", r=4)
     other = copy.deepcopy(held)
     unfuse(other)
-    (loss, found), (expected, wanted) = gradients(other, batch("llama")), gradients(plain, batch("llama"))
+    inputs = batch("llama-causal")
+    (loss, found), (expected, wanted) = gradients(other, inputs), gradients(plain, inputs)
     assert torch.equal(loss, expected)
     assert_same_gradients(found, wanted, 1e-6)
     with torch.no_grad():
-        one, two = (model.eval()(**batch("llama"), use_cache=True).logits for model in (held, plain))
+        one, two = (model.eval()(**inputs, use_cache=True).logits for model in (held, plain))
     assert torch.equal(one, two)
 
 
@@ -118,21 +119,21 @@ def test_blocks_that_are_unfused_or_decline_a_call_compute_the_same(base_dtype: 
 )
 def test_a_model_that_was_moved_or_copied_computes_the_same(base_dtype: str, change: Any) -> None:
     held, _ = pair_of("llama-causal", base_dtype, method="lora", r=4)
-    loss, wanted = gradients(held, batch("llama"))
-    again, found = gradients(change(held), batch("llama"))
+    loss, wanted = gradients(held, batch("llama-causal"))
+    again, found = gradients(change(held), batch("llama-causal"))
     assert float(again) == pytest.approx(float(loss), rel=1e-6)
     assert_same_gradients(found, wanted, 1e-6)
 
 
 def test_weights_that_are_loaded_later_count() -> None:
     held, plain = pair_of("llama-causal", "nf4", method="lora", r=4)
-    gradients(held, batch("llama"))
+    gradients(held, batch("llama-causal"))
     state = {
         name: value * 2 if "proj.weight" in name else value for name, value in plain.state_dict().items()
     }
     held.load_state_dict(state)
     plain.load_state_dict(state)
-    loss, expected = gradients(held, batch("llama"))[0], gradients(plain, batch("llama"))[0]
+    loss, expected = gradients(held, batch("llama-causal"))[0], gradients(plain, batch("llama-causal"))[0]
     assert float(loss) == pytest.approx(float(expected), rel=1e-3)
 
 
@@ -151,7 +152,7 @@ def test_weights_that_train_are_refused(base_dtype: str) -> None:
 
 def test_dense_values_are_nobodys_after_a_step() -> None:
     held, _ = pair_of("llama-causal", "nf4", method="lora", r=4)
-    gradients(held, batch("llama"))
+    gradients(held, batch("llama-causal"))
     weights = [weight for _, _, weight in quantised_in(held)]
     assert sum(weight.nbytes for weight in weights) < 0.6 * sum(map(torch.numel, weights))
     assert all(type(dense_of(weight)) is torch.Tensor for weight in weights)

@@ -163,8 +163,9 @@ def test_a_single_module_is_fused_by_what_its_own_class_says() -> None:
         # of a family without a table, whose blocks stay as they are
         assert fuse(model, None, "reference").sites
         assert any(isinstance(module, FusedLora) for module in model.modules()) is fused
+        # T5's own norms take their mean of squares in float32
         assert_same_gradients(
-            gradients(model, batch("t5-seq2seq"))[1], gradients(plain, batch("t5-seq2seq"))[1], 2e-6
+            gradients(model, batch("t5-seq2seq"))[1], gradients(plain, batch("t5-seq2seq"))[1], 5e-6
         )
         assert all(
             low_rank_of(module) is not None for module in model.modules() if isinstance(module, FusedLora)

@@ -57,6 +57,7 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
             2 * 240 + 9 * 80,
             2 * (30 + 24 + 80) + 2 * 80 + 6 * 80 + 2 * 4 * 18,
         ),
+        (op_cost.dense_into(10, 8, 0.5), 0, 2.5 * 80),
         (op_cost.cross_entropy_(10, 100), 6000, 3 * 2 * 1000),
         (op_cost.drop(10, 8), 1600, 2 * 2 * 80),
         (op_cost.quantise(10, 8), 240, 3 * 80 + 40),
