@@ -19,9 +19,11 @@ import pytest
 import torch
 import transformers
 from petune_cli.main import app, command_line
+from petune_cli.sweep import sorted_out
 
 import petune
 from petune.recipe import load_recipe, shipped_recipes
+from petune.run.sweep import grid
 from tests.small_runs import write_model, write_rows
 
 pytestmark = [
@@ -155,7 +157,9 @@ def parse_shell(text: str) -> None:
             command_line().commands[verb].make_context(verb, list(rest))
             settings = [word for word in rest if re.match(r"[a-z_0-9.]+=", word)]
             shipped = next((word for word in rest if word in SHIPPED), None)
-            load_recipe(shipped or {"model": "m", "data": "d", "method": "lora"}, settings)
+            axes, others = sorted_out(settings) if verb == "sweep" else ({}, settings)
+            recipe = load_recipe(shipped or {"model": "m", "data": "d", "method": "lora"}, others)
+            assert not axes or grid(recipe, axes)
 
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
