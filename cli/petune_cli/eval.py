@@ -33,11 +33,9 @@ def evaluate(
     from petune_cli.display import score_table, show_json
 
     if answers:
-        from petune.files.safetensors import write_json
-        from petune.run.answers import before_and_after
+        from petune.run.answers import keep_answers
 
-        found = before_and_after(run, answers, metric or ())
-        write_json(run.folder / "answers.json", found)
+        found = keep_answers(run.folder, run, answers, metric or ())
         if json:
             return show_json(found)
         for line in score_table(found["scores"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +42,10 @@ def report(
         if forecast:
             _predict(folder)
         if answers:
-            _ask(folder, answers, metric or ())
+            from petune.run.answers import keep_answers
+            from petune.run.train import load_run
+
+            keep_answers(folder, load_run(folder), answers, metric or ())
     place = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
     write_report([RunFiles(folder) for folder in folders], place)
     echo(str(place))
@@ -70,12 +72,3 @@ def _predict(folder: Path) -> None:
     drawn = charts(found)
     schedule = {"schedule": as_svg(drawn, found.facts)} if drawn else {}
     write_json(folder / "forecast.json", {"ranks": ranks} | schedule)
-
-
-def _ask(folder: Path, count: int, metrics: Sequence[str]) -> None:
-    """Keep in the run folder what the untouched base and the tuned model answer to held-out rows."""
-    from petune.files.safetensors import write_json
-    from petune.run.answers import before_and_after
-    from petune.run.train import load_run
-
-    write_json(folder / "answers.json", before_and_after(load_run(folder), count, metrics))

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from petune.models.transition import applied, transition
+
 
 class Routes(NamedTuple):
     """Which rows of tokens' copies go where, for `chosen` experts a token.
@@ -40,14 +42,12 @@ def routes_of(index: Tensor, experts: int) -> Routes:
 
 def dispatch(x: Tensor, routes: Routes) -> Tensor:
     """A copy of its row x [tokens, n] for each expert of a token, sorted by expert: [m, n]."""
-    found: Tensor = _Dispatch.apply(x, routes)  # type: ignore[no-untyped-call]
-    return found
+    return transition(x, _spread, _gathered, routes)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:
     """The sum over the copies y [m, n] of each token, [tokens, n]: the adjoint of `dispatch`."""
-    found: Tensor = _Combine.apply(y, routes)  # type: ignore[no-untyped-call]
-    return found
+    return transition(y, _gathered, _spread, routes)
 
 
 def _spread(x: Tensor, routes: Routes) -> Tensor:
@@ -56,30 +56,6 @@ def _spread(x: Tensor, routes: Routes) -> Tensor:
 
 def _gathered(y: Tensor, routes: Routes) -> Tensor:
     return y[routes.inverse].view(-1, routes.chosen, y.shape[1]).sum(1)
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return _spread(x, routes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _gathered(dy, ctx.routes), None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return _gathered(y, routes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return _spread(dx, ctx.routes), None
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -91,8 +67,7 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     kind, dtype = x.device.type, weight.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    found: Tensor = _Grouped.apply(x.to(dtype), weight.to(dtype), ends)  # type: ignore[no-untyped-call]
-    return found
+    return applied(_Grouped, x.to(dtype), weight.to(dtype), ends)
 
 
 class _Grouped(torch.autograd.Function):

@@ -25,7 +25,7 @@ from petune.files.safetensors import is_finite
 from petune.models.bitsandbytes_files import FourBit
 from petune.models.checksums import checksum, checksums
 from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
-from petune.models.frozen_weight import POINTS, QuantisedWeight, sampled
+from petune.models.frozen_weight import QuantisedWeight, sample_places, sampled
 from petune.models.nf4 import Nf4
 from petune.models.read_plan import ReadPlan
 from petune.models.tuned_linear import TunedLinear
@@ -219,11 +219,7 @@ class Contents:
         if (held := self._held_in_four_bits(name)) is not None:
             with RangeReader(self.files) as reader:
                 return sampled(held.read(reader, torch.device("cpu"), like.dtype).dense())
-        step = max(1, like.numel() // POINTS)
-        places = [
-            torch.unravel_index(torch.tensor(flat), like.shape)
-            for flat in range(step // 2, like.numel(), step)[:POINTS]
-        ]
+        places = [torch.unravel_index(torch.tensor(flat), like.shape) for flat in sample_places(like.numel())]
         parts = [
             Part(name, torch.empty((1,) * like.dim(), dtype=like.dtype), [int(at) for at in place])
             for place in places

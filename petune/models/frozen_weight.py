@@ -296,8 +296,14 @@ def sampled(value: Tensor) -> Tensor:
     if isinstance(value, QuantisedWeight) and value.samples is not None:
         return value.samples
     flat = dense_of(value.detach()).reshape(-1)
-    step = max(1, flat.numel() // POINTS)
-    return flat[step // 2 :: step][:POINTS].double()
+    places = sample_places(flat.numel())
+    return flat[places.start : places.stop : places.step].double()
+
+
+def sample_places(count: int) -> range:
+    """Where among `count` values those of `sampled` lie."""
+    step = max(1, count // POINTS)
+    return range(step // 2, count, step)[:POINTS]
 
 
 def quantised(weight: nn.Parameter, name: str) -> nn.Parameter:

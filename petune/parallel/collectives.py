@@ -29,13 +29,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from petune.models.transition import transition
 
 Group = dist.ProcessGroup | None
 Sizes = tuple[int, ...]
@@ -158,17 +158,6 @@ def own_slice(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
     """This rank's part of a whole `x`, as a view."""
     rank = dist.get_rank(group)
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
-
-
-def transition(x: Tensor, ahead: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
-    """`ahead(x, *where)`, whose backward is `back(grad, *where)`."""
-    return applied(_Transition, x, ahead, back, *where)
-
-
-def applied(function: type[Function], *args: Any) -> Tensor:
-    """`function.apply(*args)`, for a function of one output."""
-    found: Tensor = function.apply(*args)
-    return found
 
 
 def _gather(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
@@ -310,17 +299,3 @@ class Transfer:
         while self.works:
             self.works.pop().wait()
         return self.received[: math.prod(self.shape)].view(self.shape)
-
-
-class _Transition(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ahead: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any
-    ) -> Tensor:
-        ctx.back, ctx.where = back, where
-        return ahead(x, *where)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, *ctx.where), None, None, *[None] * len(ctx.where)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from petune.errors import UsageError
+from petune.files.safetensors import write_json
 from petune.methods import without_tuning
 from petune.run.build import prepare
 from petune.run.finished import Run
@@ -13,6 +15,13 @@ from petune.tasks.answer_metrics import metric_named, scores
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged
 
 _HALF = 2  # a text is asked to go on from its first half
+
+
+def keep_answers(folder: Path, run: Run, count: int, metrics: Sequence[str] = ()) -> dict[str, Any]:
+    """What `before_and_after` finds, kept in the run's folder as answers.json, which its page shows."""
+    found = before_and_after(run, count, metrics)
+    write_json(folder / "answers.json", found)
+    return found
 
 
 def before_and_after(run: Run, count: int, metrics: Sequence[str] = ()) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from petune.models.transition import applied
 
 # ------------------------------------------------------------------ what is kept
 
@@ -196,19 +198,15 @@ def pack(x: Tensor, segments: Segments) -> Tensor:
     if len(x) != segments.shape[0]:
         return x[0].index_select(0, segments.tokens)[None]
     flat = x.flatten(0, 1)
-    return (flat if segments.places is None else _applied(_Pack, flat, segments.places))[None]
+    return (flat if segments.places is None else applied(_Pack, flat, segments.places))[None]
 
 
 def unpack(x: Tensor, segments: Segments) -> Tensor:
     """Kept tokens [1, total, ...] back in their places, [b, t, ...], zeros elsewhere; differentiable."""
     flat, (rows, tokens) = x.flatten(0, 1), segments.shape
     if segments.places is not None:
-        flat = _applied(_Unpack, flat, segments.places, rows * tokens)
+        flat = applied(_Unpack, flat, segments.places, rows * tokens)
     return flat.view(rows, tokens, *flat.shape[1:])
-
-
-def _applied(function: type[Function], *args: Any) -> Tensor:
-    return cast("Tensor", cast("Any", function).apply(*args))
 
 
 class _Pack(Function):
@@ -223,7 +221,7 @@ class _Pack(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _applied(_Unpack, grad, *ctx.saved_tensors, ctx.length), None
+        return applied(_Unpack, grad, *ctx.saved_tensors, ctx.length), None
 
 
 class _Unpack(Function):
@@ -236,4 +234,4 @@ class _Unpack(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _applied(_Pack, grad, *ctx.saved_tensors), None, None
+        return applied(_Pack, grad, *ctx.saved_tensors), None, None

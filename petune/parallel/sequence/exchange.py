@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.models.attention import Attend, Attended, causal, no_later
 from petune.models.exchange import Exchanged, ExchangeKind, Rows, rows_of, some_heads
-from petune.parallel.collectives import GATHER_SEQ, Sizes, gather_seq, transition
+from petune.models.transition import transition
+from petune.parallel.collectives import GATHER_SEQ, Sizes, gather_seq
 from petune.parallel.plan import apportion
 from petune.parallel.sequence import ring
 from petune.parallel.sequence.among import Among

@@ -17,7 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.models.attention import no_later
-from petune.parallel.collectives import Group, Sizes, Transfer, applied
+from petune.models.transition import applied
+from petune.parallel.collectives import Group, Sizes, Transfer
 
 
 @dataclass(frozen=True)

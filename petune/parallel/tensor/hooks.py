@@ -25,9 +25,10 @@ from petune.errors import UsageError
 from petune.models.boundary import Boundary, BoundaryHook, boundary_of, put_boundary
 from petune.models.spec import Family, Region, Shape, child_of
 from petune.models.stack import Call, Stack
+from petune.models.transition import transition
 from petune.models.tuned_linear import TunedLinear
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
-from petune.parallel.collectives import Group, alone, copy, gather_shared, split_shared, transition
+from petune.parallel.collectives import Group, alone, copy, gather_shared, split_shared
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import Cut, apportion
 from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from petune.models.transition import applied
 from petune.models.tuned_linear import TunedLinear
-from petune.parallel.collectives import SEQ, applied
+from petune.parallel.collectives import SEQ
 from petune.parallel.plan import Cut, apportion
 from petune.parallel.tensor.tiles import Incoming, Outgoing, Route, Tiles, choose, receiving, sending
 from petune.rng.context import running

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from petune.errors import DistributedError, UsageError
 from petune.models.boundary import put_slice
 from petune.models.spec import Split
+from petune.models.transition import applied
 from petune.models.tuned_linear import TunedLinear, TunedModule
 from petune.parallel.collectives import (
     COPY,
@@ -36,7 +37,6 @@ from petune.parallel.collectives import (
     all_max_,
     all_sum_,
     alone,
-    applied,
     copy,
     gather_dim,
     reduce,
