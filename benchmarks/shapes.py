@@ -11,8 +11,9 @@ peft.
 A CASE is VARIANT:SHAPE:METHOD:ROWSxTOKENS and settings after further colons. Variants: petune
 (kernels="auto"), eager (kernels="off"), before (kernels="auto" of the petune that lies in the folder
 --before, such as an older commit's), peft. Settings: fill (mean part of a row that is not padding; lengths
-are log-normal with sigma 0.8 and rows are cut at the longest), r, dropout (of LoRA), layers, fp8, steps, warm
-(seconds of steps that do not count), limit (seconds).
+are log-normal with sigma 0.8 and rows are cut at the longest), r, dropout (of LoRA), layers, base (what
+frozen weights are held in: fp8, int8 or nf4), steps, warm (seconds of steps that do not count), limit
+(seconds).
 
 All of a shape train the same random weights on the same eight random batches: bf16 weights under autocast,
 fused AdamW at 1e-4, LoRA on every linear layer of the blocks with alpha = 2 r, adapters with reduction 16, no
@@ -129,6 +130,15 @@ SHAPES: Mapping[str, Shape] = {
         "qwen3", _llama(2560, 9728, 36, 151936, tie_word_embeddings=True, rms_norm_eps=1e-6), _GATED
     ),
     "gemma3-1b": Shape("gemma3_text", _gemma(1152, 6912, 26, heads=4, keys=1, window=512), _GATED),
+    "gemma2-2b": Shape("gemma2", _gemma(2304, 9216, 26, heads=8, keys=4, window=4096), _GATED),
+    "olmo2-1b": Shape(
+        "olmo2", _llama(2048, 8192, 16, 100352, heads=16, num_key_value_heads=16, rms_norm_eps=1e-6), _GATED
+    ),
+    "phi3-4b": Shape(
+        "phi3",
+        _llama(3072, 8192, 32, 32064, head=96, num_key_value_heads=32, pad_token_id=0),
+        ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    ),
     "gemma3-4b": Shape("gemma3_text", _gemma(2560, 10240, 34, heads=8, keys=4, window=1024), _GATED),
     "t5-large": Shape(
         "t5",
@@ -180,7 +190,7 @@ class Case:
     r: int = 16
     dropout: float = 0.0
     layers: int = 0
-    fp8: int = 0
+    base: str = ""
     steps: int = 16
     warm: float = 4.0
     limit: float = 120.0
@@ -203,7 +213,7 @@ class Case:
             name, _, value = setting.partition("=")
             if name not in kinds:
                 raise ValueError(f"{text}: {setting!r} is no setting; there are {', '.join(kinds)}")
-            values[name] = (int if kinds[name] == "int" else float)(value)
+            values[name] = {"int": int, "float": float, "str": str}[kinds[name]](value)
         rows, _, tokens = size.partition("x")
         return cls(variant, shape, method, int(rows), int(tokens), **values)
 
@@ -247,8 +257,8 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     import petune
 
     settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else "auto"}
-    if case.fp8:
-        settings["base_dtype"] = "fp8"
+    if case.base:
+        settings["base_dtype"] = case.base
     if case.method == "lora":
         roles = ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears
         settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}
