@@ -84,8 +84,26 @@ class _Grouped(torch.autograd.Function):
         return dx, outer(x, dy, ends) if ctx.needs_input_grad[1] else None, None
 
 
-def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x[rows of g] weight[g], [m, n]."""
+def product(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    *,
+    rows: Tensor | None = None,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
+) -> Tensor:
+    """x[rows of g] weight[g] + low[rows of g] up[g], [m, n], rounded once where a kernel can.
+
+    weight: [groups, k, n], any strides. rows [m]: the row of x that each row of the result reads, None where
+    x [m, k] is sorted already. low [m, r], up [groups, r, n]: of a low-rank update, or None.
+    """
+    x = x if rows is None else x[rows]
+    y = _product(x, weight, ends)
+    return y if low is None or up is None else y.add_(_product(low, up, ends))
+
+
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _by_torch(x, weight):
         return F.grouped_mm(x, weight, offs=ends)
     y = x.new_empty(len(x), weight.shape[2])
@@ -94,8 +112,11 @@ def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-def outer(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """x[rows of g]^T dy[rows of g], [groups, k, n]."""
+def outer(
+    x: Tensor, dy: Tensor, ends: Tensor, *, x_rows: Tensor | None = None, dy_rows: Tensor | None = None
+) -> Tensor:
+    """x[rows of g]^T dy[rows of g], [groups, k, n]. x_rows, dy_rows: as `rows` of `product`."""
+    x, dy = x if x_rows is None else x[x_rows], dy if dy_rows is None else dy[dy_rows]
     if _by_torch(x, dy):
         rows = torch.diff(ends, prepend=ends.new_zeros(1))  # what is written for none is nobody's promise
         return F.grouped_mm(x.T, dy, offs=ends).masked_fill_((rows == 0)[:, None, None], 0)
