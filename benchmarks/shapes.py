@@ -298,12 +298,18 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class Predictions(logging.Handler):
-    """Keeps the time of a step, in seconds, that petune's log predicts last."""
+    """Keeps the time of a step, in seconds, that petune's log predicts last, and what it says of kernels."""
 
     seconds: float | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
     def emit(self, record: logging.LogRecord) -> None:
         """Read one message."""
+        if "fused" in record.getMessage():
+            self.said.append(record.getMessage())
         if found := re.search(r"step ([\d.]+) (s|ms|us) predicted", record.getMessage()):
             self.seconds = float(found[1]) * UNITS[found[2]]
 
@@ -346,6 +352,7 @@ def measure(case: Case, before: str | None, device: str, tiny: bool) -> dict[str
         "losses": [float(steps.losses[at]) for at in (0, 1, 7)],
         "trained": sum(value.numel() for value in trained),
         "first_step_s": steps.first,
+        "said": predictions.said,
     }
     return numbers | memory_of(device)
 
