@@ -225,6 +225,8 @@ class Case:
         )
         config = AutoConfig.for_model(shape.family, **sizes)
         config.num_hidden_layers = self.layers or config.num_hidden_layers
+        if getattr(config, "attn_logit_softcapping", None):
+            config._attn_implementation = "eager"  # some transformers choose a form that leaves the cap out
         return config
 
 

@@ -60,7 +60,6 @@ class Dense:
     bias: Tensor | None
     room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b
     rate: ClassVar[Literal["matmul"]] = "matmul"
-    recordable: ClassVar[bool] = True
     made: ClassVar[float] = 0
 
     def linear(self, x: Tensor) -> Tensor:

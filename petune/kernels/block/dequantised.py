@@ -24,7 +24,6 @@ class PackedForms:
     petune.kernels.block.linear.PackedWeight. room: columns for the factors b behind what is made dense."""
 
     rate: ClassVar[Literal["matmul"]] = "matmul"
-    recordable: ClassVar[bool] = False
 
     def __init__(self, forms: Sequence[Form], bias: Tensor | None, ops: Ops, room: int = 0) -> None:
         self.forms, self.bias, self.ops, self.room = forms, bias, ops, room

@@ -22,7 +22,6 @@ class PackedFp8:
     Activations and gradients are quantised by `ops`."""
 
     rate: ClassVar[Literal["matmul_fp8"]] = "matmul_fp8"
-    recordable: ClassVar[bool] = False
     made: ClassVar[float] = 0
 
     def __init__(self, form: Fp8, bias: Tensor | None, ops: Ops) -> None:

@@ -31,11 +31,6 @@ class PackedWeight(Protocol):
         ...
 
     @property
-    def recordable(self) -> bool:
-        """Whether CUDA graphs may record its products."""
-        ...
-
-    @property
     def made(self) -> float:
         """Bytes a number of what is made dense for each product, 0 where nothing is."""
         ...
@@ -74,7 +69,6 @@ class Apart:
     weights: Sequence[PackedWeight]
     widths: Sequence[int]
     rate: ClassVar[Literal["matmul"]] = "matmul"
-    recordable: ClassVar[bool] = False
     made: ClassVar[float] = 0
 
     def linear(self, x: Tensor) -> Tensor:

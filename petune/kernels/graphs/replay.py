@@ -295,8 +295,6 @@ def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, wei
         return "it is handed a bias of relative positions"
     if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
-    if not weights.recordable:
-        return "products with weights in eight bits are not recorded"
     if _has_any_global_hook() or any(map(_hooked, blocks)):
         return "there are hooks on its blocks"
     whole = Rung()

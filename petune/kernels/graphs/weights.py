@@ -57,9 +57,6 @@ class Weights:
             self.scaled,
             self.modes,
         )
-        self.recordable = all(
-            bank is None or bank.base.recordable for block in blocks for bank in block.spec.banks
-        )
         self.alike = len({block.training and block.spec.attention_dropouts for block in blocks}) == 1
         self.guards: Guards | None = None  # see `current`
 

@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import petune
 from petune.errors import UsageError
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.configs import BaseDtype, MemoryConfig, Rung
 from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay
@@ -27,6 +27,7 @@ from petune.kernels.graphs.bucket import Bucket
 from petune.kernels.graphs.recorder import CudaRecorder
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.models import family_of
+from petune.models.frozen_weight import FORMS, QuantisedWeight
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS
@@ -57,7 +58,10 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tuned(
-    name: str, settings: dict[str, Any] = LORA, make: Callable[[], nn.Module] | None = None
+    name: str,
+    settings: dict[str, Any] = LORA,
+    make: Callable[[], nn.Module] | None = None,
+    base_dtype: BaseDtype | None = None,
 ) -> nn.Module:
     """A fused model in training whose updates are not zero."""
     torch.manual_seed(0)
@@ -67,7 +71,7 @@ def tuned(
         for path, value in model.named_parameters():
             if "lora_B" in path or "adapter_" in path:
                 value.normal_(std=0.1)
-    assert fuse(model, family_of(model), "reference")
+    assert fuse(model, family_of(model), "reference", base_dtype=base_dtype)
     return model.train()
 
 
@@ -444,6 +448,25 @@ def test_layers_are_not_asked_again_until_something_changes(
     assert recorder.recorded == 1
 
 
+@pytest.mark.parametrize("base_dtype", FORMS)
+def test_a_quantised_base_is_replayed_and_recorded_anew_when_it_moves(base_dtype: BaseDtype) -> None:
+    def make() -> nn.Module:  # as wide as the forms ask for
+        wide = dict.fromkeys(("hidden_size", "intermediate_size"), 64)
+        return BertForSequenceClassification(BertConfig(**BERT | wide)).to(torch.float32)
+
+    model = tuned("bert", make=make, base_dtype=base_dtype)
+    plain = copy.deepcopy(model)
+    recorder = replayed(model)
+    one, other = batch("bert", (5, 9, 3)), batch("bert", (9, 2, 4), seed=1)
+    assert_same_step(model, plain, one)
+    assert_same_step(model, plain, other)
+    assert (recorder.recorded, recorder.forwards) == (1, 2)
+    quantised = next(value for value in model.parameters() if isinstance(value, QuantisedWeight))
+    quantised.data = cast("Tensor", copy.deepcopy(quantised.data))
+    assert_same_step(model, plain, one)
+    assert recorder.recorded == 2
+
+
 def test_weights_that_move_between_the_passes_are_an_error() -> None:
     model, _, _ = pair("llama")
     loss_of(model, batch("llama", (9, 4))).backward()
@@ -650,7 +673,9 @@ WIDE: dict[str, Any] = dict(
 ) | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
-def on_gpu(dtype: torch.dtype, dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
+def on_gpu(
+    dtype: torch.dtype, dropout: float = 0.0, base_dtype: BaseDtype | None = None
+) -> tuple[nn.Module, nn.Module]:
     """A model that is replayed, and the same that is not."""
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -665,6 +690,7 @@ def on_gpu(dtype: torch.dtype, dropout: float = 0.0) -> tuple[nn.Module, nn.Modu
             r=16,
             targets=("q", "k", "v", "o", "up", "down"),
             kernels="auto",
+            base_dtype=base_dtype,
         ).train()
         with torch.no_grad():
             for path, value in model.named_parameters():
@@ -692,10 +718,20 @@ def whole(model: nn.Module) -> Graphs:
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_on_a_device_replays_train_as_block_by_block(dtype: torch.dtype, dropout: float) -> None:
-    model, plain = on_gpu(dtype, dropout)
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "base_dtype"),
+    [
+        (torch.bfloat16, 0.0, None),
+        (torch.bfloat16, 0.1, None),
+        (torch.float32, 0.0, None),
+        (torch.float32, 0.1, None),
+        *((torch.bfloat16, 0.1, form) for form in FORMS),
+    ],
+)
+def test_on_a_device_replays_train_as_block_by_block(
+    dtype: torch.dtype, dropout: float, base_dtype: BaseDtype | None
+) -> None:
+    model, plain = on_gpu(dtype, dropout, base_dtype)
     optimizers = [
         torch.optim.AdamW([v for v in one.parameters() if v.requires_grad], lr=1e-4, fused=True)
         for one in (model, plain)
@@ -720,7 +756,8 @@ def test_on_a_device_replays_train_as_block_by_block(dtype: torch.dtype, dropout
         with torch.no_grad():  # the same weights again, so that rounding does not grow from step to step
             optimizers[0].step()
             for name, value in model.named_parameters():
-                wanted[name].copy_(value)
+                if value.requires_grad:
+                    wanted[name].copy_(value)
     assert whole(model).graphs
 
 
