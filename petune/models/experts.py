@@ -20,7 +20,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {  # the weights that a role of a dense M
     "up": ("gate_up_proj", "up_proj"),
     "down": ("down_proj",),
 }
-_SAYS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_apply_gate")
+_SAYS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 class Experts(nn.Module):
@@ -30,7 +30,8 @@ class Experts(nn.Module):
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` is one of experts whose products are known: without a norm behind them."""
     known = all(hasattr(module, name) for name in _SAYS)
-    return known and not cast("Any", module).has_post_expert_norm and len(weights_of(module)) == 2
+    # what transformers 5.17 had no name for
+    return known and not getattr(module, "has_post_expert_norm", False) and len(weights_of(module)) == 2
 
 
 def weights_of(module: nn.Module) -> tuple[str, ...]:

@@ -244,8 +244,11 @@ def _no_triton(
         return "a mask"
     if last:
         return "queries on one rank of keys on several"
-    if head_dim % 8 or head_dim > 128:
-        return f"head dim {head_dim} is no multiple of 8 up to 128"
+    # a tile of wider heads fits into the shared memory of these alone
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    widest = 256 if hopper else 128
+    if head_dim % 8 or head_dim > widest:
+        return f"head dim {head_dim} is no multiple of 8 up to {widest}"
     return refusal(device, dtype)
 
 

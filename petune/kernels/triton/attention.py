@@ -209,7 +209,7 @@ def forward(
     before drops).
 
     q [m, heads, d], k and v [n, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last
-    dim; d is a multiple of 8 up to 128, and each of kv_heads serves heads / kv_heads heads in a row. starts:
+    dim; d is a multiple of 8 up to 256, and each of kv_heads serves heads / kv_heads heads in a row. starts:
     int32 [segments + 1] on the device; rows starts[i] to starts[i + 1], none of them or at most `longest`,
     attend to each other, if causal none to a later one. how: what drops out, with `numbers` [m] as
     `petune.rng.dropout.places` gives them and `base` a number or a tensor [1] on the device.
@@ -402,7 +402,7 @@ def backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if not m:
         return dq, dk.zero_(), dv.zero_()
-    block, warps = _tile(q.dtype, d, max(longest, more.longest), more.bias is not None)
+    block, warps = _tile(q.dtype, d, max(longest, more.longest), more.bias is not None, back=True)
     numbers, base, least, rescale = _draw(how)
     delta = torch.empty_like(lse)
     places = None if numbers is None else torch.empty_like(lse, dtype=torch.int64)
@@ -467,18 +467,19 @@ def _width(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
-def _tile(dtype: torch.dtype, d: int, longest: int, biased: bool = False) -> tuple[int, int]:
+def _tile(
+    dtype: torch.dtype, d: int, longest: int, biased: bool = False, back: bool = False
+) -> tuple[int, int]:
     """(queries, and keys, of a block; warps). float32 has no tensor cores here, and a thread no registers for
-    larger blocks."""
-    wide = d > 64
+    larger blocks; the backward pass has two sums of as many columns as a head."""
     if dtype == torch.float32:
-        return 16 if wide or biased or longest <= 16 else 32, 4
+        return 16 if d > 64 or biased or longest <= 16 else 32, 4
     block = min(64, _width(longest))
-    return block, block // 16 * (1 + wide)
+    return block, block // 16 * (1 + (back and d > 128))
 
 
 def variants() -> Iterator[Variant]:
-    """What is launched for heads of 64 and 128 columns, as `tests/kernels/gate.py` compiles it."""
+    """What is launched for heads of 64 to 256 columns, as `tests/kernels/gate.py` compiles it."""
     kernels: tuple[Any, ...] = (_forward_kernel, _prepare_kernel, _keys_kernel, _queries_kernel)
     # strides, and what is not named here
     fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}
@@ -502,10 +503,12 @@ def variants() -> Iterator[Variant]:
         (torch.bfloat16, 128, 512, False, ("others", *drawn), {}),
         (torch.bfloat16, 64, 512, False, ("bias", "parts"), {}),
         (torch.bfloat16, 128, 2048, True, alone + drawn, {"WINDOW": 1024, "CAP": 50.0}),
+        (torch.bfloat16, 256, 2048, True, alone + drawn, {"CAP": 50.0}),
         (torch.float32, 64, 512, False, ("others", *drawn), {}),
     ]
     for dtype, d, longest, causal, missing, own in cases:
         block, warps = _tile(dtype, d, longest, "bias" not in missing)
+        _, warps_back = _tile(dtype, d, longest, "bias" not in missing, back=True)
         kind = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         signature = fixed | dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind)
         signature |= {"base": "*i64" if causal else "i64"}
@@ -524,6 +527,6 @@ def variants() -> Iterator[Variant]:
                 kernel,
                 signature,
                 {name: value for name, value in values.items() if name in kernel.arg_names},
-                warps,
+                warps if kernel is _forward_kernel else warps_back,
                 _STAGES,
             )

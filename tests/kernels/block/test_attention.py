@@ -213,7 +213,8 @@ def test_the_form_follows_from_device_dtype_and_call(
         ({"distant": True, "plain": True}, "sdpa", "plain torch"),
         ({"distant": True, "masked": True}, "sdpa", "a mask"),
         ({"capped": True}, "triton", "a soft cap"),
-        ({"capped": True, "head_dim": 256}, "sdpa", "head dim 256"),
+        ({"capped": True, "head_dim": 256}, "triton", "a soft cap"),
+        ({"capped": True, "head_dim": 264}, "sdpa", "head dim 264"),
         ({"last": True}, "flash", "the first of the keys"),
         ({"last": True, "segmented": True}, "varlen", "unequal length"),
         ({"last": True, "drops": True}, "sdpa", "keys on several"),
@@ -226,6 +227,15 @@ def test_what_other_families_ask_for_has_the_form_that_knows_it(
     found = choose(GPU, **given)
     assert found.backend == expected
     assert reason in found.reason
+
+
+def test_wide_heads_are_for_devices_with_memory_for_their_tiles(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    attending._no_triton.cache_clear()
+    assert choose(GPU, BF16, 256, 512, capped=True).backend == "sdpa"
+    assert choose(GPU, BF16, 128, 512, capped=True).backend == "triton"
 
 
 def test_plain_torch_is_given_no_kernel_of_ours(device: Any) -> None:

@@ -352,6 +352,10 @@ GPU = {
         Case(gemma, (300, 1, 77, 512), causal=True, softcap=5.0, heads=8, kv=2, d=128, scale=0.09),
         ("triton",),
     ),
+    "soft cap, wide": (
+        Case(gemma, (300, 1, 77, 512), causal=True, softcap=5.0, heads=8, kv=4, d=256, scale=0.06),
+        ("triton",),
+    ),
 }
 
 
