@@ -1,21 +1,29 @@
 """Grouped products: the rows of a matrix lie in groups one behind the other, and each group has a weight of
 its own. Experts are computed by them, on the tokens that are sent to each, sorted by expert.
 
-A group may be empty; its weight then has a gradient of zero. On a GPU in bfloat16 they are torch's grouped
-products, elsewhere a loop over the groups that have rows. No row is added to twice, so results do not depend
-on the order in which a device works.
+A group may be empty; its weight then has a gradient of zero. On a GPU products are Triton's kernels or, in
+bfloat16, torch's grouped products, elsewhere a loop (grouped_reference.py). No row is added to twice, so
+results do not depend on the order in which a device works.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from petune.kernels import grouped_reference
+from petune.kernels.dispatch import refusal
+from petune.kernels.grouped_reference import by_torch
+from petune.kernels.reference import Act
 from petune.models.transition import applied, transition
+
+NARROW = 64  # columns or rows of a matrix up to which a product takes as long as reading the other operand
 
 
 class Routes(NamedTuple):
@@ -55,7 +63,7 @@ def _spread(x: Tensor, routes: Routes) -> Tensor:
 
 
 def _gathered(y: Tensor, routes: Routes) -> Tensor:
-    return y[routes.inverse].view(-1, routes.chosen, y.shape[1]).sum(1)
+    return combined(y, routes)
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -84,6 +92,9 @@ class _Grouped(torch.autograd.Function):
         return dx, outer(x, dy, ends) if ctx.needs_input_grad[1] else None, None
 
 
+# ------------------------------------------------------------------ which form computes
+
+
 def product(
     x: Tensor,
     weight: Tensor,
@@ -98,17 +109,10 @@ def product(
     weight: [groups, k, n], any strides. rows [m]: the row of x that each row of the result reads, None where
     x [m, k] is sorted already. low [m, r], up [groups, r, n]: of a low-rank update, or None.
     """
-    x = x if rows is None else x[rows]
-    y = _product(x, weight, ends)
-    return y if low is None or up is None else y.add_(_product(low, up, ends))
-
-
-def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if _by_torch(x, weight):
-        return F.grouped_mm(x, weight, offs=ends)
-    y = x.new_empty(len(x), weight.shape[2])
-    for group, first, end in _spans(ends):
-        torch.mm(x[first:end], weight[group], out=y[first:end])
+    # a kernel that reads rows by index writes no copy of them, one that adds the update rounds once
+    alone = rows is None and low is None and min(weight.shape[1:]) > NARROW and by_torch(x, weight)
+    form = grouped_reference if alone else _kernels("grouped", x, weight, low, up)
+    y: Tensor = form.product(x, weight, ends, rows=rows, low=low, up=up)
     return y
 
 
@@ -116,37 +120,44 @@ def outer(
     x: Tensor, dy: Tensor, ends: Tensor, *, x_rows: Tensor | None = None, dy_rows: Tensor | None = None
 ) -> Tensor:
     """x[rows of g]^T dy[rows of g], [groups, k, n]. x_rows, dy_rows: as `rows` of `product`."""
-    x, dy = x if x_rows is None else x[x_rows], dy if dy_rows is None else dy[dy_rows]
-    if _by_torch(x, dy):
-        rows = torch.diff(ends, prepend=ends.new_zeros(1))  # what is written for none is nobody's promise
-        return F.grouped_mm(x.T, dy, offs=ends).masked_fill_((rows == 0)[:, None, None], 0)
-    found = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
-    for group, first, end in _spans(ends):
-        torch.mm(x[first:end].T, dy[first:end], out=found[group])
+    wide = min(x.shape[1], dy.shape[1]) > NARROW and by_torch(x, dy)  # a weight's gradient, not a factor's
+    form = grouped_reference if wide else _kernels("grouped", x, dy)
+    found: Tensor = form.outer(x, dy, ends, x_rows=x_rows, dy_rows=dy_rows)
     return found
 
 
-def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
-    """(group, first row, end) of each group that has rows."""
-    last = ends.tolist()
-    firsts = [0, *last[:-1]]
-    return [
-        (group, first, end)
-        for group, (first, end) in enumerate(zip(firsts, last, strict=True))
-        if end > first
-    ]
+def combined(y: Tensor, routes: Routes, weights: Tensor | None = None) -> Tensor:
+    """The sum over the copies y [m, n] of each token, each times its of weights [tokens, chosen], rounded
+    once: [tokens, n]."""
+    found: Tensor = _kernels("routed", y).combined(y, routes.inverse, routes.chosen, weights)
+    return found
 
 
-def _by_torch(*operands: Tensor) -> bool:
-    """Whether torch's grouped products take these: on a GPU from Ampere on, in bfloat16, with rows or columns
-    that begin at multiples of 16 bytes."""
-    return all(
-        one.is_cuda
-        and torch.cuda.get_device_capability(one.device) >= (8, 0)
-        and one.numel() > 0
-        and one.dtype is torch.bfloat16
-        and 1 in one.stride()[-2:]
-        and max(one.stride()[-2:]) % 8 == 0
-        and one.data_ptr() % 16 == 0
-        for one in operands
-    )
+def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
+    """act(gate) * up * share, [m, c], rounded once. gate_up [m, 2 c] is gate | up; share [m], any float
+    dtype, is what each row counts."""
+    found: Tensor = _kernels("routed", gate_up).gated(gate_up, share, act)
+    return found
+
+
+def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor]:
+    """The gradients of gate_up, in its dtype, and of share [m], in float32 (float64 for float64); dm [m, c]
+    is that of `gated`."""
+    found: tuple[Tensor, Tensor] = _kernels("routed", dm, gate_up).dgated(dm, gate_up, share, act)
+    return found
+
+
+def _kernels(name: str, *operands: Tensor | None) -> ModuleType:
+    """The module of Triton's forms where they can run on these operands; else that of torch's, as where
+    torch.compile reads."""
+    kinds = {(one.device, one.dtype) for one in operands if one is not None}
+    if len(kinds) > 1 or torch.compiler.is_compiling():
+        return grouped_reference
+    return _form(name, *kinds.pop())
+
+
+@lru_cache
+def _form(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
+    if refusal(device, dtype) is not None:
+        return grouped_reference
+    return import_module(f"petune.kernels.triton.{name}")

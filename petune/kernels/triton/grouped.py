@@ -1,0 +1,302 @@
+"""Products of rows that lie in groups, each with a weight of its own group.
+
+Where a group ends is known on the device alone. A launch therefore has as many programs as the groups could
+have tiles of rows at most, and each program finds its group: it counts the tiles of all groups, a few hundred
+numbers. The programs that are left over stop there. Programs beside each other work on the same group, so a
+weight comes from memory once.
+
+Rows may be read by their number, so that no sorted copy of them is written, and a low-rank update is added
+before the sum is rounded. A last tile reads its group's last row in the place of rows behind it.
+
+A gradient of factors sums a group's rows in one program for each tile of it, in their order: nothing is
+added up atomically, and the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.kernels.triton.residual import MAX_RANK, Variant
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the result that a program makes, and how many products of each it sums at a
+    time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def _power(size: int, most: int) -> int:
+    """The power of two that covers `size`, from 16, the least a tensor core takes, to `most`."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A matrix whose rows are dense each."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+# ------------------------------------------------------------------ x W + low up
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    *,
+    rows: Tensor | None = None,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`petune.kernels.grouped_reference.product`, rounded once; tile: None for the rule's."""
+    m, (groups, k, n) = len(x if rows is None else rows), weight.shape
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    tile = tile or product_tile(m, k, n, groups, x.dtype)
+    x, low, rank = _dense(x), None if low is None else _dense(low), 0 if low is None else low.shape[1]
+    tiles = min(m, (m + groups * (tile.rows - 1)) // tile.rows)
+    _product_kernel[(tiles * triton.cdiv(n, tile.columns),)](
+        *(x, weight, ends, rows, low, up, y, groups, k, n, x.stride(0), *weight.stride()),
+        *(0 if low is None else low.stride(0), *((0, 0, 0) if up is None else up.stride())),
+        **_product_form(tile, groups, k, n, rank),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y
+
+
+def product_tile(m: int, k: int, n: int, groups: int, dtype: torch.dtype) -> Tile:
+    """Of a product of m rows: narrow ones wait for memory, so many small programs read at once; of wide ones
+    a tile as large as registers hold, but for groups of few rows."""
+    if dtype.itemsize == 4:
+        tile = Tile(32, _power(n, 64), 32, 4, 2)
+    elif n <= MAX_RANK:
+        tile = Tile(64, _power(n, MAX_RANK), 128, 4, 4)
+    elif m < 96 * groups:
+        tile = Tile(64, 128, 64, 4, 4)
+    elif n < 512:
+        tile = Tile(128, 128, 64, 8, 4)
+    else:
+        tile = Tile(128, 256, 64, 8, 3)
+    return tile._replace(depth=_power(k, tile.depth))
+
+
+def _product_form(tile: Tile, groups: int, k: int, n: int, rank: int) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    return {
+        "GROUPS": triton.next_power_of_2(max(groups, 32)),
+        "RANK": rank,
+        "R": _power(rank, MAX_RANK),
+        "EVEN": k % tile.depth == 0 and n % tile.columns == 0,
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.depth,
+    }
+
+
+@triton.jit
+def _product_kernel(
+    x, weight, ends, rows, low, up, y, groups, k, n, x_stride, w_group, w_row, w_col, low_stride, up_group, up_row, up_col,
+    GROUPS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(n, BN)
+    group, tile = _group_of(ends, tl.program_id(0) // across, groups, GROUPS, BM)
+    if group >= groups:
+        return
+    start, end = _span(ends, group)
+    row = start + tile * BM + tl.arange(0, BM)
+    col = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
+    weight += group.to(tl.int64) * w_group
+    if RANK:  # read here, they are there when the loop is through
+        low += row.to(tl.int64)[:, None] * low_stride
+        up += group.to(tl.int64) * up_group + col[None, :] * up_col
+        left_low, right_up = _factors(low, up, up_row, 0, (row < end)[:, None], (col < n)[None, :], RANK, R)
+    source = tl.minimum(row, end - 1)
+    if rows is not None:
+        source = tl.load(rows + source)
+    inner = tl.arange(0, BK)
+    left = x + source.to(tl.int64)[:, None] * x_stride + inner[None, :]
+    right = weight + inner[:, None] * w_row + col[None, :] * w_col
+    total = tl.zeros((BM, BN), tl.float32)
+    for at in range(0, k, BK):
+        if EVEN:
+            a, b = tl.load(left), tl.load(right)
+        else:
+            some = at + inner < k
+            a = tl.load(left, mask=some[None, :], other=0.0)
+            b = tl.load(right, mask=some[:, None] & (col < n)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        left += BK
+        right += BK * w_row
+    if RANK:
+        total = tl.dot(left_low, right_up, total, input_precision="ieee")
+        for first in range(R, RANK, R):
+            left_low, right_up = _factors(
+                low, up, up_row, first, (row < end)[:, None], (col < n)[None, :], RANK, R
+            )
+            total = tl.dot(left_low, right_up, total, input_precision="ieee")
+    place = y + row.to(tl.int64)[:, None] * n + col[None, :]
+    tl.store(place, total.to(y.dtype.element_ty), mask=(row < end)[:, None] & (col < n)[None, :])
+
+
+@triton.jit
+def _factors(low, up, up_row, first, live, inside, RANK: tl.constexpr, R: tl.constexpr):
+    """R ranks from `first` on: the rows of low, the columns of up."""
+    rank = first + tl.arange(0, R)
+    left = tl.load(low + rank[None, :], mask=live & (rank < RANK)[None, :], other=0.0)
+    return left, tl.load(up + rank[:, None] * up_row, mask=(rank < RANK)[:, None] & inside, other=0.0)
+
+
+@triton.jit
+def _group_of(ends, tile, groups, GROUPS: tl.constexpr, BM: tl.constexpr):
+    """(the group that a tile of BM rows belongs to, the tile's number in it), of all groups' tiles one behind
+    the other; the number of a group that is not there for tiles behind the last."""
+    at = tl.arange(0, GROUPS)
+    end = tl.load(ends + at, mask=at < groups, other=0)
+    start = tl.load(ends + at - 1, mask=(at > 0) & (at < groups), other=0)
+    behind = tl.cumsum((end - start + BM - 1) // BM, 0)
+    before = behind <= tile
+    return tl.sum(before.to(tl.int32), 0), tile - tl.max(tl.where(before, behind, 0), 0)
+
+
+@triton.jit
+def _span(ends, group):
+    """(the first row of a group, the row behind its last)."""
+    return tl.load(ends + group - 1, mask=group > 0, other=0), tl.load(ends + group)
+
+
+# ------------------------------------------------------------------ x^T dy
+
+
+def outer(
+    x: Tensor,
+    dy: Tensor,
+    ends: Tensor,
+    *,
+    x_rows: Tensor | None = None,
+    dy_rows: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`petune.kernels.grouped_reference.outer`; tile: None for the rule's, its rows those of the wider
+    matrix."""
+    found = torch.empty((len(ends), x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
+    if not found.numel():
+        return found
+    sides = [(_dense(x), x_rows), (_dense(dy), dy_rows)]
+    out = found
+    if x.shape[1] < dy.shape[1]:
+        sides, out = sides[::-1], found.transpose(1, 2)
+    (left, left_rows), (right, right_rows) = sides
+    k, n = left.shape[1], right.shape[1]
+    tile = tile or outer_tile(k, n, x.dtype)
+    _outer_kernel[(len(ends) * triton.cdiv(k, tile.rows) * triton.cdiv(n, tile.columns),)](
+        *(
+            left,
+            right,
+            ends,
+            left_rows,
+            right_rows,
+            out,
+            k,
+            n,
+            left.stride(0),
+            right.stride(0),
+            *out.stride(),
+        ),
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return found
+
+
+def outer_tile(k: int, n: int, dtype: torch.dtype) -> Tile:
+    """Of an outer product of k columns and no more than n; `depth` is of rows."""
+    if dtype.itemsize == 4:
+        return Tile(_power(k, 32), _power(n, 64), 32, 4, 2)
+    if n <= MAX_RANK:
+        return Tile(_power(k, 128), _power(n, MAX_RANK), 64, 4, 4)
+    return Tile(128, 128, 64, 8, 3)
+
+
+@triton.jit
+def _outer_kernel(
+    left, right, ends, left_rows, right_rows, out, k, n, left_stride, right_stride, o_group, o_row, o_col,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.cdiv(k, BM), tl.cdiv(n, BN)
+    tile = tl.program_id(0)
+    group = tile // (down * across)
+    start, end = _span(ends, group)
+    col_l = (tile // across % down) * BM + tl.arange(0, BM)
+    col_r = (tile % across) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), tl.float32)
+    for at in range(start, end, BK):
+        row = at + tl.arange(0, BK)
+        live = row < end
+        row_l = row if left_rows is None else tl.load(left_rows + row, mask=live, other=0)
+        row_r = row if right_rows is None else tl.load(right_rows + row, mask=live, other=0)
+        place = left + row_l.to(tl.int64)[:, None] * left_stride + col_l[None, :]
+        a = tl.load(place, mask=live[:, None] & (col_l < k)[None, :], other=0.0)
+        place = right + row_r.to(tl.int64)[:, None] * right_stride + col_r[None, :]
+        b = tl.load(place, mask=live[:, None] & (col_r < n)[None, :], other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+    place = out + group.to(tl.int64) * o_group + col_l[:, None] * o_row + col_r[None, :] * o_col
+    tl.store(place, total.to(out.dtype.element_ty), mask=(col_l < k)[:, None] & (col_r < n)[None, :])
+
+
+# ------------------------------------------------------------------ what is launched
+
+
+def variants() -> Iterator[Variant]:
+    """See tests/kernels/gate.py."""
+    for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        yield from _products(dtype, kind)
+        for k, n, turned in ((2048, 16, False), (1536, 64, True), (768, 768, False)):
+            tile = outer_tile(k, n, dtype)
+            signature = _signature(_outer_kernel, kind, "left_rows", "right_rows")
+            values = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "right_rows": None}
+            values["o_row" if turned else "o_col"] = 1
+            yield _outer_kernel, signature, values, tile.warps, tile.stages
+
+
+def _products(dtype: torch.dtype, kind: str) -> Iterator[Variant]:
+    """Ahead and back, by index and not, of many rows and few, wide, narrow and of an uneven width."""
+    absent = {"low": None, "up": None}
+    for m, k, n, rank, one, left_out in (
+        (65536, 2048, 1536, 16, "w_row", {}),
+        (65536, 1536, 2048, 64, "w_col", {"rows": None}),
+        (65536, 768, 2048, 0, "w_row", absent),
+        (65536, 2880, 5760, 128, "w_col", {}),
+        (4096, 2048, 1536, 16, "w_row", {}),
+        (65536, 2048, 256, 8, "w_row", {"rows": None}),
+        (65536, 2048, 16, 0, "w_row", absent),
+        (65536, 1536, 64, 0, "w_col", absent | {"rows": None}),
+        (65536, 8, 2048, 0, "w_row", absent | {"rows": None}),
+    ):
+        tile = product_tile(m, k, n, 128, dtype)
+        signature = _signature(_product_kernel, kind, "rows")
+        values = _product_form(tile, 128, k, n, rank) | left_out | {one: 1}
+        yield _product_kernel, signature, values, tile.warps, tile.stages
+
+
+def _signature(kernel: Any, kind: str, *numbers: str) -> dict[str, str]:
+    """The types of a kernel's arguments where matrices are `kind`."""
+    matrices = dict.fromkeys(("x", "weight", "low", "up", "y", "left", "right", "out"), kind)
+    known = matrices | {"ends": "*i32"} | dict.fromkeys(numbers, "*i64")
+    return {name: known.get(name, "i32") for name in kernel.arg_names}

@@ -1,0 +1,153 @@
+"""What happens to rows of experts between their products and behind them: the gated activation times what
+each row counts, and the sum over the copies of a token.
+
+All of it takes as long as reading and writing its matrices. Sums are made in float32, in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.kernels.reference import Act
+from petune.kernels.triton.activation import valued
+from petune.kernels.triton.residual import Variant
+
+COLUMNS = 2048  # of a token's sum that a program makes
+BM, BN = 8, 256  # of the activation forward
+BACK_BM, BACK_BN = 4, 256  # of a step of its backward pass, which walks whole rows
+WARPS = 4
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A matrix whose rows are dense each."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+# ------------------------------------------------------------------ copies of a token
+
+
+def combined(y: Tensor, inverse: Tensor, chosen: int, weights: Tensor | None = None) -> Tensor:
+    """`petune.kernels.grouped_reference.combined`."""
+    tokens, n = len(inverse) // chosen, y.shape[1]
+    out = torch.empty((tokens, n), dtype=y.dtype, device=y.device)
+    if out.numel():
+        y, block = _dense(y), min(COLUMNS, triton.next_power_of_2(n))
+        weights = None if weights is None else weights.contiguous()
+        _combine_kernel[(tokens, triton.cdiv(n, block))](
+            *(y, inverse, weights, out, n, y.stride(0)), CHOSEN=chosen, BLOCK=block, num_warps=WARPS
+        )
+    return out
+
+
+@triton.jit
+def _combine_kernel(y, inverse, weights, out, n, stride, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for copy in tl.static_range(CHOSEN):
+        row = tl.load(inverse + token * CHOSEN + copy).to(tl.int64)
+        value = tl.load(y + row * stride + col, mask=col < n, other=0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + token * CHOSEN + copy).to(tl.float32)
+        total += value
+    tl.store(out + token * n + col, total.to(out.dtype.element_ty), mask=col < n)
+
+
+# ------------------------------------------------------------------ the activation
+
+
+def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
+    """`petune.kernels.grouped_reference.gated`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    m = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if m.numel():
+        gate_up, share = _dense(gate_up), share.contiguous()
+        grid = (triton.cdiv(rows, BM) * triton.cdiv(width, BN),)
+        _gated_kernel[grid](
+            *(gate_up, share, m, rows, width, gate_up.stride(0)), ACT=act, BM=BM, BN=BN, num_warps=WARPS
+        )
+    return m
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_kernel(
+    gate_up, share, m, rows, width, stride, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    across = tl.cdiv(width, BN)
+    row = (tl.program_id(0) // across).to(tl.int64) * BM + tl.arange(0, BM)
+    col = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
+    inside = (row < rows)[:, None] & (col < width)[None, :]
+    place = gate_up + row[:, None] * stride + col[None, :]
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    counts = tl.load(share + row, mask=row < rows, other=0.0).to(tl.float32)
+    value, _ = valued(gate, ACT)
+    value = value * up * counts[:, None]
+    tl.store(m + row[:, None] * width + col[None, :], value.to(m.dtype.element_ty), mask=inside)
+
+
+def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor]:
+    """`petune.kernels.grouped_reference.dgated`."""
+    rows, width = dm.shape
+    d_gate_up = torch.empty((rows, 2 * width), dtype=gate_up.dtype, device=gate_up.device)
+    dshare = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
+    if rows:
+        dm, gate_up, share = _dense(dm), _dense(gate_up), share.contiguous()
+        _dgated_kernel[(triton.cdiv(rows, BACK_BM),)](
+            *(dm, gate_up, share, d_gate_up, dshare, rows, width, dm.stride(0), gate_up.stride(0)),
+            ACT=act,
+            BM=BACK_BM,
+            BN=BACK_BN,
+            num_warps=WARPS,
+        )
+    return d_gate_up, dshare
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dgated_kernel(
+    dm, gate_up, share, d_gate_up, dshare, rows, width, dm_stride, stride,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    counts = tl.load(share + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, width, BN):
+        col = start + tl.arange(0, BN)
+        inside = (row < rows)[:, None] & (col < width)[None, :]
+        place = gate_up + row[:, None] * stride + col[None, :]
+        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(dm + row[:, None] * dm_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        value, slope = valued(gate, ACT)
+        total += grad * value * up
+        grad *= counts
+        place = d_gate_up + row[:, None] * (2 * width) + col[None, :]
+        tl.store(place, (grad * up * slope).to(d_gate_up.dtype.element_ty), mask=inside)
+        tl.store(place + width, (grad * value).to(d_gate_up.dtype.element_ty), mask=inside)
+    tl.store(dshare + row, tl.sum(total, 1), mask=row < rows)
+
+
+# ------------------------------------------------------------------ what is launched
+
+
+def variants() -> Iterator[Variant]:
+    """See tests/kernels/gate.py."""
+    for kind in ("*bf16", "*fp32"):
+        known = dict.fromkeys(("y", "out", "gate_up", "m", "dm", "d_gate_up"), kind)
+        known |= {"inverse": "*i64"} | dict.fromkeys(("weights", "share", "dshare"), "*fp32")
+        signatures = {
+            kernel: {name: known.get(name, "i32") for name in kernel.arg_names}
+            for kernel in (_combine_kernel, _gated_kernel, _dgated_kernel)
+        }
+        for chosen, absent in ((8, {"weights": None}), (4, {})):
+            values = {"CHOSEN": chosen, "BLOCK": COLUMNS}
+            yield _combine_kernel, signatures[_combine_kernel], values | absent, WARPS, 3
+        for act in ("silu", "gelu_tanh"):
+            yield _gated_kernel, signatures[_gated_kernel], {"ACT": act, "BM": BM, "BN": BN}, WARPS, 3
+            values = {"ACT": act, "BM": BACK_BM, "BN": BACK_BN}
+            yield _dgated_kernel, signatures[_dgated_kernel], values, WARPS, 3
