@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 def _power(size: int, most: int) -> int:
     """The power of two that covers `size`, from 16, the least a tensor core takes, to `most`."""
-    return min(most, max(16, triton.next_power_of_2(size)))
+    return min(most, max(16, 1 << (size - 1).bit_length()))
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def product_tile(m: int, k: int, n: int, groups: int, dtype: torch.dtype) -> Til
 def _product_form(tile: Tile, groups: int, k: int, n: int, rank: int) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
-        "GROUPS": triton.next_power_of_2(max(groups, 32)),
+        "GROUPS": max(32, 1 << (groups - 1).bit_length()),
         "RANK": rank,
         "R": _power(rank, MAX_RANK),
         "EVEN": k % tile.depth == 0 and n % tile.columns == 0,
@@ -119,17 +119,17 @@ def _product_kernel(
     start, end = _span(ends, group)
     row = start + tile * BM + tl.arange(0, BM)
     col = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
-    weight += group.to(tl.int64) * w_group
-    if RANK:  # read here, they are there when the loop is through
-        low += row.to(tl.int64)[:, None] * low_stride
-        up += group.to(tl.int64) * up_group + col[None, :] * up_col
-        left_low, right_up = _factors(low, up, up_row, 0, (row < end)[:, None], (col < n)[None, :], RANK, R)
     source = tl.minimum(row, end - 1)
     if rows is not None:
         source = tl.load(rows + source)
     inner = tl.arange(0, BK)
     left = x + source.to(tl.int64)[:, None] * x_stride + inner[None, :]
-    right = weight + inner[:, None] * w_row + col[None, :] * w_col
+    right = weight + group.to(tl.int64) * w_group + inner[:, None] * w_row + col[None, :] * w_col
+    live, inside = (row < end)[:, None], (col < n)[None, :]
+    if RANK:
+        low += row.to(tl.int64)[:, None] * low_stride
+        up += group.to(tl.int64) * up_group + col[None, :] * up_col
+        left_low, right_up = _factors(low, up, up_row, 0, live, inside, RANK, R)
     total = tl.zeros((BM, BN), tl.float32)
     for at in range(0, k, BK):
         if EVEN:
@@ -137,19 +137,21 @@ def _product_kernel(
         else:
             some = at + inner < k
             a = tl.load(left, mask=some[None, :], other=0.0)
-            b = tl.load(right, mask=some[:, None] & (col < n)[None, :], other=0.0)
+            b = tl.load(right, mask=some[:, None] & inside, other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         left += BK
         right += BK * w_row
     if RANK:
+        # chosen here, what is on its way since before the loop is not waited for there
+        rank = tl.arange(0, R)
+        left_low = tl.where((rank < RANK)[None, :], left_low, 0.0)
+        right_up = tl.where((rank < RANK)[:, None], right_up, 0.0)
         total = tl.dot(left_low, right_up, total, input_precision="ieee")
         for first in range(R, RANK, R):
-            left_low, right_up = _factors(
-                low, up, up_row, first, (row < end)[:, None], (col < n)[None, :], RANK, R
-            )
+            left_low, right_up = _factors(low, up, up_row, first, live, inside, RANK, R)
             total = tl.dot(left_low, right_up, total, input_precision="ieee")
     place = y + row.to(tl.int64)[:, None] * n + col[None, :]
-    tl.store(place, total.to(y.dtype.element_ty), mask=(row < end)[:, None] & (col < n)[None, :])
+    tl.store(place, total.to(y.dtype.element_ty), mask=live & inside)
 
 
 @triton.jit
@@ -291,7 +293,8 @@ def _products(dtype: torch.dtype, kind: str) -> Iterator[Variant]:
     ):
         tile = product_tile(m, k, n, 128, dtype)
         signature = _signature(_product_kernel, kind, "rows")
-        values = _product_form(tile, 128, k, n, rank) | left_out | {one: 1}
+        strides = {one: 1, f"up{one[1:]}": 1} if rank else {one: 1}
+        values = _product_form(tile, 128, k, n, rank) | left_out | strides
         yield _product_kernel, signature, values, tile.warps, tile.stages
 
 

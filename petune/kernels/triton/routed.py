@@ -7,6 +7,7 @@ All of it takes as long as reading and writing its matrices. Sums are made in fl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -144,10 +145,9 @@ def variants() -> Iterator[Variant]:
             kernel: {name: known.get(name, "i32") for name in kernel.arg_names}
             for kernel in (_combine_kernel, _gated_kernel, _dgated_kernel)
         }
-        for chosen, absent in ((8, {"weights": None}), (4, {})):
-            values = {"CHOSEN": chosen, "BLOCK": COLUMNS}
-            yield _combine_kernel, signatures[_combine_kernel], values | absent, WARPS, 3
+        own: dict[str, Any] = {"CHOSEN": 8, "BLOCK": COLUMNS}
+        for absent in ({"weights": None}, {}):
+            yield _combine_kernel, signatures[_combine_kernel], own | absent, WARPS, 3
         for act in ("silu", "gelu_tanh"):
-            yield _gated_kernel, signatures[_gated_kernel], {"ACT": act, "BM": BM, "BN": BN}, WARPS, 3
-            values = {"ACT": act, "BM": BACK_BM, "BN": BACK_BN}
-            yield _dgated_kernel, signatures[_dgated_kernel], values, WARPS, 3
+            for kernel, rows, columns in ((_gated_kernel, BM, BN), (_dgated_kernel, BACK_BM, BACK_BN)):
+                yield kernel, signatures[kernel], {"ACT": act, "BM": rows, "BN": columns}, WARPS, 3
