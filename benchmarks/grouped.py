@@ -38,6 +38,7 @@ from petune.kernels.triton import grouped as products
 from petune.kernels.triton import routed
 from petune.kernels.triton.grouped import Tile
 
+BEGAN = time.perf_counter()
 TINY = not torch.cuda.is_available()
 DEVICE, DTYPE = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
 TOKENS, CHOSEN, EXPERTS, HIDDEN, COLUMNS, RANK = (
@@ -46,6 +47,7 @@ TOKENS, CHOSEN, EXPERTS, HIDDEN, COLUMNS, RANK = (
 ROWS = TOKENS * CHOSEN
 LIMIT = 0.01  # rounding a row to bf16 once is about 0.002
 BATCHES, BATCH_SECONDS, SETTLE_SECONDS = (1, 0.0, 0.0) if TINY else (5, 0.03, 3.0)
+TILE_SECONDS = 65.0  # after which no other tile is tried: each takes a second to compile
 
 WIDE = (
     Tile(128, 256, 64, 8, 4),
@@ -252,6 +254,8 @@ def measured(operation: Operation) -> Iterator[Record]:
     """Every form of an operation."""
     exact = _tensors(operation.run(plain, _exact))
     for name, call in operation.forms():
+        if "x" in name and time.perf_counter() - BEGAN > TILE_SECONDS:
+            break
         record = Record(operation.name, name)
         try:
             record.error = nan if name == "base" else _error(call, exact)

@@ -68,9 +68,9 @@ def product(
     x, low, rank = _dense(x), None if low is None else _dense(low), 0 if low is None else low.shape[1]
     tiles = min(m, (m + groups * (tile.rows - 1)) // tile.rows)
     _product_kernel[(tiles * triton.cdiv(n, tile.columns),)](
-        *(x, weight, ends, rows, low, up, y, groups, k, n, x.stride(0), *weight.stride()),
-        *(0 if low is None else low.stride(0), *((0, 0, 0) if up is None else up.stride())),
+        *(x, weight, ends, rows, low, up, y, groups, k, weight.stride(0), 0 if up is None else up.stride(0)),
         **_product_form(tile, groups, k, n, rank),
+        **_strides(x, weight, low, up),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -93,12 +93,22 @@ def product_tile(m: int, k: int, n: int, groups: int, dtype: torch.dtype) -> Til
     return tile._replace(depth=_power(k, tile.depth))
 
 
+def _strides(x: Tensor, weight: Tensor, low: Tensor | None, up: Tensor | None) -> dict[str, int]:
+    """Those of a model's sizes. As constants they tell the compiler how many bytes it may read at once, for
+    ranks below 16 too."""
+    w_row, w_col = weight.stride()[1:]
+    up_row, up_col = (0, 0) if up is None else up.stride()[1:]
+    of_low = {"LOW_ROW": 0 if low is None else low.stride(0), "UP_ROW": up_row, "UP_COL": up_col}
+    return {"X_ROW": x.stride(0), "W_ROW": w_row, "W_COL": w_col} | of_low
+
+
 def _product_form(tile: Tile, groups: int, k: int, n: int, rank: int) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
         "GROUPS": max(32, 1 << (groups - 1).bit_length()),
         "RANK": rank,
         "R": _power(rank, MAX_RANK),
+        "N": n,
         "EVEN": k % tile.depth == 0 and n % tile.columns == 0,
         "BM": tile.rows,
         "BN": tile.columns,
@@ -108,11 +118,13 @@ def _product_form(tile: Tile, groups: int, k: int, n: int, rank: int) -> dict[st
 
 @triton.jit
 def _product_kernel(
-    x, weight, ends, rows, low, up, y, groups, k, n, x_stride, w_group, w_row, w_col, low_stride, up_group, up_row, up_col,
+    x, weight, ends, rows, low, up, y, groups, k, w_group, up_group,
+    N: tl.constexpr, X_ROW: tl.constexpr, W_ROW: tl.constexpr, W_COL: tl.constexpr,
+    LOW_ROW: tl.constexpr, UP_ROW: tl.constexpr, UP_COL: tl.constexpr,
     GROUPS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(n, BN)
+    across = tl.cdiv(N, BN)
     group, tile = _group_of(ends, tl.program_id(0) // across, groups, GROUPS, BM)
     if group >= groups:
         return
@@ -123,13 +135,13 @@ def _product_kernel(
     if rows is not None:
         source = tl.load(rows + source)
     inner = tl.arange(0, BK)
-    left = x + source.to(tl.int64)[:, None] * x_stride + inner[None, :]
-    right = weight + group.to(tl.int64) * w_group + inner[:, None] * w_row + col[None, :] * w_col
-    live, inside = (row < end)[:, None], (col < n)[None, :]
+    left = x + source.to(tl.int64)[:, None] * X_ROW + inner[None, :]
+    right = weight + group.to(tl.int64) * w_group + inner[:, None] * W_ROW + col[None, :] * W_COL
+    live, inside = (row < end)[:, None], (col < N)[None, :]
     if RANK:
-        low += row.to(tl.int64)[:, None] * low_stride
-        up += group.to(tl.int64) * up_group + col[None, :] * up_col
-        left_low, right_up = _factors(low, up, up_row, 0, live, inside, RANK, R)
+        low += row.to(tl.int64)[:, None] * LOW_ROW
+        up += group.to(tl.int64) * up_group + col[None, :] * UP_COL
+        left_low, right_up = _factors(low, up, UP_ROW, 0, live, inside, RANK, R)
     total = tl.zeros((BM, BN), tl.float32)
     for at in range(0, k, BK):
         if EVEN:
@@ -140,7 +152,7 @@ def _product_kernel(
             b = tl.load(right, mask=some[:, None] & inside, other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         left += BK
-        right += BK * w_row
+        right += BK * W_ROW
     if RANK:
         # chosen here, what is on its way since before the loop is not waited for there
         rank = tl.arange(0, R)
@@ -148,18 +160,18 @@ def _product_kernel(
         right_up = tl.where((rank < RANK)[:, None], right_up, 0.0)
         total = tl.dot(left_low, right_up, total, input_precision="ieee")
         for first in range(R, RANK, R):
-            left_low, right_up = _factors(low, up, up_row, first, live, inside, RANK, R)
+            left_low, right_up = _factors(low, up, UP_ROW, first, live, inside, RANK, R)
             total = tl.dot(left_low, right_up, total, input_precision="ieee")
-    place = y + row.to(tl.int64)[:, None] * n + col[None, :]
+    place = y + row.to(tl.int64)[:, None] * N + col[None, :]
     tl.store(place, total.to(y.dtype.element_ty), mask=live & inside)
 
 
 @triton.jit
-def _factors(low, up, up_row, first, live, inside, RANK: tl.constexpr, R: tl.constexpr):
+def _factors(low, up, UP_ROW: tl.constexpr, first, live, inside, RANK: tl.constexpr, R: tl.constexpr):
     """R ranks from `first` on: the rows of low, the columns of up."""
     rank = first + tl.arange(0, R)
     left = tl.load(low + rank[None, :], mask=live & (rank < RANK)[None, :], other=0.0)
-    return left, tl.load(up + rank[:, None] * up_row, mask=(rank < RANK)[:, None] & inside, other=0.0)
+    return left, tl.load(up + rank[:, None] * UP_ROW, mask=(rank < RANK)[:, None] & inside, other=0.0)
 
 
 @triton.jit
@@ -205,22 +217,8 @@ def outer(
     k, n = left.shape[1], right.shape[1]
     tile = tile or outer_tile(k, n, x.dtype)
     _outer_kernel[(len(ends) * triton.cdiv(k, tile.rows) * triton.cdiv(n, tile.columns),)](
-        *(
-            left,
-            right,
-            ends,
-            left_rows,
-            right_rows,
-            out,
-            k,
-            n,
-            left.stride(0),
-            right.stride(0),
-            *out.stride(),
-        ),
-        BM=tile.rows,
-        BN=tile.columns,
-        BK=tile.depth,
+        *(left, right, ends, left_rows, right_rows, out, out.stride(0)),
+        **_outer_form(tile, left, right, out),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -236,12 +234,25 @@ def outer_tile(k: int, n: int, dtype: torch.dtype) -> Tile:
     return Tile(128, 128, 64, 8, 3)
 
 
+def _outer_form(tile: Tile, left: Tensor, right: Tensor, out: Tensor) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    strides = {
+        "LEFT": left.stride(0),
+        "RIGHT": right.stride(0),
+        "O_ROW": out.stride(1),
+        "O_COL": out.stride(2),
+    }
+    sizes = {"K": left.shape[1], "N": right.shape[1], "BM": tile.rows, "BN": tile.columns, "BK": tile.depth}
+    return strides | sizes
+
+
 @triton.jit
 def _outer_kernel(
-    left, right, ends, left_rows, right_rows, out, k, n, left_stride, right_stride, o_group, o_row, o_col,
+    left, right, ends, left_rows, right_rows, out, o_group,
+    K: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, O_ROW: tl.constexpr, O_COL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    down, across = tl.cdiv(k, BM), tl.cdiv(n, BN)
+    down, across = tl.cdiv(K, BM), tl.cdiv(N, BN)
     tile = tl.program_id(0)
     group = tile // (down * across)
     start, end = _span(ends, group)
@@ -253,13 +264,13 @@ def _outer_kernel(
         live = row < end
         row_l = row if left_rows is None else tl.load(left_rows + row, mask=live, other=0)
         row_r = row if right_rows is None else tl.load(right_rows + row, mask=live, other=0)
-        place = left + row_l.to(tl.int64)[:, None] * left_stride + col_l[None, :]
-        a = tl.load(place, mask=live[:, None] & (col_l < k)[None, :], other=0.0)
-        place = right + row_r.to(tl.int64)[:, None] * right_stride + col_r[None, :]
-        b = tl.load(place, mask=live[:, None] & (col_r < n)[None, :], other=0.0)
+        place = left + row_l.to(tl.int64)[:, None] * LEFT + col_l[None, :]
+        a = tl.load(place, mask=live[:, None] & (col_l < K)[None, :], other=0.0)
+        place = right + row_r.to(tl.int64)[:, None] * RIGHT + col_r[None, :]
+        b = tl.load(place, mask=live[:, None] & (col_r < N)[None, :], other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
-    place = out + group.to(tl.int64) * o_group + col_l[:, None] * o_row + col_r[None, :] * o_col
-    tl.store(place, total.to(out.dtype.element_ty), mask=(col_l < k)[:, None] & (col_r < n)[None, :])
+    place = out + group.to(tl.int64) * o_group + col_l[:, None] * O_ROW + col_r[None, :] * O_COL
+    tl.store(place, total.to(out.dtype.element_ty), mask=(col_l < K)[:, None] & (col_r < N)[None, :])
 
 
 # ------------------------------------------------------------------ what is launched
@@ -269,33 +280,42 @@ def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         yield from _products(dtype, kind)
-        for k, n, turned in ((2048, 16, False), (1536, 64, True), (768, 768, False)):
+        for k, n, turned in ((2048, 16, False), (1536, 8, True), (1536, 64, True), (768, 768, False)):
             tile = outer_tile(k, n, dtype)
+            left, right, out = (
+                _shaped(1, k),
+                _shaped(1, n),
+                _shaped(1, n, k).mT if turned else _shaped(1, k, n),
+            )
             signature = _signature(_outer_kernel, kind, "left_rows", "right_rows")
-            values = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "right_rows": None}
-            values["o_row" if turned else "o_col"] = 1
+            values = _outer_form(tile, left, right, out) | {"right_rows": None}
             yield _outer_kernel, signature, values, tile.warps, tile.stages
 
 
 def _products(dtype: torch.dtype, kind: str) -> Iterator[Variant]:
     """Ahead and back, by index and not, of many rows and few, wide, narrow and of an uneven width."""
     absent = {"low": None, "up": None}
-    for m, k, n, rank, one, left_out in (
-        (65536, 2048, 1536, 16, "w_row", {}),
-        (65536, 1536, 2048, 64, "w_col", {"rows": None}),
-        (65536, 768, 2048, 0, "w_row", absent),
-        (65536, 2880, 5760, 128, "w_col", {}),
-        (4096, 2048, 1536, 16, "w_row", {}),
-        (65536, 2048, 256, 8, "w_row", {"rows": None}),
-        (65536, 2048, 16, 0, "w_row", absent),
-        (65536, 1536, 64, 0, "w_col", absent | {"rows": None}),
-        (65536, 8, 2048, 0, "w_row", absent | {"rows": None}),
+    for m, k, n, rank, back, left_out in (
+        (65536, 2048, 1536, 16, False, {}),
+        (65536, 1536, 2048, 64, True, {"rows": None}),
+        (65536, 768, 2048, 0, False, absent),
+        (65536, 2880, 5760, 128, True, {}),
+        (4096, 2048, 1536, 16, False, {}),
+        (65536, 2048, 256, 8, False, {"rows": None}),
+        (65536, 2048, 16, 0, False, absent),
+        (65536, 1536, 8, 0, True, absent | {"rows": None}),
+        (65536, 1536, 64, 0, True, absent | {"rows": None}),
+        (65536, 8, 2048, 0, False, absent | {"rows": None}),
     ):
-        tile = product_tile(m, k, n, 128, dtype)
+        tile, low = product_tile(m, k, n, 128, dtype), _shaped(1, rank)
+        weight, up = (_shaped(1, of, n) if back else _shaped(1, n, of).mT for of in (k, rank))
         signature = _signature(_product_kernel, kind, "rows")
-        strides = {one: 1, f"up{one[1:]}": 1} if rank else {one: 1}
-        values = _product_form(tile, 128, k, n, rank) | left_out | strides
+        values = _product_form(tile, 128, k, n, rank) | _strides(_shaped(1, k), weight, low, up) | left_out
         yield _product_kernel, signature, values, tile.warps, tile.stages
+
+
+def _shaped(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _signature(kernel: Any, kind: str, *numbers: str) -> dict[str, str]:
