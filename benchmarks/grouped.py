@@ -195,7 +195,7 @@ def operations() -> Iterator[Operation]:
     yield _product("down, back", dout, w_down, ends, rows, low, a_down)
     yield _outer("B of down, back", dout, low, ends, x_rows=rows)
     yield _outer("A of down, back", low, inner, ends)
-    yield _activation("activation, back", "dgated", 5, share, inner, gate_up)
+    yield _activation("activation, back", "dgated", 6, share, inner, gate_up)
     yield _product("low of gate_up, back", gate_up, b_up, ends)
     yield _product("gate_up, back", gate_up, w_up, ends, None, low, a_up)
     yield _outer("B of gate_up, back", gate_up, low, ends)

@@ -140,10 +140,10 @@ def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
     return found
 
 
-def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor]:
-    """The gradients of gate_up, in its dtype, and of share [m], in float32 (float64 for float64); dm [m, c]
-    is that of `gated`."""
-    found: tuple[Tensor, Tensor] = _kernels("routed", dm, gate_up).dgated(dm, gate_up, share, act)
+def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor]:
+    """(the gradient of gate_up, that of share [m] in float32 (float64 for float64), what `gated` gave) of the
+    gradient dm [m, c] of what `gated` gave."""
+    found: tuple[Tensor, Tensor, Tensor] = _kernels("routed", dm, gate_up).dgated(dm, gate_up, share, act)
     return found
 
 

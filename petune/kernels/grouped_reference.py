@@ -109,9 +109,10 @@ def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
     return (activate(wide(gate_up), act, True)[0] * wide(share)[:, None]).to(gate_up.dtype)
 
 
-def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor]:
-    """The gradients of gate_up, in its dtype, and of share [m], in float32 (float64 for float64); dm [m, c]
-    is that of `gated`."""
-    values, grad = wide(gate_up), wide(dm)
-    d_gate_up, _, _ = activate_backward(grad * wide(share)[:, None], values, act, True)
-    return d_gate_up.to(gate_up.dtype), (grad * activate(values, act, True)[0]).sum(1)
+def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor]:
+    """(the gradient of gate_up, that of share [m] in float32 (float64 for float64), what `gated` gave) of the
+    gradient dm [m, c] of what `gated` gave."""
+    values, grad, each = wide(gate_up), wide(dm), wide(share)[:, None]
+    d_gate_up, _, _ = activate_backward(grad * each, values, act, True)
+    h, _ = activate(values, act, True)
+    return d_gate_up.to(gate_up.dtype), (grad * h).sum(1), (h * each).to(gate_up.dtype)

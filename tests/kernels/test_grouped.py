@@ -102,10 +102,11 @@ def test_a_mixture_by_kernels_is_that_of_plain_torch_in_float64(with_kernels: No
         rows = routes.order // routes.chosen
         inner = product(x, up, routes.ends, rows=rows)
         y = combined(product(gated(inner, share, "silu"), down, routes.ends), routes)
-        d_inner, d_share = dgated(
+        d_inner, d_share, again = dgated(
             product(y, down.transpose(1, 2), routes.ends, rows=rows), inner, share, "silu"
         )
-        return y, d_share, outer(x, d_inner, routes.ends, x_rows=rows)
+        d_down = outer(again, y, routes.ends, dy_rows=rows)
+        return y, d_share, outer(x, d_inner, routes.ends, x_rows=rows), d_down
 
     exact = mixture(*(one.double() for one in (x, up, down, share)))  # which no kernel takes
     for one, other in zip(mixture(x, up, down, share), exact, strict=True):

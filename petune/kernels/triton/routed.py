@@ -92,26 +92,27 @@ def _gated_kernel(
     tl.store(m + row[:, None] * width + col[None, :], value.to(m.dtype.element_ty), mask=inside)
 
 
-def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor]:
+def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor]:
     """`petune.kernels.grouped_reference.dgated`."""
     rows, width = dm.shape
     d_gate_up = torch.empty((rows, 2 * width), dtype=gate_up.dtype, device=gate_up.device)
     dshare = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
+    m = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         dm, gate_up, share = _dense(dm), _dense(gate_up), share.contiguous()
         _dgated_kernel[(triton.cdiv(rows, BACK_BM),)](
-            *(dm, gate_up, share, d_gate_up, dshare, rows, width, dm.stride(0), gate_up.stride(0)),
+            *(dm, gate_up, share, d_gate_up, dshare, m, rows, width, dm.stride(0), gate_up.stride(0)),
             ACT=act,
             BM=BACK_BM,
             BN=BACK_BN,
             num_warps=WARPS,
         )
-    return d_gate_up, dshare
+    return d_gate_up, dshare, m
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _dgated_kernel(
-    dm, gate_up, share, d_gate_up, dshare, rows, width, dm_stride, stride,
+    dm, gate_up, share, d_gate_up, dshare, m, rows, width, dm_stride, stride,
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -125,8 +126,10 @@ def _dgated_kernel(
         up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(dm + row[:, None] * dm_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
         value, slope = valued(gate, ACT)
-        total += grad * value * up
+        h = value * up
+        total += grad * h
         grad *= counts
+        tl.store(m + row[:, None] * width + col[None, :], (h * counts).to(m.dtype.element_ty), mask=inside)
         place = d_gate_up + row[:, None] * (2 * width) + col[None, :]
         tl.store(place, (grad * up * slope).to(d_gate_up.dtype.element_ty), mask=inside)
         tl.store(place + width, (grad * value).to(d_gate_up.dtype.element_ty), mask=inside)
