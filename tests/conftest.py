@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from tests.crossings import leave_to_long
 from tests.marks import marks_of
 
 PETUNE = str(Path(__file__).parent.parent / "petune")
@@ -64,7 +65,9 @@ def unpickled() -> Iterator[list[str]]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes or run kernels in Triton's interpreter, for `make quick`."""
+    """Mark tests that start processes or run kernels in Triton's interpreter, for `make quick`, and what a
+    crossing leaves to `make test-long`."""
+    leave_to_long(items)
     for item in items:
         if isinstance(item, pytest.Function):
             fixtures = [one[-1].func for name, one in item._fixtureinfo.name2fixturedefs.items()]
@@ -99,10 +102,29 @@ def _threads() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_runs() -> Iterator[None]:
+    """Nothing waits for the disk, which is seen after a loss of power alone; and no run draws a picture, here
+    or in a fork, whatever a test undoes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        if "petune.run.folder" in sys.modules:
+            patch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
+        yield
+
+
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """No loss.png at the end of a run: drawing it takes longer than the run."""
     monkeypatch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss.png at the end of a run."""
+    from petune.run.plot import draw_loss
+
+    monkeypatch.setattr("petune.run.folder.draw_loss", draw_loss)
 
 
 @pytest.fixture

@@ -83,6 +83,8 @@ def _names_of(value: object) -> tuple[str, ...]:
         return (value,)
     if isinstance(value, ModuleType):
         return (value.__name__,)
+    if type(value).__module__ == "petune.kernels.dispatch":  # Ops, which say whose they are
+        return (str(getattr(value, "name", "")),)
     return (
         (f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}",)
         if callable(value)

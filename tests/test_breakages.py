@@ -103,6 +103,7 @@ def _two_lengths_at_once(model: nn.Module, batch: Batch) -> Tensor:
     return torch.cat(found)[order.argsort()]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("backend", SEQUENCE)
 @pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
 def test_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_length(
@@ -175,6 +176,7 @@ def _with_theirs(this: Case, before: bool) -> dict[str, Tensor]:
     return runner.whole({name: gradient(value) for name, value in runner.tuned.items()})
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("backend", ["tp", "sp-gather"])
 @pytest.mark.parametrize("name", FOUR)
 def test_reentrant_checkpointing_becomes_the_stacks_own(name: str, backend: str) -> None:
@@ -198,6 +200,7 @@ def test_checkpointing_turned_on_behind_the_runners_back_is_refused() -> None:
 # ------------------------------------------------------------------ state in closures
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("backend", ["tp", "galaxy", "galaxy overlapped", "sp-gather", "sp-ring"])
 @pytest.mark.parametrize(("name", "method"), [("t5-seq2seq", "side"), ("llama-causal", "lora")])
 def test_a_copy_of_a_placed_model_shares_nothing_with_it(name: str, method: str, backend: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from petune.kernels.dispatch import triton_ops
 from petune.kernels.triton import residual
 from tests import small_runs
 from tests.kernels.exactness import matrix
@@ -41,6 +42,13 @@ def by_a_kernel() -> None:
     residual.total(matrix)  # type: ignore[call-arg]
 
 
+OPS = triton_ops()
+
+
+def by_operations() -> None:
+    assert OPS.activate
+
+
 def by_a_whole_run(tmp_path: Path) -> None:
     small_runs.run(tmp_path)
 
@@ -61,6 +69,7 @@ def in_itself() -> None:
         (by_a_module, {"forks"}),
         (within, {"forks"}),
         (by_a_kernel, {"interpret"}),
+        (by_operations, {"interpret"}),
         (by_a_whole_run, {"slow"}),
         (by_ranks, {"forks", "slow"}),
         (in_itself, set()),

@@ -20,9 +20,13 @@ from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan, Sharding
 from tests.methods.zoo import FOUR, table
 from tests.parallel.cells import (
+    APART,
     CELLS,
     COMPOSITIONS,
+    EXCHANGING,
+    FUSED_SQUARE,
     HALF,
+    KEPT,
     KIN,
     METHODS,
     OTHERS,
@@ -49,10 +53,19 @@ def in_part(cells: list[Any], short: list[Any]) -> list[Any]:
     "two", [(0, 1), (1, 2), (0, 2)], ids=["method, backend", "backend, family", "method, family"]
 )
 def test_the_short_part_has_every_pair_of_a_method_a_backend_and_a_family(two: tuple[int, int]) -> None:
-    assert {tuple(cell[at] for at in two) for cell in SQUARE} == {
+    staged = [(method, staged, name) for method, staged, name, _ in FUSED_STAGES if staged in BACKENDS]
+    short = [*SQUARE, *(cell[:3] for cell in FUSED_SQUARE), *staged]
+    assert {tuple(cell[at] for at in two) for cell in short} == {
         tuple(cell[at] for at in two) for cell in CELLS
     }
-    assert len(SQUARE) == 4 * len(BACKENDS)
+    assert len(short) <= 4 * len(BACKENDS) + 2
+
+
+def test_the_short_part_has_every_method_family_and_rung_fused_and_every_backend_in_both_forms() -> None:
+    for at, kinds in ((0, METHODS), (2, FOUR)):
+        assert {(cell[at], cell[3]) for cell in FUSED_SQUARE} == set(product(kinds, range(4)))
+    assert {cell[1] for cell in SQUARE} == set(BACKENDS)
+    assert {cell[1] for cell in FUSED_SQUARE} == {*APART, *EXCHANGING}
 
 
 @pytest.mark.parametrize(("method", "backend", "name"), in_part(CELLS, SQUARE))
@@ -112,6 +125,7 @@ def test_overlapped_communication_trains_as_one_process(
     check(case(name, method, OVERLAPPED[backend](name, 2), recompute=dropout > 0, dropout=dropout))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(("method", "name"), [("lora", "llama-causal"), ("side", "t5-seq2seq")])
 @pytest.mark.parametrize("backend", ["galaxy", "sp-gather", "sp-ulysses", "sp-ring", "cut"])
 def test_a_sequence_shorter_than_its_ranks_is_refused_and_training_pads_it(
@@ -127,6 +141,7 @@ def test_a_sliding_window_reaches_over_ranks(backend: str) -> None:
     check(Case("mistral-causal", "lora", plan, settings=(("sliding_window", 3),)))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", FOUR)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_runner_of_a_single_process_is_plain_torch(method: str, name: str) -> None:
@@ -144,25 +159,11 @@ def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(
 
 # Blocks that are cut or sharded, and fused: methods, families and what is kept go round under each plan here,
 # their product in the long part.
-KEPT = [
-    MemoryConfig("all"),
-    MemoryConfig("projections", tile=7),
-    MemoryConfig("attention"),
-    MemoryConfig("input", tile=5),
-]
-APART = ("tp", "tp-whole-vocabulary", "galaxy", "galaxy2", "shard")
-EXCHANGING = ("sp-gather", "sp-ulysses", "sp-ring", "cut")
-FUSED_BLOCKS = [
-    (METHODS[at], backend, FOUR[(at + turn) % 4], (at + turn) % 4)
-    for plans in (APART, EXCHANGING)
-    for turn, backend in enumerate(plans)
-    for at in range(4)
-]
 EVERY_FUSED = list(product(METHODS, APART + EXCHANGING, FOUR, range(4)))
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
-@pytest.mark.parametrize(("method", "backend", "name", "kept"), in_part(EVERY_FUSED, FUSED_BLOCKS))
+@pytest.mark.parametrize(("method", "backend", "name", "kept"), in_part(EVERY_FUSED, FUSED_SQUARE))
 def test_fused_blocks_that_are_cut_or_sharded_train_as_in_one_process(
     method: str, backend: str, name: str, kept: int, dropout: float
 ) -> None:
@@ -185,7 +186,8 @@ def test_a_vocabulary_cut_beside_a_sequence_has_its_loss_without_logits(
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        *product(("tp", "galaxy"), ("llama-causal", "t5-seq2seq")),
+        *(("tp", "llama-causal"), ("galaxy", "t5-seq2seq")),
+        *(pytest.param(*cell, marks=long) for cell in (("tp", "t5-seq2seq"), ("galaxy", "llama-causal"))),
         *(("sp-gather", "llama-causal"), ("sp-ulysses", "bart-seq2seq"), ("sp-ring", "bert-classify")),
     ],
 )

@@ -116,6 +116,7 @@ LOGITS = "logits in eval mode"
 # ------------------------------------------------------------------ sums over ranks
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     "case",
     [

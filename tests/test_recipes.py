@@ -30,11 +30,11 @@ pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
 SMALL = (
     "max_steps=2",
     "warmup=0",
-    "data.max_rows=24",
-    "data.max_length=32",
+    "data.max_rows=12",
+    "data.max_length=16",
     "head_only=false",
     "device=cpu",
-    "batch_size=4",
+    "batch_size=2",
 )
 THREE_STEPS = (
     "max_steps=3",
@@ -133,9 +133,9 @@ def train_in_group(recipe: Path, overrides: list[str]) -> None:
     run(recipe, overrides=overrides)
 
 
-# tests/test_matrix.py has every method and family under every backend; here is every family under one, Llama
-# under all three.
-QUICK = {"llama_lora_dp_tp_pp", "bert_lora_galaxy", "bart_side_pp", "t5_adapter_dp"}
+# tests/test_matrix.py has every method and family under every backend, tests/run/test_rank.py a whole run
+# under each; here are three axes at once, and heads and tokens.
+QUICK = {"llama_lora_dp_tp_pp", "bert_lora_galaxy"}
 
 
 MARKS = {name: pytest.mark.slow if plan.world > 4 else () for name, plan in PLANS.items()}

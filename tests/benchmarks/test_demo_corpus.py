@@ -71,6 +71,7 @@ def test_the_domain_is_in_no_general_file(modules: dict[str, set[str]]) -> None:
         assert tops <= DOMAIN if name.startswith("domain") else not tops & DOMAIN, name
 
 
+@pytest.mark.slow
 def test_nothing_near_a_held_out_text_is_trained_on(corpus: dict[str, list[dict[str, str]]]) -> None:
     rows = [(name, shingles(row["text"])) for name in FILES for row in corpus[name]]
     holders: dict[tuple[str, ...], list[int]] = {}

@@ -38,6 +38,7 @@ def test_bench_takes_settings_and_draws(type_: Type, recipe: str, tmp_path: Path
     assert (tmp_path / "speed.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_bench_measures_memory_policies(type_: Type, tmp_path: Path) -> None:
     write_model(tmp_path / "llama", "llama")  # attention that drops out would run unfused
     recipe = as_yaml(tmp_path / "small.yaml", settings(tmp_path, "llama"))

@@ -81,6 +81,7 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
 @pytest.mark.parametrize(
     "name", ["llama-causal", "qwen3-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq", "t5-gated"]

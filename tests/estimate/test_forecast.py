@@ -59,6 +59,8 @@ def test_a_sketch_is_the_tuned_model(name: str, method: str, tmp_path: Path) -> 
     assert {value.dtype for value in drawn.model.parameters() if value.requires_grad} == {torch.float32}
 
 
+@pytest.mark.slow
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", ["bert-classify", "bart-seq2seq", "t5-gated", "llama-causal"])
 @pytest.mark.parametrize("method", ["lora", "side"])
 @pytest.mark.parametrize("row", ["tp", "galaxy", "galaxy2", "sp"])

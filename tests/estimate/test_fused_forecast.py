@@ -23,6 +23,7 @@ from petune.recipe import Recipe, load_recipe
 from tests.methods.zoo import ZOO
 from tests.written_recipes import recipe_of
 
+pytestmark = pytest.mark.slow  # shapes of 32 blocks
 H200 = int(CARDS["H200"] * GIB)
 LLAMA_8B = {
     "hidden_size": 4096,

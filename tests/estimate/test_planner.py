@@ -144,6 +144,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "full", "side"])
 @pytest.mark.parametrize("name", ["llama-causal", "t5-gated"])
 def test_memory_is_the_footprint(name: str, method: str, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def shares(request: pytest.FixtureRequest) -> dict[str, float]:
     return {name: found for name, _, found in exact.survival("tiny", (request.param,), "cpu", seeds=2)}
 
 
+@pytest.mark.slow
 def test_every_site_of_fused_blocks_keeps_what_is_added_to_it(shares: dict[str, float]) -> None:
     blocks = {name: found for name, found in shares.items() if name.startswith(("llama", "bert"))}
     assert any("v" in name.split() for name in blocks) and {name.split()[0] for name in blocks} == {
@@ -45,6 +46,7 @@ def test_no_update_is_left_to_relu_whose_result_is_its_input_rounded_already() -
     assert 0.95 < exact.of_group(block, 2, seed=0)["up"] < 1.05
 
 
+@pytest.mark.slow
 def test_fused_linears_keep_what_is_added_to_them_with_and_without_a_bias(shares: dict[str, float]) -> None:
     assert 0.95 < shares["linear"] < 1.05 and 0.95 < shares["linear with a bias"] < 1.05
 

@@ -140,6 +140,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], toler
             torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_torch_finds_nothing_wrong_with_the_registration(name: str) -> None:
     op, _, args = EVERY[name]

@@ -49,6 +49,8 @@ def assert_equal(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor
 # ------------------------------------------------------------------ what is computed
 
 
+@pytest.mark.slow
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("end", ["residual", "paper"])
 @pytest.mark.parametrize("name", ZOO)
 def test_later_epochs_are_the_uncached_ones_to_the_bit_and_run_no_block(

@@ -31,7 +31,7 @@ SHORT: dict[str, dict[str, int]] = {
     "t5-seq2seq": {"num_layers": 1},
     "llama-causal": {},
 }
-IN_SHORT = {("llama-causal", "lora"), ("t5-seq2seq", "lora"), ("bert-classify", "side")}
+IN_SHORT = {("llama-causal", "lora"), ("bert-classify", "side")}
 COMPILED = [
     pytest.param(name, method, marks=() if (name, method) in IN_SHORT else pytest.mark.long)
     for name in FOUR
@@ -112,6 +112,7 @@ def test_gradient_checkpointing_really_recomputes(name: str, method: str) -> Non
     assert kept() < 0.7 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", GENERATING)
 def test_generate_and_beam_search_run_and_need_no_eval_call_to_repeat(name: str, method: str) -> None:

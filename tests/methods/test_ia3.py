@@ -26,6 +26,7 @@ from tests.parallel.plans import BACKENDS, settings_of
 FAMILIES = ("llama-causal", "bert-classify", "t5-seq2seq", "gemma3-causal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_starts_as_the_base_and_trains_as_in_peft_with_files_both_ways(name: str, tmp_path: Path) -> None:
     found = wrap(tiny(name), "ia3", also_train=())(**batch(name)).logits

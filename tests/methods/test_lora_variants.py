@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "name"), CASES)
 def test_it_trains_as_peft_and_files_go_both_ways(variant: str, name: str, tmp_path: Path) -> None:
     assert_trains_as_peft(name, tmp_path, **VARIANTS[variant])

@@ -100,6 +100,8 @@ def assert_never_met_petune(model: nn.Module, base: nn.Module) -> None:
 
 
 # one of each family
+@pytest.mark.slow
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", {config: name for name, (_, config, _) in ZOO.items()}.values())
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_merged_model_has_never_met_petune(name: str, method: str) -> None:

@@ -28,6 +28,7 @@ FAMILIES = ("llama-causal", "bert-classify", "t5-seq2seq", "gemma3-causal")
 NAME = "llama-causal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("r", [8, 24])
 def test_it_starts_as_the_base_and_trains_as_in_peft_with_files_both_ways(

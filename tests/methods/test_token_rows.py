@@ -31,6 +31,7 @@ def tuned(name: str, changes: Any = None, **settings: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("llama-causal", {}), ("llama-causal", TIED), ("bert-classify", {}), ("t5-seq2seq", TIED)],

@@ -199,6 +199,7 @@ def test_a_model_without_a_table_has_no_family() -> None:
 # -- behaviour that depends on transformers' own code; run on the oldest supported release too --
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
     [

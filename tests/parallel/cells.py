@@ -1,14 +1,16 @@
 """The cells of the matrix: the methods, backends and families that are tried together.
 
-CELLS is their whole product, for the long suite. SQUARE is the part in the short one: under every backend
-four cells, a Latin square of methods and families that turns with the backend, so that every pair of a
-method, a backend and a family is there.
+CELLS is their whole product, for the long suite. LATIN is the part in the short one: under every backend four
+cells, a Latin square of methods and families that turns with the backend, so that every pair of a method, a
+backend and a family is there. Where blocks are fused under a backend too, two of its four cells are
+(FUSED_SQUARE), which a rung of what is kept goes round, and two are not (SQUARE).
 """
 
 from __future__ import annotations
 
 from itertools import product
 
+from petune.kernels.configs import MemoryConfig
 from petune.parallel.plan import ParallelPlan
 from tests.methods.more_models import MORE
 from tests.methods.zoo import ADAPTED, FOUR, SETTINGS, ZOO, table
@@ -17,10 +19,28 @@ from tests.parallel.plans import BACKENDS, COMPOSED, settings_of
 
 METHODS = tuple(SETTINGS)
 CELLS = [(method, backend, name) for name in FOUR for method in METHODS for backend in BACKENDS]
-SQUARE = [
-    (method, backend, FOUR[(at - turn - 1) % 4])
-    for turn, backend in enumerate(BACKENDS)
-    for at, method in enumerate(METHODS)
+LATIN = [(at, turn, FOUR[(at - turn - 1) % 4]) for turn in range(len(BACKENDS)) for at in range(4)]
+KEPT = [
+    MemoryConfig("all"),
+    MemoryConfig("projections", tile=7),
+    MemoryConfig("attention"),
+    MemoryConfig("input", tile=5),
+]
+APART = ("tp", "tp-whole-vocabulary", "galaxy", "galaxy2", "shard")
+EXCHANGING = ("sp-gather", "sp-ulysses", "sp-ring", "cut")
+STAGED_FUSED = ("pp-1f1b",)  # all its methods are fused in tests/test_matrix.py
+
+
+def _fused(at: int, turn: int) -> bool:
+    """Whether a cell of the square is fused: under each backend two, of every method and family as many."""
+    return list(BACKENDS)[turn] in APART + EXCHANGING + STAGED_FUSED and (turn + turn // 4 + at // 2) % 2 == 1
+
+
+SQUARE = [(METHODS[at], list(BACKENDS)[turn], name) for at, turn, name in LATIN if not _fused(at, turn)]
+FUSED_SQUARE = [
+    (METHODS[at], list(BACKENDS)[turn], name, (2 * at + 3 * turn) % 4)
+    for at, turn, name in LATIN
+    if _fused(at, turn) and list(BACKENDS)[turn] not in STAGED_FUSED
 ]
 # One cell for each backend, so that the family and the method go round. How far these two lists turn is
 # decided by the long part of tests/test_mutations.py: biases train under tp and galaxy, Llama's positions are
@@ -100,6 +120,11 @@ def short_cells(like: Case) -> list[Case]:
     found = [
         case(name, method, BACKENDS[backend](name, 2), **changes)
         for method, backend, name in (ROUND if like.dropout else SQUARE)
+        if backend in backends
+    ]
+    found += [
+        case(name, method, BACKENDS[backend](name, 2), steps=1, dropout=0.1, blocks=KEPT[kept])
+        for method, backend, name, kept in FUSED_SQUARE
         if backend in backends
     ]
     return found + [

@@ -186,7 +186,7 @@ def assert_as_alone(
 
 # tests/test_matrix.py has the numbers of every cell; what is held is the same for all families.
 HALVES = [
-    pytest.param(name, method, marks=pytest.mark.long if (row + column) % 2 else ())
+    pytest.param(name, method, marks=pytest.mark.long if row != column else ())
     for row, name in enumerate(FOUR)
     for column, method in enumerate(sorted(SETTINGS))
 ]
@@ -200,6 +200,7 @@ def test_a_sharded_model_trains_as_one_process_does_and_holds_half(name: str, me
         assert all(".side.gates." in key for key in whole)  # scalars
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "side"])
 @pytest.mark.parametrize("changes", [{"reshard": False}, {"offload": True}, {"frozen": False}], ids=str)
 def test_every_setting_computes_the_same(changes: dict[str, bool], method: str) -> None:
@@ -394,6 +395,7 @@ def own_rows(value: Tensor, whole: Tensor) -> Tensor:
     return whole.narrow(0, first_row(value), len(local(value))) if is_sharded(value) else whole
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("offload", [False, True])
 def test_parameters_and_optimizer_states_go_whole_and_back(replicas: int, offload: bool) -> None:

@@ -107,6 +107,7 @@ def plan_of(backend: str, name: str) -> ParallelPlan:
     return {**BACKENDS, **LOOPED}[backend](name, 3 if backend in ("tp", "galaxy") else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", CELLS)
 def test_each_rank_reads_what_it_would_have_cut(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -262,6 +262,7 @@ def test_what_a_recipe_writes_reads_back_as_itself(tmp_path: Path) -> None:
     assert all("  # " in line for line in text.splitlines()[1:])
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none()
@@ -422,6 +423,7 @@ def test_a_value_that_could_not_be_read_is_reported_once(tmp_path: Path) -> None
     assert len(problems_of(write(tmp_path, "model: *m\ndata: d\nmethod: lora\n"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [b"k: 1\n" * 180_000, b"".join(b"k%d: 1\n" % i for i in range(4900)), b"- " * 400_000, b"x" * 1_000_001],

@@ -144,6 +144,7 @@ def test_a_damaged_run_is_shown_with_its_damage(tmp_path: Path) -> None:
     assert page.all("span", "chip damaged") and "Damaged: summary.json" in page.text and "Curves" in page.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, 7, "x", [], [7], {"a": 7}])
 def test_no_fact_of_another_kind_breaks_the_page(value: Any, tmp_path: Path) -> None:
     """Every fact in turn is replaced; the page is made, and says where a part is missing."""

@@ -24,6 +24,7 @@ from tests.small_runs import METHODS, TASK, Listener, loop, newest, run, setting
 pytestmark = pytest.mark.usefixtures("no_picture")
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", TASK)
 def test_an_honest_run_passes_for_every_family_and_method(family: str, method: str, tmp_path: Path):

@@ -82,6 +82,7 @@ def test_auto_means_fp32_on_a_cpu_and_cuda_is_refused_where_there_is_none(
     assert caught.value.code == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", TASK)
 def test_new_tensors_come_from_the_seed_whatever_was_drawn_before(family: str, method: str, tmp_path: Path):

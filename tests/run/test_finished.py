@@ -53,7 +53,7 @@ def logits(model: Any, family: str) -> torch.Tensor:
 # ---------------------------------------------------------------- the folder
 
 
-def test_a_run_leaves_every_file_it_promises(tmp_path: Path):
+def test_a_run_leaves_every_file_it_promises(tmp_path: Path, pictures: None):
     pytest.importorskip("matplotlib")
     recipe = as_yaml(tmp_path / "mine.yaml", settings(tmp_path, eval_every=3))
     finished = run(recipe)
@@ -398,7 +398,9 @@ def test_another_base_under_a_finished_run_is_refused(tmp_path: Path):
         load_run(finished.folder).generate("red")
 
 
-def test_a_picture_needs_matplotlib_and_a_run_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_picture_needs_matplotlib_and_a_run_does_not(
+    tmp_path: Path, pictures: None, monkeypatch: pytest.MonkeyPatch
+):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -82,7 +82,10 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 # ---------------------------------------------------------------- one step
 
 
-@pytest.mark.parametrize(("family", "method"), ALL)
+@pytest.mark.slow
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", TASK)
 def test_sixteen_rows_at_once_and_one_by_one_make_the_same_step_in_float64(
     family: str, method: str, tmp_path: Path
 ):

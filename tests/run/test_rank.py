@@ -52,15 +52,13 @@ EVERYWHERE: dict[str, Any] = {"none": "none", **PLANS}
 SOME = [
     pytest.param(plan, marks=() if plan in ("dp", "galaxy", "pp") else pytest.mark.long) for plan in PLANS
 ]
-# Llama under every plan, BERT under some.
+# Every plan with one of two families.
 PAIRS = [
     pytest.param(
         plan,
         family,
         method,
-        marks=()
-        if family == "llama" or (family, plan) in {("bert", "shard"), ("bert", "sp")}
-        else pytest.mark.long,
+        marks=() if family == ("bert" if plan in ("shard", "sp") else "llama") else pytest.mark.long,
     )
     for family, method in SHAPES
     for plan in PLANS
@@ -117,7 +115,8 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "family"),
     [
-        *(("tp", "llama"), ("galaxy", "bert"), ("sp", "bert"), ("shard", "llama"), ("pp", "llama")),
+        *(("galaxy", "bert"), ("shard", "llama"), ("pp", "llama")),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("tp", "llama"), ("sp", "bert"))),
         *(pytest.param(plan, "t5", marks=pytest.mark.long) for plan in ("galaxy", "sp", "shard", "pp")),
     ],
 )
@@ -189,19 +188,9 @@ WISHES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _third(row: int, column: int) -> Any:
-    """All but every third cell of a crossing are left to the long suite."""
-    return [pytest.mark.long] if (row + column) % 3 else []
-
-
-CROSSED = [
-    pytest.param(wish, plan, marks=_third(i, j))
-    for i, wish in enumerate(WISHES)
-    for j, plan in enumerate(PLANS)
-]
-
-
-@pytest.mark.parametrize(("wish", "plan"), CROSSED)
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("wish", WISHES)
 def test_what_a_recipe_may_ask_for_changes_nothing_of_that(
     wish: str, plan: str, tmp_path: Path, alone: Callable[..., Path]
 ):
@@ -453,7 +442,7 @@ def infinite_gradient() -> None:
 
 FAULTS = (infinite_loss, infinite_gradient)
 SPOILT = [
-    pytest.param(plan, what, marks=_third(i, j + 1))
+    pytest.param(plan, what, marks=pytest.mark.long if (i + j + 1) % 3 else ())
     for i, plan in enumerate(PLANS)
     for j, what in enumerate(FAULTS)
 ]

@@ -75,7 +75,9 @@ def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_oth
 
 
 @pytest.mark.usefixtures("no_picture")
-@pytest.mark.parametrize("plan", KILLS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan == "galaxy" else pytest.mark.long) for plan in KILLS]
+)
 def test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -226,6 +226,7 @@ def test_a_run_that_has_left_its_range_for_good_ends(
     assert checkpoint.verify(newest(tmp_path / "run")).facts["progress"]["spikes"] == 0
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in ("dp", "shard") else pytest.mark.long) for plan in PLANS]
 )

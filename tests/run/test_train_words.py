@@ -78,6 +78,7 @@ PLANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_ends_as_one_process_does(plan: str, alone: tuple[str, Path]) -> None:
     task, place = alone

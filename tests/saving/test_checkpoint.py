@@ -231,6 +231,7 @@ def step_of_a_run(root: Path) -> None:
     rotate(root, 2)
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_call_leaves_the_last_commit_whole(fast: Path) -> None:
     start, root = fast / "start", fast / "root"
     save(start, 1)

@@ -115,6 +115,7 @@ WRITTEN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRITTEN)
 def test_peft_loads_every_key_and_computes_the_same(case: str, tmp_path: Path) -> None:
     make, settings = WRITTEN[case]
@@ -227,6 +228,7 @@ READ: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", READ)
 def test_a_folder_of_pefts_computes_the_same_and_can_be_saved_again(case: str, tmp_path: Path) -> None:
     make, settings = READ[case]

@@ -45,6 +45,7 @@ def _float64() -> Iterator[None]:
 TOLERANCE = {"bert": 1e-12}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: f"{rung.keep}-{rung.offload}")
 @pytest.mark.parametrize("settings", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
@@ -56,6 +57,7 @@ def test_loss_and_every_gradient_are_those_of_the_unfused_model_on_every_rung(
     assert_alike(fused, plain, batch(name), TOLERANCE.get(name, 2e-6))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("tile", [1, 4, 100])
 @pytest.mark.parametrize(("name", "method"), [("llama", "lora"), ("bert", "lora"), ("bert", "adapter")])
 @pytest.mark.parametrize("keep", ["projections", "attention", "input"])

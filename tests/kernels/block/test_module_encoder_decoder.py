@@ -91,6 +91,7 @@ def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], 
 # ------------------------------------------------------------------ whole models
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", NAMES)

@@ -95,6 +95,7 @@ BATCHES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
 # ------------------------------------------------------------------ whole models
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("method", METHODS)

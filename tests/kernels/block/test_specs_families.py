@@ -65,6 +65,7 @@ def assert_alike(made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], c
     assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", RUNGS)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_blocks_compute_what_the_family_s_own_do(name: str, method: str) -> None:

@@ -136,6 +136,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 # ------------------------------------------------------------------ the step
 
 
+@pytest.mark.crossed
 @each_setting
 @pytest.mark.parametrize(
     "names", ["hidden weight", "hidden weight bias", "hidden weight a b", "hidden weight bias a b"]

@@ -393,6 +393,7 @@ class Nobody:
         return dy
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "shape",
     [

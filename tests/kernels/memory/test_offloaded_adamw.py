@@ -198,6 +198,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 3, 5])
 @pytest.mark.parametrize(
     "changes",
@@ -606,6 +607,7 @@ def races(
     return clocks.races
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen-embedding"])
 @pytest.mark.parametrize("states", [FP32, BF16])
 @pytest.mark.parametrize("slots", [2, 3, 4])

@@ -211,6 +211,7 @@ def test_more_memory_is_never_slower_and_a_budget_never_exceeded(
     assert hosted is not None and hosted.seconds <= found.seconds + price + 1e-9
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     SHAPES,

@@ -113,6 +113,7 @@ def test_the_references_forward_passes_gradcheck(act: Act, gated: bool) -> None:
 # ------------------------------------------------------------------ the kernels
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_form
 @each_shape
@@ -124,6 +125,7 @@ def test_both_ways_are_the_references(
     assert_all_as_good(backward, given, "silu", gated)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_form
 @pytest.mark.parametrize("act", ACTS)
@@ -137,6 +139,7 @@ def test_every_activation_is_the_references_where_rows_are_strided(
     assert torch.equal(given["u"], kept)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_form
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])

@@ -100,6 +100,7 @@ def test_what_does_not_drop_is_a_plain_product(call: Any) -> None:
 # ------------------------------------------------------------------ the kernels
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_shape
 @each_call

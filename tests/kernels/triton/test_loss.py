@@ -73,6 +73,7 @@ def test_the_reference_is_the_plain_formula_and_its_gradient(setting: str) -> No
 # ------------------------------------------------------------------ the kernel
 
 
+@pytest.mark.crossed
 @each_setting
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (7, 97), (4, 128), (5, 8_192), (3, 20_001)])

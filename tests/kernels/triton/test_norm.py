@@ -97,6 +97,7 @@ def test_the_reference_is_torchs_own(kind: str) -> None:
 SHAPES = [(1, 4096), (3, 1), (3, 7), (11, 64), (37, 100), (3, 20_000), (0, 64)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,6 +114,7 @@ def test_a_norm_is_as_good_as_torchs_in_the_same_dtype(
         assert_as_good(found, same, truth)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("extra", ["", "weights", "dresidual", "both"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

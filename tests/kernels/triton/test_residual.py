@@ -26,6 +26,7 @@ def test_add_low_in_the_reference_is_differentiated_by_autograd() -> None:
     torch.testing.assert_close(reference.add_low(x, y, (s, b)), x + y + s @ b.T)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns", "rank"),

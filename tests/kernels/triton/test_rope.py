@@ -101,6 +101,7 @@ def test_values_are_not_touched(dtype: torch.dtype) -> None:
     assert torch.equal(rope.rope_(qkv.clone(), cos, sin, 0), qkv)
 
 
+@pytest.mark.crossed
 @each_dtype
 @each_shape
 def test_turning_back_is_the_references(rows: int, positions: int, width: int, dtype: torch.dtype) -> None:

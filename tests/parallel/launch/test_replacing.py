@@ -99,11 +99,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("plan", "rank"),
     [
         ("dp", 0),
-        ("tp", 1),
-        ("galaxy", 0),
         ("pp", 1),
-        ("sp", 1),
-        pytest.param("pp", 0, marks=pytest.mark.long),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("tp", 1), ("galaxy", 0), ("sp", 1), ("pp", 0))
+        ),
     ],
 )
 def test_a_killed_rank_is_replaced_and_the_others_keep_process_and_base(

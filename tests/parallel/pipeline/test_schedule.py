@@ -231,6 +231,7 @@ UNEVEN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_two_stages_train_as_one_process(name: str, method: str) -> None:
@@ -248,6 +249,7 @@ CUTS = {
 }
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("where", CUTS)
 @pytest.mark.parametrize(("name", "method"), [("t5-seq2seq", "side"), ("bart-seq2seq", "full")])
 def test_an_encoder_and_decoder_are_cut_anywhere(name: str, method: str, where: str) -> None:
