@@ -139,6 +139,7 @@ def test_gradients_that_are_parts_of_a_sum_are_summed_once(case: Case, times: in
     fails(case, runner, "all_sum_", sums, GRADIENTS)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", ["llama-causal", "bart-seq2seq"])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_gradient_of_what_enters_a_region_cut_by_heads_is_summed(
@@ -164,6 +165,7 @@ def test_what_leaves_a_region_cut_by_heads_is_summed(fails: Fails) -> None:
     )
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("backend", ["sp-gather", "cut"])
 @pytest.mark.parametrize("name", ["llama-causal", "bert-classify"])
 def test_the_gradient_of_gathered_keys_and_values_comes_from_all_ranks(

@@ -34,7 +34,9 @@ def told(listener: Listener) -> str:
     return line
 
 
-@pytest.mark.parametrize("family", ["bert", "bart", "t5", "llama"])
+@pytest.mark.parametrize(
+    "family", ["t5", "llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert", "bart"))]
+)
 def test_a_run_with_a_cache_ends_as_one_without(family: str, tmp_path: Path) -> None:
     listener = Listener()
     found = run(cached(tmp_path, family), listener).folder

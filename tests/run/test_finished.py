@@ -287,6 +287,7 @@ def test_a_run_that_has_not_finished_says_how_to_go_on(tmp_path: Path):
         assert "--resume" in str(caught.value)
 
 
+@pytest.mark.crossed(1)
 @pictureless
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", TASK)

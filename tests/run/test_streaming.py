@@ -54,6 +54,7 @@ def without_stream(changes: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ trained as ever
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -134,6 +135,7 @@ def test_steps_too_small_for_bfloat16_are_no_fault(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ kept and taken up again
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_stopped_streamed_run_goes_on_bit_by_bit(family: str, kind: str, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5, adapter": ("t5", {"method": {"name": "adapter", "reduction": 4}}),
     "bart, input offloaded": ("bart", {"memory": {"keep": "input", "offload": "input"}}),
 }
+# Each setting of these is in another of the cases, with something beside it.
+OFTEN = {"llama, lora", "llama, recomputed", "llama, packed", "bert, lora", "bert, full", "t5, side"}
 
 
 def both(place: Path, family: str, **changes: Any) -> tuple[Any, Any, Listener, Listener]:
@@ -70,7 +72,9 @@ def both(place: Path, family: str, **changes: Any) -> tuple[Any, Any, Listener, 
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in OFTEN else ()) for case in CASES]
+)
 def test_a_run_with_fused_blocks_ends_as_one_without(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     fused, plain, told, other = both(tmp_path, family, **changes)

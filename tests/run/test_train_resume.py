@@ -94,7 +94,11 @@ def test_rates_of_their_own_are_kept_in_the_state_and_go_on(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [("bert", "lora"), ("bart", "side"), ("t5", "adapter"), ("llama", "full")]
+    ("family", "method"),
+    [
+        *(("t5", "adapter"), ("llama", "full")),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("bert", "lora"), ("bart", "side"))),
+    ],
 )
 def test_a_run_stopped_after_every_step_ends_bit_by_bit_as_one_that_was_not(
     family: str, method: str, tmp_path: Path
@@ -264,6 +268,7 @@ def damage(path: Path, how: str) -> None:
         path.unlink()
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("file", ["state.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("how", ["a flipped bit", "truncated", "missing"])
 def test_resume_falls_back_aloud_and_an_explicit_path_never_does(how: str, file: str, tmp_path: Path):

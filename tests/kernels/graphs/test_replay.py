@@ -127,6 +127,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 RECORDED = ["lora", "lora on q and v", "full", "adapter"]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("settings", [METHODS[name] for name in RECORDED], ids=RECORDED)
 @pytest.mark.parametrize("name", ["bert", "llama", "qwen3"])

@@ -83,6 +83,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["bart-seq2seq", "t5-seq2seq", "t5-gated"])
 def test_batches_of_unequal_length_on_both_sides_train_as_block_by_block(name: str, method: str) -> None:
