@@ -25,10 +25,10 @@ from tests.parallel.cells import (
     COMPOSITIONS,
     EXCHANGING,
     FUSED_SQUARE,
-    HALF,
     KEPT,
     KIN,
     METHODS,
+    ONE_EACH,
     OTHERS,
     ROUND,
     SHORT_KIN,
@@ -318,7 +318,7 @@ def test_fused_blocks_in_stages_of_another_axis(composed: str, name: str) -> Non
     check(case(name, "lora", COMPOSED[composed](name), steps=1, dropout=0.1, blocks=PARKED[2]))
 
 
-@pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, HALF))
+@pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, ONE_EACH))
 def test_four_ranks_of_two_axes_train_as_one_process(method: str, composed: str, name: str) -> None:
     check(case(name, method, COMPOSED[composed](name)))
 

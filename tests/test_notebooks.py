@@ -44,7 +44,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], An
 @pytest.mark.slow
 @pytest.mark.forks
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name", ["first-model", *(pytest.param(name, marks=pytest.mark.long) for name in [*SHOWN][1:])]
+)
 def test_a_notebook_runs_and_shows_its_runs(name: str, run: Callable[[str], Any]) -> None:
     cells = run(name).cells
     shown = "".join(str(output) for cell in cells for output in cell.get("outputs", ()))

@@ -37,14 +37,9 @@ def test_the_oldest_transformers_is_the_one_that_is_imported() -> None:
     assert Path(place).is_relative_to(PLACE)
 
 
-def test_models_are_read_as_the_oldest_transformers_reads_them() -> None:
-    which = ("tests/models/test_contents.py", "-k", "as_transformers_reads or left_to_it")
-    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", *which)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-
-
-def test_tables_identity_generation_and_merging_hold_on_the_oldest_transformers() -> None:
-    done = run(
-        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "tests/models/test_families.py"
-    )
+def test_reading_tables_identity_generation_and_merging_hold_on_the_oldest() -> None:
+    """In one process: it takes longer to start than to do this."""
+    files = ("tests/models/test_contents.py", "tests/models/test_families.py")
+    which = ("-m", "not long", "-k", "as_transformers_reads or left_to_it or test_families")
+    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", *files, *which)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -185,6 +185,9 @@ def assert_whole(folder: Path, expected: Path) -> None:
 # ------------------------------------------------------------------ all is well
 
 
+# Three interpreters import torch: tests/parallel/launch/test_launcher.py starts real ranks in the short suite,
+# and test_replacing.py there trains in ranks that petune's launcher has forked.
+@pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
 def test_petune_train_starts_its_own_ranks_and_ends_as_one_process_would(
     tmp_path: Path, launch: Callable[..., Launched]
