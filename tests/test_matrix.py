@@ -61,7 +61,7 @@ def test_the_short_part_has_every_pair_of_a_method_a_backend_and_a_family(two: t
     assert len(short) <= 4 * len(BACKENDS) + 2
 
 
-def test_the_short_part_has_every_method_family_and_rung_fused_and_every_backend_in_both_forms() -> None:
+def test_the_fused_square_has_every_method_family_and_rung_and_both_every_backend() -> None:
     for at, kinds in ((0, METHODS), (2, FOUR)):
         assert {(cell[at], cell[3]) for cell in FUSED_SQUARE} == set(product(kinds, range(4)))
     assert {cell[1] for cell in SQUARE} == set(BACKENDS)

@@ -28,6 +28,7 @@ FAMILIES = ("llama-causal", "bert-classify", "t5-seq2seq", "gemma3-causal")
 NAME = "llama-causal"
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("r", [8, 24])

@@ -37,6 +37,7 @@ def test_the_oldest_transformers_is_the_one_that_is_imported() -> None:
     assert Path(place).is_relative_to(PLACE)
 
 
+@pytest.mark.timeout(300)
 def test_reading_tables_identity_generation_and_merging_hold_on_the_oldest() -> None:
     """In one process: it takes longer to start than to do this."""
     files = ("tests/models/test_contents.py", "tests/models/test_families.py")

@@ -73,13 +73,13 @@ def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
     ("family", "method", "plan"),
     [
         ("llama", "full", "tp"),
-        ("llama", "full", "pp"),
-        ("llama", "full", "shard"),
+        pytest.param("llama", "full", "pp", marks=pytest.mark.long),
+        pytest.param("llama", "full", "shard", marks=pytest.mark.long),
         ("llama", "lora", "galaxy"),
         ("t5", "full", "tp"),
         ("bert", "lora", "shard"),
         ("t5", "lora", "pp"),
-        ("bart", "full", "galaxy"),
+        pytest.param("bart", "full", "galaxy", marks=pytest.mark.long),
         ("bert", "full", "dp"),
     ],
 )
