@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from petune.run.build import Base
         from petune.run.folder import RunFolder
         from petune.run.job import Job, going_on
-        from petune.run.notebook import fitting_reporter
         from petune.run.rank import Here, run_rank
         from petune.run.train import settle, train
     except KeyboardInterrupt:
@@ -77,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.job is not None:
             job = Job.read(given.job).again()
             base = Base(job.recipe)
-            run_rank(job, base, distributed.wanted(job.recipe, base), Here(fitting_reporter()))
+            with job.speaking() as reporter:
+                run_rank(job, base, distributed.wanted(job.recipe, base), Here(reporter))
             return 0
         again = process_group.restarted() > 0 and going_on(
             RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since

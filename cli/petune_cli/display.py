@@ -1,5 +1,5 @@
-"""How a run looks while it runs: a live bar on a terminal, plain lines everywhere else, the same words in
-both."""
+"""How a run looks while it runs: a live bar on a terminal, under a plan with its ranks below it; plain lines
+everywhere else, the same words in both."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from petune.log import printable
 from petune.run.reporting import PlainReporter, Reporter, score_line
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 
 @contextmanager
@@ -32,7 +32,13 @@ def reporter() -> Iterator[Reporter]:
 
 
 class Live:
-    """A progress bar with loss, learning rate, speed and time left; everything else is printed above it."""
+    """A progress bar with loss, learning rate, speed and time left, and below it the ranks of a plan;
+    everything else is printed above.
+
+    in_ranks: where the first rank of a plan, which is a process of its own, finds the same.
+    """
+
+    in_ranks: ClassVar[str] = "petune_cli.display:Live"
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.progress import (
@@ -44,13 +50,32 @@ class Live:
             TimeRemainingColumn,
         )
 
-        self.bar = Progress(
+        class WithRanks(Progress):
+            """Drawn several times a second, whether the run goes on or waits for a rank."""
+
+            def get_renderables(_) -> Iterator[RenderableType]:
+                yield from super().get_renderables()
+                yield from self._panel()
+
+        self.held: Sequence[Mapping[str, Any]] = ()
+        self.bar = WithRanks(
             *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
             TextColumn("loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[speed]} tokens/s"),
             *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
             console=console,
         )
         self.task = self.bar.add_task("training", total=None, loss="-", lr="-", speed="-")
+
+    def ranks(self, held: Sequence[Mapping[str, Any]]) -> None:
+        """Show a line a rank from now on. held: what each holds."""
+        self.held = held
+
+    def _panel(self) -> Iterator[RenderableType]:
+        if self.held:
+            from petune.parallel.launch.process_group import health
+            from petune_cli.ranks import panel
+
+            yield panel(health(), self.held)
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Print the header and put up the bar."""
@@ -83,6 +108,13 @@ class Live:
     def close(self) -> None:
         """Take the bar down; more than once does no harm."""
         self.bar.stop()
+
+    def aside(self, line: str, world: int) -> None:
+        """Print a line while the first of `world` ranks has a bar of its own on this terminal: below what it
+        has drawn, which is left standing, with room for it to draw on."""
+        from petune_cli.ranks import height
+
+        self.bar.console.print("\n" + printable(line) + "\n" * height(world), markup=False, highlight=False)
 
     def _print(self, lines: Sequence[str], first: str | None = None) -> None:
         for at, line in enumerate(lines):

@@ -85,9 +85,11 @@ def planned(recipe: Recipe) -> Recipe:
     return load_recipe(recipe, choice["settings"])
 
 
-def launch_ranks(plan: ParallelPlan, job: Job, restarts: int = 0) -> None:
+def launch_ranks(
+    plan: ParallelPlan, job: Job, restarts: int = 0, on_line: Callable[[str], None] = say
+) -> None:
     """Start every rank of a job on this machine and wait for their end; up to `restarts` times one that was
-    killed or froze is replaced.
+    killed or froze is replaced, which `on_line` is told.
 
     Raises what the first of them to fail has raised.
     """
@@ -98,7 +100,9 @@ def launch_ranks(plan: ParallelPlan, job: Job, restarts: int = 0) -> None:
     with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
         file = replace(job, since=time.time()).write(Path(scratch))
         command = [sys.executable, "-m", "petune", "--job", str(file)]
-        launch(command, plan.world, restarts=restarts, log_folder=job.folder.path / RANK_LOGS, on_line=say)
+        launch(
+            command, plan.world, restarts=restarts, log_folder=job.folder.path / RANK_LOGS, on_line=on_line
+        )
 
 
 def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:

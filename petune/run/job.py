@@ -4,16 +4,20 @@ rank reads that."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from petune.parallel.launch import orders, process_group
 from petune.recipe import Recipe, differences
 from petune.recipe.handing import hand_over, take_over
 from petune.run.entrance import entered
 from petune.run.folder import RunFolder
+from petune.run.notebook import fitting_reporter
+from petune.run.reporting import Reporter
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Job:
 
     resume: True goes on from the newest state that verifies, a path from exactly that one. since: when the
     first ranks were started, in seconds since the epoch; 0 where no launcher of petune's has started any.
+    reporter: what the first rank speaks with, as MODULE:NAME; None: lines, or a bar in a notebook.
     """
 
     recipe: Recipe
@@ -30,6 +35,17 @@ class Job:
     overwrite: bool = False
     allow_change: Collection[str] = ()
     since: float = 0.0
+    reporter: str | None = None
+
+    @contextmanager
+    def speaking(self) -> Iterator[Reporter]:
+        """What this process speaks with, closed however the block ends."""
+        if self.reporter is None or process_group.started()[0]:
+            yield fitting_reporter()
+            return
+        module, _, name = self.reporter.partition(":")
+        with closing(getattr(import_module(module), name)()) as found:
+            yield found
 
     def entered(self) -> AbstractContextManager[None]:
         """Hold the lock of the run folder; raises as petune.run.entrance.entered."""
@@ -55,7 +71,8 @@ class Job:
             written = scratch / "recipe.yaml"  # what the run folder's recipe.yaml will say
             written.write_text(self.recipe.to_yaml(), encoding="utf-8")
             recipe |= {"source": str(written), "notes": []}  # the launcher has said that there was no file
-        how = {
+        how: dict[str, Any] = {
+            "reporter": self.reporter,
             "resume": self.resume if self.resume is True else str(self.resume or ""),
             "overwrite": self.overwrite,
         }

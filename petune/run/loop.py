@@ -99,7 +99,9 @@ class Loop:
     def _say_header(self) -> None:
         self.trackers.start(self.folder.path, self.recipe.resolved())
         if self.runner.mesh.main:
-            self.folder.note_setup(setup(self.step, self.metric, self.saver.run_id))
+            found = setup(self.step, self.metric, self.saver.run_id)
+            self.folder.note_setup(found)
+            self.reporter.ranks(found["plan"]["ranks"])
         step, out = self.step, self.folder.path
         facts = header_lines(self.prepared, step.described, self.steps, step.place, self.runner.plan, out)
         self.reporter.header([*facts, *self.saver.came_from, *self.trackers.places()], self.steps.total)

@@ -19,7 +19,12 @@ from petune.log import printable, say
 
 class Reporter(Protocol):
     """What a run calls. `record` has step, epoch, loss, lr, grad_norm, tokens, tokens_per_s; an evaluation
-    step, epoch and its scores."""
+    step, epoch and its scores.
+
+    One that draws on a terminal may have more: `ranks` is told what each rank of a plan holds, `close` is
+    called however a rank ends, `in_ranks` says as MODULE:NAME what the first rank is to make to speak
+    with, and `aside` is what the process that started the ranks says meanwhile.
+    """
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Once, before the first step."""
@@ -119,6 +124,11 @@ class Logged:
                     rest = rest[os.write(fd, rest) :]
             finally:
                 os.close(fd)
+
+    def ranks(self, held: Sequence[Mapping[str, Any]]) -> None:
+        """Tell a reporter that draws the ranks of a plan what each of them holds."""
+        if (show := getattr(self.inner, "ranks", None)) is not None:
+            show(held)
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Log and pass on."""

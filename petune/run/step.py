@@ -34,7 +34,7 @@ from petune.run.expert_load import ExpertLoad
 from petune.run.progress import Progress
 from petune.run.schedule import learning_rate, plan_steps, units_of_step
 from petune.run.spikes import SpikeRule, refuse_non_finite, spike_fault, spike_record
-from petune.run.summary import explain_memory
+from petune.run.summary import explain_memory, peak_memory
 from petune.tasks import Example, class_weights, collate, count, pad_token_id
 
 _T = TypeVar("_T")
@@ -222,7 +222,9 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         if found is not None and not trained:
             back = self._leave_out(found, number, generators)
-        record = self._record(loss, norm, lr, time.perf_counter() - began, trained)
+        seconds = time.perf_counter() - began
+        process_group.worked(seconds, peak_memory(self.place.device), str(self.place.device))
+        record = self._record(loss, norm, lr, seconds, trained)
         if found is not None:
             record |= spike_record(self.recipe.on_spike, found, self._places(number), back)
         return record

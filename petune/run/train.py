@@ -4,6 +4,7 @@ parallel plan."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from petune.errors import UsageError
+from petune.log import say
 from petune.parallel.launch import process_group
 from petune.recipe import Recipe, load_recipe, settings_text
 from petune.run import distributed
@@ -97,8 +99,9 @@ def train(
         settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks}
     )
     refuse_unknown(allow_change)
-    job = Job(settled, RunFolder.of(settled), resume, overwrite, allow_change)
     here = Here(reporter or fitting_reporter(), objects, Callbacks(callbacks))
+    speaker = getattr(here.reporter, "in_ranks", None)
+    job = Job(settled, RunFolder.of(settled), resume, overwrite, allow_change, reporter=speaker)
     base = Base(settled, objects)
     plan = distributed.wanted(settled, base)
     if plan.world == 1 or process_group.joined():
@@ -114,7 +117,8 @@ def train(
             return finished(job, here)
         if overwrite:
             job.folder.clear_rank_logs()
-    distributed.launch_ranks(plan, job, restarts)
+    aside = getattr(reporter, "aside", None)
+    distributed.launch_ranks(plan, job, restarts, partial(aside, world=plan.world) if aside else say)
     return load_run(job.folder.path)
 
 

@@ -76,7 +76,7 @@ def test_a_recipe_is_read_once_in_the_launcher_and_once_in_a_rank(
         files.append(written)
         return read(written)
 
-    def launched(plan: Any, job: Job, restarts: int) -> None:
+    def launched(plan: Any, job: Job, *rest: Any) -> None:
         jobs.append(hand_over(job.recipe, str(job.folder.path)))
         raise KeyboardInterrupt
 

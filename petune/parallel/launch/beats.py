@@ -34,6 +34,7 @@ SILENT_S = 3 * BEAT_S  # a rank that has not beaten for this long is named when 
 SPARE_S = 1.0  # the main thread's own timeout may come first: it unwinds better than a thread can
 HOST = 8  # ranks whose beats one watcher reads; which hosts they are on does not matter
 NAMED = 32  # ranks that a beat tells of at the most, those silent longest: all read it, again and again
+SHOWN = 64  # ranks of a run, up to which each tells of its steps, for people who look at it
 FAILED = "failed"  # the key under which a rank says that it has failed
 
 Kind = Literal["own", "lost", "consequence"]
@@ -56,18 +57,20 @@ def replaced() -> PeerLost:
 @dataclass
 class Beat:
     """What a rank says of itself. silent: of the ranks it watches those not heard for two beats or more, each
-    with seconds and the step it was last at. failed: on rank 0, the Failure of a rank, as a mapping."""
+    with seconds and the step it was last at. failed: on rank 0, the Failure of a rank, as a mapping. work:
+    seconds of its last step, the most bytes it has held, and its device, where people look at ranks."""
 
     count: int = 0
     step: int = 0
     left: bool = False
     silent: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     failed: Mapping[str, Any] | None = None
+    work: tuple[float, int, str] | None = None
 
     @property
     def text(self) -> str:
-        """As it is written to the store."""
-        return json.dumps(vars(self))
+        """As it is written to the store, without what is at its default."""
+        return json.dumps({name: value for name, value in vars(self).items() if value not in (None, {})})
 
 
 def beat_of(text: str | None) -> Beat | None:
@@ -90,6 +93,17 @@ class Failure:
     rank: int
     text: str
     stopped: bool
+
+
+@dataclass(frozen=True)
+class Health:
+    """A rank as others heard it last: how long ago, and what it said. work: as in Beat; None where it is not
+    known here."""
+
+    rank: int
+    age_s: float
+    step: int
+    work: tuple[float, int, str] | None = None
 
 
 class Pulse:
@@ -264,6 +278,15 @@ class Pulse:
                     found.setdefault(int(name), (age + now - at, step))
         found.pop(self.here.rank, None)
         return found
+
+    def health(self) -> list[Health]:
+        """This rank and those it hears of: on rank 0 those of its watch, the other watchers, and whoever is
+        silent."""
+        heard = self.heard
+        found = [Health(self.here.rank, 0.0, self.own.step, self.own.work)]
+        for rank, (age, step) in self._ages().items():
+            found.append(Health(rank, age, step, heard[rank][0].work if rank in heard else None))
+        return sorted(found, key=lambda one: one.rank)
 
     def silent(self, limit_s: float) -> dict[int, str]:
         """What to say of each rank not heard for `limit_s` seconds; empty while the store itself does not

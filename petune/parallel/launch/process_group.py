@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from petune.errors import DistributedError, MachineError, PetuneError, Stopped
 from petune.log import printable, warn
 from petune.parallel.launch import beats, lasting, orders
-from petune.parallel.launch.beats import PeerLost, Pulse, replaced
+from petune.parallel.launch.beats import Health, PeerLost, Pulse, replaced
 from petune.parallel.launch.meeting import Meetings, check_in
 from petune.parallel.launch.orders import Standing, replaces
 from petune.parallel.launch.rendezvous import (
@@ -60,6 +60,7 @@ __all__ = [
     "check",
     "explain",
     "gather",
+    "health",
     "join",
     "joined",
     "launched",
@@ -75,6 +76,7 @@ __all__ = [
     "started",
     "survives",
     "unsettle",
+    "worked",
 ]
 
 FORMING_S = 3.0  # how long a rank may take to leave a group that is only being formed and has lost another
@@ -225,6 +227,17 @@ def at_step(step: int) -> None:
     """Note the step this rank is at: others name it should this rank fall silent."""
     if _session is not None:
         _session.pulse.own.step = step
+
+
+def worked(seconds: float, peak: int, device: str) -> None:
+    """Note what the last step took here, and the most bytes held: rank 0 shows it, where ranks are few."""
+    if _session is not None and _session.place.world <= beats.SHOWN:
+        _session.pulse.own.work = round(seconds, 3), peak, device
+
+
+def health() -> list[Health]:
+    """How the ranks that this one hears of are; none outside a group."""
+    return [] if _session is None else _session.pulse.health()
 
 
 # ------------------------------------------------------------ outliving another rank
