@@ -115,12 +115,13 @@ class Header:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the system refuses while writing into MachineError with path and errno."""
+def writing(path: Path, doing: str = "write") -> Iterator[None]:
+    """Turn what the system refuses while writing, or `doing` something else with a folder that is being
+    written, into MachineError with path and errno."""
     try:
         yield
     except OSError as error:
-        raise _machine_error("write", path, error) from error
+        raise _machine_error(doing, path, error) from error
 
 
 @contextmanager

@@ -150,8 +150,12 @@ class RunFolder:
         return match[1].decode() if match else None
 
     def is_lost(self, run_id: str) -> bool:
-        """Whether the folder of this run was removed, moved or taken by another run while it trained."""
-        return not self.has_resolved() or self.run_id() not in (run_id, None)
+        """Whether the folder of this run was removed, moved or taken by another run while it trained.
+
+        Raises MachineError where nobody can tell, as its disk does not answer.
+        """
+        with writing(self.path / _RESOLVED, "look at the run folder"):
+            return not self.has_resolved() or self.run_id() not in (run_id, None)
 
     def refuse_other_run(self, run_id: str, path: Path) -> None:
         """Raise FileError for the checkpoint at `path`, of run `run_id`, where that is not the run that began

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from petune.errors import Stopped
@@ -70,8 +70,11 @@ def _train(job: Job, base: Base, plan: ParallelPlan, here: Here) -> Run:
                 folder.begin(loop.saver.run_id, overwrite=job.overwrite)
             loop.run(job.resume, job.allow_change)
         except BaseException as error:
-            if folder.has_resolved() and not isinstance(error, Stopped | StopNow):
-                logged.write_error(process_group.explain(error))
+            with suppress(
+                OSError
+            ):  # where the folder's disk does not answer, the error itself is what matters
+                if folder.has_resolved() and not isinstance(error, Stopped | StopNow):
+                    logged.write_error(process_group.explain(error))
             raise
     tuned = None if objects.model is None else (loop.step.model.eval(), prepared.tokenizer)
     return Run(folder.path, objects=objects, tuned=tuned)
