@@ -22,9 +22,11 @@ def functions_of(file: str) -> dict[str, str]:
     path = TESTS / file
     if not path.is_file():
         return {}
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    tree = ast.parse(path.read_text()).body
+    functions = [node for node in tree if isinstance(node, ast.FunctionDef)]
+    of_all = [text for node in tree if (text := ast.unparse(node)).startswith("pytestmark")]
     return {
-        node.name: " ".join(map(ast.unparse, node.decorator_list))
+        node.name: " ".join([*of_all, *map(ast.unparse, node.decorator_list)])
         for node in functions
         if node.name.startswith("test_")
     }
