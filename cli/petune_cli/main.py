@@ -127,6 +127,18 @@ def command_line() -> Any:
     return command
 
 
+def _end_quickly() -> None:
+    """Keep Python from searching all of torch for garbage as it ends, which takes one to three seconds.
+
+    Triton from 3.9 on tells at length of whatever was not searched then: nobody hears it.
+    """
+    gc.freeze()
+    if "triton" in sys.modules:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def app(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command line (default: this process's) and exit.
 
@@ -134,8 +146,7 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     6 distributed; 7 training fault; 75 stopped and saved; 130 interrupted; 141, silently, when who reads the
     output has gone.
     """
-    # or Python searches all of torch for garbage as it ends, which takes one to three seconds
-    atexit.register(gc.freeze)
+    atexit.register(_end_quickly)
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]

@@ -184,6 +184,16 @@ def test_python_searches_nothing_for_garbage_as_the_command_ends() -> None:
     )
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_what_triton_says_of_garbage_at_the_end_is_not_heard(loaded: bool) -> None:
+    late = "import atexit, os, sys; atexit.register(os.write, 2, b'leaked 514 functions');"  # runs last
+    code = f"{late} sys.modules.update({{'triton': None}} if {loaded} else {{}});"
+    command = [sys.executable, "-c", f"{code} from petune_cli.main import app; app(['ls', 'nowhere'])"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode in (2, 4), ended
+    assert "nowhere" in ended.stderr and ("leaked" in ended.stderr) != loaded
+
+
 def test_out_of_memory_and_a_full_disk_are_the_machines_fault(
     type_: Type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
