@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+import torch
 from petune_cli.drawing import STYLE, as_svg
 
 from petune.estimate.forecast import forecast
@@ -19,6 +20,7 @@ from petune.estimate.timeline import charts
 from petune.kernels.configs import KEEPS
 from petune.kernels.memory.buffers import kept_sizes
 from petune.kernels.memory.shape import BlockShape
+from petune.models import fp8, int8, nf4
 from petune.recipe import load_recipe
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
@@ -102,6 +104,7 @@ def _svg(title: str, wide: float, high: float, body: Sequence[str]) -> str:
 
 X, Y = Box("x", 3, 3, "value", wide=3), Box("y", 50, 3, "value", wide=3)
 SUM = Box("+", 43, 3, "value", "+", 3, 3)
+FAR = Box("y", 52, 3, "value", wide=3)
 
 
 def methods() -> Iterator[tuple[str, str]]:
@@ -136,6 +139,26 @@ def methods() -> Iterator[tuple[str, str]]:
             "(IA)3: y = l * (W x)",
             [X, weight, Box("l", 38, 3, "trains", "· l [out]\ntrains", 11), Y],
             ["x > W", "W > l", "l > y"],
+        ),
+    )
+    shards = Box("k", 16, 9, text="Σ of shards\nof r features", wide=13)
+    one = Box("D", 32, 9, "trains", "Dᵀ\n[out, r], trains", 13)
+    yield (
+        "miss",
+        diagram(
+            "MiSS: y = W x + D^T (the sum of the shards of x)",
+            [X, weight, shards, one, SUM, Y],
+            ["x > W", "W > +", "x > k", "k > D", "D > +", "+ > y"],
+        ),
+    )
+    rest = Box("W", 22, 3, text="W - s B A\nfrozen", wide=14)
+    parts = [Box("A", 17, 9, "trains", "A = √(S/s) Vᵀ", 13), Box("B", 33, 9, "trains", "B = U √(S/s)", 13)]
+    yield (
+        "pissa",
+        diagram(
+            "PiSSA: the principal components of W train, the rest is frozen",
+            [X, rest, *parts, Box("s", 42, 9, "value", "· s", 3), Box("+", 46, 3, "value", "+", 3, 3), FAR],
+            ["x > W", "W > +", "x > A", "A > B", "B > s", "s > +", "+ > y"],
         ),
     )
     layer = Box("W", 11, 3, text="attention, MLP\nfrozen", wide=13)
@@ -219,11 +242,39 @@ def memory() -> str:
     return _svg("bytes that a block keeps for each token, by rung", left + 92 * SCALE + 80, top, body)
 
 
+LINE_AT, LINE_LONG = 80.0, 520.0  # pixels: where the line from -1 to 1 begins, and its length
+
+
+def fewer_bytes() -> str:
+    """The values that a number of a frozen weight can have in each form, the largest of its block or row
+    being 1."""
+    bytes_ = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    held = {
+        "nf4": (nf4.levels(torch.device("cpu")), "4.13 bits"),
+        "int8": (torch.arange(-int8.LARGEST, int8.LARGEST + 1) / int8.LARGEST, "8 bits"),
+        "fp8": (bytes_[bytes_.isfinite()].unique() / fp8.LARGEST, "8 bits"),
+    }
+    body, top = [], 10.0
+    for name, (levels, bits) in held.items():
+        body.append(f'<text x="10" y="{top + 20:g}">{name}</text>')
+        places = sorted({round(LINE_AT + LINE_LONG * (float(one) + 1) / 2, 1) for one in levels})
+        path = "".join(f"M{x:g},{top:g}v28" for x in places)
+        body.append(f'<path class="arrow" style="stroke-width:.6" d="{path}"/>')
+        body.append(
+            f'<text x="{LINE_AT + LINE_LONG + 12:g}" y="{top + 20:g}">{len(levels)} values, {bits}</text>'
+        )
+        top += 42
+    for x, text in ((0.0, "-1"), (0.5, "0"), (1.0, "1")):
+        x = LINE_AT + x * LINE_LONG
+        body.append(f'<text x="{x:g}" y="{top + 6:g}" text-anchor="middle">{text}</text>')
+    return _svg("the values of a number in nf4, int8 and fp8", LINE_AT + LINE_LONG + 160, top + 16, body)
+
+
 def pictures() -> dict[str, str]:
     """Every picture by the name of its file."""
     found = {f"{name}.svg": text for name, text in methods()}
     found |= {f"plan-{name}.svg": text for name, text in plans()}
-    return found | {"memory.svg": memory()}
+    return found | {"memory.svg": memory(), "fewer-bytes.svg": fewer_bytes()}
 
 
 if __name__ == "__main__":
