@@ -1,4 +1,5 @@
 """A picture of a page, by a real browser: `python -m benchmarks.screenshot RUN|FILE OUT.png [WIDTH [dark]]`.
+Those of the documents: `python -m benchmarks.screenshot docs RUN`, of a run that is done.
 
 The browser is chromium (Debian: apt install chromium), without a window, spoken to through a pipe; nothing is
 installed for it and no port is opened. Tests of pages use the same.
@@ -14,9 +15,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from contextlib import chdir
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from petune.report.watch import Watch
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 60
@@ -137,15 +143,49 @@ class Browser:
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
 
 
+def shot(address: str, out: Path, width: int = 1100, *, dark: bool = False, height: int = 1500) -> None:
+    """The page at an address as a PNG."""
+    with Browser(width, height, dark=dark) as browser:
+        browser.open(address)
+        out.write_bytes(browser.picture(whole=False))
+        print(f"{out}: {out.stat().st_size:,} bytes; on the console: {browser.errors or 'nothing'}")
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+GOING = ["bert_lora", "model=demo:tiny-llama", "max_steps=80", "eval_every=20", "data.max_length=32"]
+GOING += ["batch_size=8", "out=runs/docstrings"]
+
+
+def docs(run: Path) -> None:
+    """The pictures of docs/report.md, light and dark: the page about a run that is done, and the live page
+    with it and another that is trained meanwhile, in this folder."""
+    shutil.copytree(run, Path("runs") / run.name)
+    page = (Path("runs") / run.name / "report.html").resolve().as_uri()
+    for name, dark in (("", False), ("-dark", True)):
+        shot(page, DOCS / f"report{name}.png", dark=dark)
+    words = [sys.executable, "-c", "from petune_cli.main import app; app()", "train", *GOING]
+    metrics = Path("runs/docstrings/metrics.jsonl")
+    with subprocess.Popen(words) as going, Watch(Path("runs")) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            while going.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 50):
+                time.sleep(0.5)
+            for name, dark in (("", False), ("-dark", True)):
+                shot(server.address, DOCS / f"watch{name}.png", dark=dark, height=800)
+        finally:
+            going.terminate()
+            server.shutdown()
+
+
 def main(words: list[str]) -> None:
     """Take the picture."""
+    if words[0] == "docs":
+        run = Path(words[1]).resolve()
+        with tempfile.TemporaryDirectory(prefix="petune-") as folder, chdir(folder):
+            return docs(run)
     source, out, *more = words
     page = Path(source) / "report.html" if Path(source).is_dir() else Path(source)
-    width = int(more[0]) if more else 1100
-    with Browser(width, 1500, dark="dark" in more) as browser:
-        browser.open(page.resolve().as_uri())
-        Path(out).write_bytes(browser.picture(whole=False))
-        print(f"{out}: {os.path.getsize(out):,} bytes; on the console: {browser.errors or 'nothing'}")
+    shot(page.resolve().as_uri(), Path(out), int(more[0]) if more else 1100, dark="dark" in more)
 
 
 if __name__ == "__main__":
