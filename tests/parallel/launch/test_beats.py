@@ -14,7 +14,7 @@ import pytest
 from benchmarks.thousand_ranks import Rank, together
 from petune.errors import DistributedError, Stopped
 from petune.parallel.launch import beats, seal
-from petune.parallel.launch.beats import Beat, PeerLost
+from petune.parallel.launch.beats import Beat, Health, PeerLost
 from petune.parallel.launch.meeting import named, runs_of
 from petune.parallel.launch.rendezvous import Place, serve
 
@@ -109,6 +109,20 @@ def test_whoever_falls_silent_is_named_by_all_others_and_nobody_else_is(
     assert until(lambda: all(len(rank.pulse.silent(TIMEOUT_S)) >= len(lost) for rank in others))
     assert {tuple(rank.pulse.silent(TIMEOUT_S)) for rank in others} == {tuple(sorted(lost))}
     assert until(lambda: all(rank.verdict for rank in others)), "the watching thread says so too"
+
+
+def test_rank_0_knows_how_the_ranks_are_that_it_hears_of(ranks: list[Rank]) -> None:
+    for rank in (0, 3, 8, 9):
+        ranks[rank].pulse.own.step, ranks[rank].pulse.own.work = 5, (0.25, 1 << 20, f"cuda:{rank}")
+    ranks[20].pulse.ended.set()
+    pulse = ranks[0].pulse
+    assert until(lambda: 20 in {one.rank for one in pulse.health()})
+    found = {one.rank: one for one in pulse.health()}
+    assert {*range(8), *range(8, WORLD, 8), 20} == set(found), "its watch, the watchers, and who is silent"
+    assert found[0] == Health(0, 0.0, 5, (0.25, 1 << 20, "cuda:0"))
+    assert found[3].step == 5 and tuple(found[3].work or ()) == (0.25, 1 << 20, "cuda:3")
+    assert tuple(found[8].work or ()) == (0.25, 1 << 20, "cuda:8") and found[4].work is None
+    assert found[20].age_s > 2 * beats.BEAT_S > found[3].age_s
 
 
 def test_a_rank_that_fails_or_was_stopped_tells_all_others(ranks: list[Rank]) -> None:
