@@ -170,6 +170,9 @@ def row_of(text: str, task: str) -> dict[str, Any]:
                 {"role": "assistant", "content": " ".join(reversed(words))},
             ]
         }
+    if task == "prefer":
+        answer = " ".join(reversed(words))
+        return {"prompt": text, "chosen": f"{answer} one", "rejected": " ".join(["dog", *words[:2]])}
     if task == "tokens":
         return {
             "tokens": words,

@@ -176,7 +176,7 @@ def test_fused_blocks_that_are_cut_or_sharded_train_as_in_one_process(
 def test_a_vocabulary_cut_beside_a_sequence_has_its_loss_without_logits(
     backend: str, method: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "vocabulary_loss", None)
+    monkeypatch.setattr(runner, "vocabulary_losses", None)
     plan = BACKENDS[backend](name, 2)
     assert plan.cut is not None
     plan = replace(plan, cut=replace(plan.cut, vocabulary=VOCABULARY[2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import petune
-from tests.small_runs import write_model
+from tests.small_runs import training, write_model
 
 LORA: dict[str, Any] = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
 STEPS: dict[str, Any] = {
@@ -98,6 +99,58 @@ def test_trls_sft_trainer_trains_as_with_a_peft_model(checkpoint: Path, kernels:
     for name, value in ended.items():
         assert not torch.equal(value, start[name])
         torch.testing.assert_close(value, reference[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_a_step_on_preferences_has_the_loss_and_gradients_of_trls_dpo_trainer(
+    checkpoint: Path, kernels: str, loss: str, tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl", reason="make test-system installs it")
+    from datasets import Dataset
+
+    rows = [
+        {"prompt": text, "chosen": "one sun", "rejected": f"{text} fox"}
+        for text in ("red sun", "blue", "two sea hill", "three cat runs moon")
+    ]
+    for name, part in {"rows": rows, "held": [rows[0] | {"prompt": "green"}]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    data = {"path": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "held.jsonl"), "separator": " "}
+    recipe = {"model": str(checkpoint), "data": data, "task": "prefer", "method": {"name": "lora", **LORA}}
+    recipe |= {
+        "prefer": loss,
+        "batch_size": 4,
+        "device": "cpu",
+        "kernels": kernels,
+        "out": str(tmp_path / "o"),
+    }
+    step = training(recipe)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for value in step.tuned.values():
+            value.add_(0.1 * torch.randn_like(value))
+    step.refer()
+    found = step.passes(step.micro_batches(0), 0)
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["targets"], task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(causal(checkpoint), config)
+    names = {"dpo": "sigmoid", "ipo": "ipo"}
+    given = STEPS | {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
+    settings = trl.DPOConfig(output_dir=str(tmp_path / "trl"), beta=0.1, loss_type=names[loss], **given)
+    trainer = trl.DPOTrainer(
+        theirs,
+        args=settings,
+        train_dataset=Dataset.from_list([row | {"prompt": row["prompt"] + " "} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+    )
+    trained = {bare(name): value for name, value in theirs.named_parameters() if value.requires_grad}
+    for name, value in trained.items():  # now, as its reference is the model that it is given
+        value.data.copy_(step.tuned[name])
+    expected = trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    expected.backward()
+    assert found == pytest.approx(float(expected.detach()), abs=1e-5)
+    for name, value in trained.items():
+        torch.testing.assert_close(step.tuned[name].grad, value.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.system

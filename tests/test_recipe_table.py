@@ -92,9 +92,15 @@ TOGETHER = [
 ]
 TOGETHER.append("llama_lora_dp_tp_pp")
 STREAMED = {"clip": None, "memory": {"stream": "fp32"}, "kernels": "reference"}  # as a CPU can, too
-OTHER_TASKS: dict[str, dict[str, Any]] = {  # of bert_lora
-    "tokens": {"task": "tokens", "class_weights": "none", "lr": 1e-3},
-    "mlm": {
+OTHER_TASKS: dict[str, dict[str, Any]] = {  # over what the recipe of family and method says
+    "bert_lora_tokens": {"task": "tokens", "class_weights": "none", "lr": 1e-3},
+    "llama_lora_prefer": {
+        "task": "prefer",
+        "data": {"path": "demo:docstrings", "max_length": 128, "truncation": "left"},
+        "lr": 1e-3,
+        "epochs": 1,
+    },
+    "bert_lora_mlm": {
         "task": "mlm",
         "class_weights": "none",
         "lr": 2e-3,
@@ -118,7 +124,7 @@ NAMES = [
     "llama_full_streamed",
     "t5_side_cache",
     *(f"llama_{variant}" for variant in VARIANTS),
-    *(f"bert_lora_{task}" for task in OTHER_TASKS),
+    *OTHER_TASKS,
     *SHAPES,
     *TOGETHER,
 ]
@@ -155,8 +161,8 @@ def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
         row |= STREAMED
     elif over == ["cache"]:
         row["cache"] = True
-    elif over and over[0] in OTHER_TASKS:
-        row |= OTHER_TASKS[over[0]]
+    elif name in OTHER_TASKS:
+        row |= OTHER_TASKS[name]
     elif over:
         row["parallel"] = parallel(family, over[0])
     assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()

@@ -168,7 +168,7 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
             with suppress(UsageError):  # what a run would refuse is said where blocks are fused
                 quantise_blocks(model, family, recipe.base_dtype)
     work = Pass(
-        rows=recipe.batch_size,
+        rows=recipe.batch_size * task.texts,
         tokens=_tokens(recipe, config, family),
         itemsize=2 if bf16 else 4,
         dropouts=_dropouts(
@@ -442,7 +442,9 @@ def _knobs(
     if not recipe.gradient_checkpointing:
         options["gradient_checkpointing=true"] = saved(replace(drawn.work, recompute=True))
     if drawn.work.rows // 2 >= plan.dp:
-        options[f"batch_size={drawn.work.rows // 2}"] = saved(replace(drawn.work, rows=drawn.work.rows // 2))
+        options[f"batch_size={recipe.batch_size // 2}"] = saved(
+            replace(drawn.work, rows=drawn.work.rows // 2)
+        )
     shorter: dict[StackName, int] = {stack: tokens // 2 for stack, tokens in drawn.work.tokens.items()}
     options[f"data.max_length={max(shorter.values())}"] = saved(replace(drawn.work, tokens=shorter))
     if drawn.work.itemsize == 4 and not method_of(recipe.method).trains_base:

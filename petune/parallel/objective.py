@@ -35,6 +35,10 @@ def _no_select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("a vocabulary cut across ranks needs Objective.select")
 
 
+def _sum(losses: Tensor, batch: Batch) -> Tensor:
+    return losses.sum()
+
+
 def no_fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
     """None: this loss is made of the outputs of `forward`."""
     return None
@@ -46,7 +50,9 @@ class Objective:
     -> the summed loss of all rows, a scalar.
 
     select: (outputs with logits [b, s, any width], batch) -> the logits [n, width] of the positions that
-    count and their labels [n], for a vocabulary cut across ranks. fused_loss: (model, batch, labels that
+    count and their labels [n], for a vocabulary cut across ranks; finish: (the cross-entropies [n] of those,
+    batch) -> what `loss` would give. texts: rows of a batch that belong together, which no pipeline parts.
+    fused_loss: (model, batch, labels that
     count at most) -> what `loss` would give, for a model that makes it without logits, or None for one that
     does not. tuned: what trains in a model, by name. autocast: entered around every forward.
     """
@@ -54,6 +60,8 @@ class Objective:
     forward: Callable[[nn.Module, Batch], Outputs]
     loss: Callable[[Outputs, Batch], Tensor]
     select: Callable[[Outputs, Batch], tuple[Tensor, Tensor]] = _no_select
+    finish: Callable[[Tensor, Batch], Tensor] = _sum
+    texts: int = 1
     fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = no_fused_loss
     tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = trainable
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -28,7 +28,7 @@ from petune.parallel.objective import Batch, Objective, Outputs
 from petune.parallel.pipeline.schedule import Pipeline
 from petune.parallel.placement import Placement, start_of
 from petune.parallel.plan import apportion
-from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_loss
+from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_losses
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
 
@@ -68,7 +68,8 @@ class Runner:
         group, first = self.mesh.groups["tp"], sum(self.vocabulary[: self.mesh.at.tp])
 
         def loss(outputs: Outputs, batch: Batch) -> Tensor:
-            return vocabulary_loss(*objective.select(outputs, batch), group, first)
+            losses = vocabulary_losses(*objective.select(outputs, batch), group, first)
+            return objective.finish(losses, batch)
 
         return replace(objective, loss=loss)
 

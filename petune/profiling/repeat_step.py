@@ -16,6 +16,7 @@ class Rehearsal:
 
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
         self.step = Step(prepared, mesh)
+        self.step.refer()
         self.runner, self.tuned, self.optimizer = self.step.runner, self.step.tuned, self.step.optimizer
         for options in self.optimizer.param_groups:
             options["lr"] = 0.0

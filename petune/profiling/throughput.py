@@ -284,7 +284,9 @@ def measure(case: Case, steps: int, warm: float | None = None) -> Measured:
     if warm is None:
         warm = WARM_UP if place.device.type == "cuda" else 0.0
     try:
-        return _measure(case, Step(prepare(settled)), steps, warm)
+        step = Step(prepare(settled))
+        step.refer()
+        return _measure(case, step, steps, warm)
     except MachineError as error:
         return Measured(case, error=str(error.problems[0].what))
 

@@ -12,8 +12,10 @@ from typing import Any
 from petune.errors import Problem
 from petune.recipe.yaml_lines import KeyPath, scalar, short, write_scalar
 
-SECTIONS = {"data": "path", "method": "name", "memory": "keep"}  # a bare text there means this setting
-MEMORY = "memory"  # the section that may be left out or empty
+# a bare text there means this setting
+SECTIONS = {"data": "path", "method": "name", "memory": "keep", "prefer": "loss"}
+MEMORY, PREFER = "memory", "prefer"
+OPTIONAL = (MEMORY, PREFER)  # sections that may be left out or empty
 PARALLEL = "parallel"  # holds an axis per backend, which holds settings
 AUTO = "auto"  # in the place of its axes: they are chosen when a run starts
 
@@ -36,7 +38,7 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
         if value is None:
             return {}
         return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else None
-    if path == (MEMORY,) and value is None:
+    if path[0] in OPTIONAL and len(path) == 1 and value is None:
         return {}
     return (
         {SECTIONS[path[0]]: value}

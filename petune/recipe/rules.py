@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from petune.errors import Problem, UsageError
 from petune.files.patterns import compile_pattern
@@ -22,18 +22,9 @@ from petune.parallel.configs import (
 )
 from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
 from petune.recipe.schema import Recipe
+from petune.recipe.task_rules import TASK_RULES, Rule
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import METRICS
-
-
-class Rule(NamedTuple):
-    """Holds of every good recipe; checked when none of `keys` is wrong by itself. The problem is placed at
-    the first of them."""
-
-    keys: tuple[str, ...]
-    holds: Callable[[Recipe], bool]
-    what: str
-    remedy: str
 
 
 def _metrics(recipe: Recipe) -> Mapping[str, str]:
@@ -43,10 +34,6 @@ def _metrics(recipe: Recipe) -> Mapping[str, str]:
         if recipe.task
         else {name: better for table in METRICS.values() for name, better in table.items()}
     )
-
-
-def _task_is(recipe: Recipe, *tasks: str) -> bool:
-    return recipe.task is None or recipe.task in tasks
 
 
 _BY_OUTPUTS = ("q", "k", "v", "gate", "up")  # roles that are never cut by their inputs
@@ -208,6 +195,7 @@ CACHED = (
     ),
 )
 RULES = (
+    *TASK_RULES,
     Rule(
         ("data.path",),
         lambda recipe: bool(recipe.data.path.strip()),
@@ -229,36 +217,6 @@ RULES = (
         "a single text is a regular expression for whole module names, and this is none, or one that may take"
         " too long",
         "for roles or name suffixes write a list: [q, v]",
-    ),
-    Rule(
-        ("data.packing", "task"),
-        lambda recipe: not getattr(recipe.data, "packing", False) or _task_is(recipe, "causal", "chat"),
-        "packing joins examples of causal and chat only",
-        "remove data.packing, or set task: causal",
-    ),
-    Rule(
-        ("data.chunk", "task"),
-        lambda recipe: not getattr(recipe.data, "chunk", False) or _task_is(recipe, "causal", "mlm"),
-        "only causal and mlm read documents",
-        "remove data.chunk, or set task: causal or mlm",
-    ),
-    Rule(
-        ("data.chunk", "data.packing"),
-        lambda recipe: not (getattr(recipe.data, "chunk", False) and getattr(recipe.data, "packing", False)),
-        "windows are full already, and packing joins rows that are not",
-        "remove data.packing",
-    ),
-    Rule(
-        ("data.max_target_length", "task"),
-        lambda recipe: getattr(recipe.data, "max_target_length", None) is None or _task_is(recipe, "seq2seq"),
-        "only seq2seq has targets of their own length",
-        "use data.max_length",
-    ),
-    Rule(
-        ("class_weights", "task"),
-        lambda recipe: recipe.class_weights == "none" or _task_is(recipe, "classify"),
-        "they belong to task: classify",
-        "remove class_weights",
     ),
     Rule(
         ("warmup",),

@@ -21,7 +21,7 @@ from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.raw import AUTO, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
-from petune.tasks.configs import DataConfig
+from petune.tasks.configs import DataConfig, PreferConfig
 
 # What the recipe names as input; a relative one is looked for beside the recipe, then in the working
 # directory.
@@ -53,10 +53,10 @@ class Recipe(BaseModel):
     data: SkipValidation[DataConfig] = Field(
         description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more"
     )
-    task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat"] | None = Field(
+    task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat", "prefer"] | None = Field(
         None,
         description=(
-            "classify, tokens, mlm, seq2seq, causal or chat; null: inferred from model and data where"
+            "classify, tokens, mlm, seq2seq, causal, chat or prefer; null: inferred from model and data where"
             " unambiguous"
         ),
     )
@@ -139,6 +139,9 @@ class Recipe(BaseModel):
             "hold frozen weights of fused blocks in fewer bytes: nf4 (4.13 bits), int8, fp8 (multiplies in"
             " them); not exact"
         ),
+    )
+    prefer: SkipValidation[PreferConfig] = Field(
+        PreferConfig(), description="task prefer: dpo, ipo or orpo; or a mapping with loss and more"
     )
     cache: bool | Literal["fp32", "bf16", "fp8"] = Field(
         False, description="side: run the frozen backbone once for each row; true, or the dtype to store"
@@ -262,7 +265,7 @@ class Recipe(BaseModel):
         values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         values["data"] = _as_dict(self.data)
         values["method"] = {"name": self.method_name, **_as_dict(self.method)}
-        values["memory"] = _as_dict(self.memory)
+        values["memory"], values["prefer"] = _as_dict(self.memory), _as_dict(self.prefer)
         values["parallel"] = {name: _as_dict(axis) for name, axis in self.parallel.axes.items()} or (
             AUTO if self.parallel.auto else "none"
         )

@@ -12,7 +12,7 @@ from petune.methods import without_tuning
 from petune.run.build import prepare
 from petune.run.finished import Run
 from petune.tasks.answer_metrics import metric_named, scores
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged
+from petune.tasks.rows import Conversation, Labelled, Message, Pair, Preference, Row, Tagged
 
 _HALF = 2  # a text is asked to go on from its first half
 
@@ -60,6 +60,8 @@ def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:
     """What to ask for a row, and the answer that it holds."""
     if isinstance(row, Labelled) and row.pair is None:
         return row.text, row.label
+    if isinstance(row, Preference):
+        return _question(row.chosen, task)
     if isinstance(row, Pair):
         return row.source, row.target
     if isinstance(row, Conversation):

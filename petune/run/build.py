@@ -297,7 +297,8 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         what = "the routers' auxiliary loss is made of means over all rows of a pass, which a plan splits"
         remedy = "set output_router_logits: false in the model's config.json, or parallel: none"
         raise UsageError(what, where="parallel", remedy=remedy)
-    objective = replace(objective_of(prepared.task, weights, balance), autocast=prepared.place.autocast)
+    found = objective_of(prepared.task, weights, balance, recipe.prefer)
+    objective = replace(found, autocast=prepared.place.autocast)
     unread = contents_of(model) is not None
     with phase("reading the weights" if unread else f"moving the model to {mesh.device}"):
         where = parallelize(
@@ -377,15 +378,12 @@ def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
     """The model tuned as the folder of `init_adapter` says; its settings count, not the recipe's, but the
     method must be the same."""
     assert recipe.init_adapter is not None
-    folder = recipe.resolve_path(recipe.init_adapter)
+    folder, where = recipe.resolve_path(recipe.init_adapter), recipe.where("init_adapter")
     if folder is None:
-        raise FileError(
-            "init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter
-        )
+        raise FileError("init_adapter is not there", where=where, found=recipe.init_adapter)
     model = load(model, folder)
     say(f"starting from {folder}: what it was tuned with counts, not the settings under `method`")
     if tuning(model).method != recipe.method_name:
-        where = recipe.where("init_adapter")
         raise UsageError(
             f"{folder} was tuned with {tuning(model).method}", where=where, expected=recipe.method_name
         )

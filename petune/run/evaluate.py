@@ -17,7 +17,9 @@ from petune.errors import RecipeError, TrainingFault
 from petune.models import family_of
 from petune.parallel import Batch, Outputs
 from petune.recipe import Recipe
-from petune.tasks import METRICS, Example, Scorer, Task, collate, loss_sum
+from petune.tasks import METRICS, Example, Scorer, Task, collate
+from petune.tasks.metrics import Scores
+from petune.tasks.prefer_loss import PreferenceScorer
 
 
 def batches(
@@ -29,12 +31,15 @@ def batches(
         yield collate(examples[start : start + size], task, pad_token_id, shortest=shortest)
 
 
+BESIDE = ("labels", "rows", "reference")  # of a batch, what no model reads
+
+
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
     """What the model answers, its logits in its output dtype: [batch, seq, vocab], or [batch, classes].
 
     Labels never reach the model's own loss.
     """
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "rows")}
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in BESIDE}
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
@@ -85,42 +90,29 @@ Ask = Callable[[Batch], Tensor | None]  # logits of a batch; None in a process t
 Add = Callable[[Sequence[float]], list[float]]  # numbers summed over all processes
 
 
-def evaluate(
-    ask: Ask,
-    rows: Iterable[Batch | None],
-    task: str,
-    labels: Sequence[str],
-    add: Add = list,
-    check: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """The task's metrics over `rows`: the result of `scored`, which see."""
-    return scored(ask, rows, task, labels, add, check).result()
+def scorer_of(recipe: Recipe, task: Task, labels: Sequence[str] = ()) -> Scores:
+    """A scorer of a recipe's task that has seen nothing. `labels` are the classes or tags in the order of
+    their ids, none for other tasks."""
+    return PreferenceScorer(recipe.prefer) if task.name == "prefer" else Scorer(task.name, labels)
 
 
 def scored(
     ask: Ask,
     rows: Iterable[Batch | None],
-    task: str,
-    labels: Sequence[str],
+    scorer: Scores,
     add: Add = list,
     check: Callable[[], None] = lambda: None,
-) -> Scorer:
-    """The scorer that has seen all `rows`. `check` runs before each batch and may raise; None is a batch this
-    process has no part in.
-
-    `labels` are the classes or tags in the order of their ids, none for other tasks. Raises TrainingFault
-    when a score is not finite.
-    """
-    scorer = Scorer(task, labels)
+) -> Scores:
+    """What `scorer` is when it has seen all `rows`. `check` runs before each batch and may raise; None is a
+    batch this process has no part in. Raises TrainingFault when a score is not finite."""
     for batch in rows:
         check()
         logits = None if batch is None else ask(batch)
         if batch is None or logits is None:
             continue
         logits, batch = real_rows(logits, to_device(batch, logits.device))
-        total, number = loss_sum(logits, batch, task)
-        scorer.add(logits, batch["labels"], total, number)
-    whole = Scorer.of(task, labels, add(scorer.numbers()))
+        scorer.look(logits, batch)
+    whole = scorer.whole(add(scorer.numbers()))
     scores = whole.result()
     if not all(value == value and abs(value) != float("inf") for value in scores.values()):
         raise TrainingFault("a score of the evaluation is not finite", found=str(scores))
@@ -177,7 +169,7 @@ def undecided(summary: Mapping[str, Any]) -> list[str]:
 
 def _counts(summary: Mapping[str, Any]) -> bool:
     """Whether the score of a summary counts what is right, and is no mean over tokens like the loss."""
-    return summary["metric"] not in ("loss", "perplexity")
+    return summary["metric"] not in ("loss", "perplexity", "margin")
 
 
 def _by_chance(summary: Mapping[str, Any], one: float, other: float) -> bool:

@@ -21,10 +21,11 @@ from petune.models.source import model_files, resolve_model
 from petune.recipe import Recipe, load_recipe
 from petune.report.results import read_metrics, read_summary
 from petune.run.build import Prepared, choose_place, load_base, prepare
-from petune.run.evaluate import asking, batches, evaluate, scoring, shortcomings, undecided
+from petune.run.evaluate import asking, batches, scored, scorer_of, scoring, shortcomings, undecided
 from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
+from petune.run.references import referred
 from petune.saving import checkpoint, export
 from petune.saving.load import load_recorded
 from petune.saving.serve import write_for
@@ -213,13 +214,15 @@ class Run:
         return scores
 
     def _score(self, model: nn.Module, prepared: Prepared) -> dict[str, float]:
-        task, place = prepared.task.name, self.speaker.place
+        task, place, units = prepared.task, self.speaker.place, prepared.encoded.eval
         size = self.recipe.eval_batch_size or self.recipe.batch_size
-        held_out = batches(prepared.encoded.eval, size, task, pad_token_id(prepared.tokenizer))
+        pad, ask = pad_token_id(prepared.tokenizer), asking(model, place.device, place.autocast)
+        if task.name == "prefer" and self.recipe.prefer.refers:
+            with scoring(model), without_tuning(model):
+                units = referred(units, ask, batches(units, size, task.name, pad))
+        scorer = scorer_of(self.recipe, task, prepared.rows.labels or ())
         with scoring(model):
-            return evaluate(
-                asking(model, place.device, place.autocast), held_out, task, prepared.rows.labels or ()
-            )
+            return scored(ask, batches(units, size, task.name, pad), scorer).result()
 
     def merge(
         self,

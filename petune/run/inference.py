@@ -145,6 +145,11 @@ class Speaker:
     format: str
     place: Place
 
+    @property
+    def talks(self) -> bool:
+        """Whether it answers conversations, by the tokenizer's template."""
+        return self.task.name == "chat" or self.format == "preference-turns"
+
     def settle(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """`options` as they are meant for this model. Raises UsageError as `settle_options`, and for any
         where nothing is generated."""
@@ -168,7 +173,7 @@ class Speaker:
         if answer := _ANSWERS.get(self.task.name):
             return answer(self, text_of(prompt))
         talk = (
-            self.task.name == "chat"
+            self.talks
             and isinstance(prompt, list | tuple)
             and all(isinstance(turn, Message) for turn in prompt)
         )
@@ -304,7 +309,7 @@ class Chat:
 
     def ask(self, text: str) -> Iterator[str]:
         """Say `text` and yield the answer, in one piece. Tasks other than chat see each prompt by itself."""
-        conversation = self.speaker.task.name == "chat"
+        conversation = self.speaker.talks
         turn = Message("user", text_of(text))
         answer = self._answer([*self.turns, turn] if conversation else text)
         self.turns += [turn, Message("assistant", answer)]  # an answer that failed leaves no half turn

@@ -17,7 +17,7 @@ from petune.run.activations import caching
 from petune.run.build import Prepared
 from petune.run.callbacks import Callbacks
 from petune.run.control import head_only_control, untouched_base
-from petune.run.evaluate import metric_of, scored, scoring, shortcomings, undecided
+from petune.run.evaluate import metric_of, scored, scorer_of, scoring, shortcomings, undecided
 from petune.run.folder import RunFolder
 from petune.run.pace import Pace
 from petune.run.progress import Progress
@@ -28,7 +28,7 @@ from petune.run.signals import StopAsked, StopRequest
 from petune.run.spikes import spike_line
 from petune.run.step import Step
 from petune.run.summary import closing_lines, command_to_go_on, header_lines, peak_memory, resting
-from petune.tasks.metrics import Scorer
+from petune.tasks.metrics import Scores
 
 
 class Loop:
@@ -81,6 +81,7 @@ class Loop:
         try:
             self._say_header()
             self.runner.barrier()  # the main process had more to do
+            self.step.refer(self.check_stop)
             if new := not self.progress.before:
                 self._score_base()
             if self._needs_a_state() and (new or not self.saver.came_from or resume is not True):
@@ -148,6 +149,7 @@ class Loop:
         step.audit.frozen_before = known
         step.look_at_cache(anew=True)
         self.runner.barrier()
+        step.refer()  # with the rank that is new
         self.stop.save_first()
 
     def check_stop(self) -> None:
@@ -181,15 +183,16 @@ class Loop:
 
     # ------------------------------------------------------------ scores
 
-    def score(self) -> Scorer:
+    def score(self) -> Scores:
         """What the held-out rows say of the model as it is. Raises StopAsked when a stop was asked for
         meanwhile."""
-        rows, runner = self.prepared.encoded.eval, self.runner
+        rows, runner = self.step.held_out, self.runner
         self.step.look_at_cache()
         held_out = self.step.batches(rows, self.recipe.eval_batch_size or self.recipe.batch_size)
-        labels, explained = self.prepared.rows.labels or (), self.step.explain_memory("evaluation")
+        scorer = scorer_of(self.recipe, self.task, self.prepared.rows.labels or ())
+        explained = self.step.explain_memory("evaluation")
         with phase(f"evaluating on {len(rows)} rows"), explained, scoring(*runner.modules):
-            return scored(runner.logits, held_out, self.task.name, labels, runner.sum, self.check_stop)
+            return scored(runner.logits, held_out, scorer, runner.sum, self.check_stop)
 
     def _score_base(self) -> None:
         """Scores of the untouched base and of the head-only control, kept in progress."""
@@ -207,7 +210,7 @@ class Loop:
         if control is not None:
             self.reporter.note(f"control: a head trained on the frozen base reaches accuracy {control:.4f}")
 
-    def _report_scores(self, scored: Scorer) -> dict[str, Any]:
+    def _report_scores(self, scored: Scores) -> dict[str, Any]:
         epoch = round(self.progress.step / self.steps.per_epoch, 4)
         record: dict[str, Any] = {
             "step": self.progress.step,

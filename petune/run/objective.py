@@ -12,6 +12,10 @@ from petune.methods import tuned_parameters
 from petune.parallel import Batch, Objective, Outputs
 from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, loss_sum, trained_positions
+from petune.tasks.configs import PreferConfig
+from petune.tasks.prefer_loss import judged, token_losses
+
+DPO = PreferConfig()
 
 
 def balance_of(model: nn.Module) -> float:
@@ -21,9 +25,38 @@ def balance_of(model: nn.Module) -> float:
     return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
 
 
-def objective_of(task: Task, weights: Tensor | None, balance: float = 0.0) -> Objective:
+def prefer_objective(config: PreferConfig, balance: float = 0.0) -> Objective:
+    """What a runner needs to know of preferences, as `objective_of`. Logits are made: what a text weighs in
+    the gradient follows from the loss of all its tokens, which a loss without logits would have to know
+    first."""
+
+    def ask(model: nn.Module, batch: Batch) -> Outputs:
+        return outputs_of(model, batch)
+
+    def finish(losses: Tensor, batch: Batch) -> Tensor:
+        _, rows = real_rows(batch["labels"], batch)
+        return judged(losses, rows, config).loss.sum()
+
+    def loss(outputs: Outputs, batch: Batch) -> Tensor:
+        kept, rows = real_rows(outputs.logits, batch)
+        found = judged(token_losses(kept, rows), rows, config).loss
+        return found.sum() + (balance * len(found) * cast("Any", outputs).aux_loss if balance else 0)
+
+    def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+        kept, rows = real_rows(outputs.logits, batch)
+        return trained_positions(kept, rows["labels"], "prefer")
+
+    return Objective(ask, loss, select, finish, texts=2, tuned=tuned_parameters)
+
+
+def objective_of(
+    task: Task, weights: Tensor | None, balance: float = 0.0, prefer: PreferConfig = DPO
+) -> Objective:
     """What a runner needs to know of `task`, without autocast. weights: the classes' in the loss, on the
-    model's device. balance: see `balance_of`; that loss weighs as much as the tokens of its rows do."""
+    model's device. balance: see `balance_of`; that loss weighs as much as the tokens of its rows do. prefer:
+    how preferences are learned."""
+    if task.name == "prefer":
+        return prefer_objective(prefer, balance)
 
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         return outputs_of(model, batch)
@@ -41,4 +74,4 @@ def objective_of(task: Task, weights: Tensor | None, balance: float = 0.0) -> Ob
             return None
         return head_loss(model, batch, ask, shift=task.shifts, trained=trained)
 
-    return Objective(ask, loss, select, fused_loss, tuned_parameters)
+    return Objective(ask, loss, select, fused_loss=fused_loss, tuned=tuned_parameters)

@@ -9,7 +9,7 @@ the whole step, so accumulation changes memory and not numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import TrainingFault, UsageError
-from petune.log import phase
+from petune.kernels.head.hooks import has_fused_head
+from petune.log import phase, say
 from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
 from petune.methods.activation_cache import ActivationCache, identity_of
 from petune.methods.trainable import frozen_digest
@@ -30,8 +31,11 @@ from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
 from petune.run.audit import Audit
 from petune.run.build import Prepared, build, run_on
+from petune.run.control import untouched_base
+from petune.run.evaluate import scoring
 from petune.run.expert_load import ExpertLoad
 from petune.run.progress import Progress
+from petune.run.references import referred, refuse_unreferable
 from petune.run.schedule import learning_rate, plan_steps, units_of_step
 from petune.run.spikes import SpikeRule, refuse_non_finite, spike_fault, spike_record
 from petune.run.summary import explain_memory, peak_memory
@@ -93,12 +97,14 @@ class Step:
         self.keeper: Keeper = KeepsNothing()
         self.progress, self.audit = Progress(), Audit({}, {})
         self.cache: ActivationCache | None = None
-        self.units = prepared.encoded.train
+        self.units, self.held_out = prepared.encoded.train, prepared.encoded.eval
+        self.texts = len(self.units[0].texts)  # rows of the model that make an example
         seed_others(recipe.seed)
         self.weights = self._class_weights()
         with self.explain_memory("loading of the model"):
             model = build(prepared)
             self.read_by_ranges = contents_of(model) is not None
+            refuse_unreferable(model, prepared)
             self._note_whole(model, mesh)
             self.make_optimizer = partial(state.make_optimizer, recipe, rates=learning_rates(model))
             self.runner = run_on(model, prepared, mesh, self.weights)
@@ -180,7 +186,10 @@ class Step:
         pad, shortest = pad_token_id(self.prepared.tokenizer), self.runner.plan.tp
         examples = [example for _, example in rows]
         batch = collate(examples, self.prepared.task.name, pad, packed=packed, shortest=shortest)
-        return batch | {"rows": torch.tensor([number for number, _ in rows])}
+        numbers = [
+            -1 if number < 0 else number * self.texts + at for number, _ in rows for at in range(self.texts)
+        ]
+        return batch | {"rows": torch.tensor(numbers)}
 
     def _places(self, step: int) -> list[str]:
         return [example.where for example in self.rows_of(step)]
@@ -190,6 +199,26 @@ class Step:
         ActivationCache.look."""
         if self.cache is not None:
             self.cache.look(anew=anew)
+
+    def refer(self, check: Callable[[], None] = lambda: None) -> None:
+        """Ask the untouched model about every text of the steps and of the held-out rows, where the loss
+        compares with it. All ranks go together; `check` runs between passes and may raise."""
+        recipe, runner = self.recipe, self.runner
+        if self.prepared.task.name == "prefer" and has_fused_head(runner.model):
+            say("the head and its loss are not fused: what a text weighs follows from all its tokens")
+        if self.prepared.task.name != "prefer" or not recipe.prefer.refers:
+            return
+        steps = range(self.steps.total)  # those taken too: padded alike, a run that goes on has the same bits
+        used = sorted({index for step in steps for index in units_of_step(step, self.steps, recipe.seed)})
+        asked = [*(self.units[index] for index in used), *self.prepared.encoded.eval]
+        rows = self.batches(asked, recipe.eval_batch_size or recipe.batch_size)
+        off, room = untouched_base(runner.modules, recipe.method), self.explain_memory("reference")
+        with phase(f"asking the untouched base about {len(asked)} rows"), off, room, scoring(*runner.modules):
+            found = referred(asked, runner.logits, rows, runner.sum, check)
+        units, self.held_out = list(self.units), found[len(used) :]
+        for index, unit in zip(used, found, strict=False):
+            units[index] = unit
+        self.units = units
 
     # ------------------------------------------------------------ the step
 
@@ -234,7 +263,7 @@ class Step:
 
         Raises TrainingFault where no label is trained.
         """
-        total = self.runner.sum([sum(count(_real(batch), self.weights) for batch in micro)])[0]
+        total = self.runner.sum([sum(count(_real(batch), self.weights, self.texts) for batch in micro)])[0]
         if not total:
             remedy = "look at the rows with petune data"
             raise TrainingFault(

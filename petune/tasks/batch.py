@@ -24,8 +24,11 @@ def collate(
     Unpacked: attention_mask, and token_type_ids if the examples have them. Packed: position_ids instead,
     restarting at every sample, the padding being a sample of its own; the caller must pass use_cache=False,
     or transformers lets samples see each other. No text is shorter than `shortest` tokens: ranks that share a
-    sequence need one each.
+    sequence need one each. An example of several texts is as many rows, one behind the other; `reference`
+    [batch] is there if examples have one.
     """
+    known = [value for example in examples for value in example.reference or ()]
+    examples = [text for example in examples for text in example.texts]
     inputs = [example.input_ids for example in examples]
     batch = {"input_ids": _stack(inputs, pad_token_id, padding_side, shortest)}
     width = batch["input_ids"].shape[1]
@@ -47,6 +50,8 @@ def collate(
         batch["labels"] = _stack(
             labels, MASKED, "right" if task == "seq2seq" or packed else padding_side, shortest
         )
+    if known:
+        batch["reference"] = torch.tensor(known, dtype=torch.float64)
     return batch
 
 

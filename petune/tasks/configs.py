@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMATS = ("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text")
+FORMATS = (
+    *("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text"),
+    *("preferences", "preference-turns"),
+)
 ROLES = (
     *("text", "text_pair", "label", "tokens", "tags", "source", "target", "instruction", "input", "output"),
-    *("messages", "system", "history", "tools"),
+    *("messages", "system", "history", "tools", "prompt", "chosen", "rejected"),
 )
 _OF_TEXT = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
 METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better direction
@@ -23,6 +26,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better dir
     "seq2seq": _OF_TEXT,
     "causal": _OF_TEXT,
     "chat": _OF_TEXT,
+    "prefer": {"loss": "min", "accuracy": "max", "margin": "max"},
 }
 DEFAULT_MAX_LENGTH = 1024
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is a broken file far more often than a row
@@ -98,3 +102,31 @@ class DataConfig:
     max_rows: int | None = field(
         default=None, metadata={"ge": 1, "doc": "at most this many rows of each side, sampled by content"}
     )
+
+
+@dataclass(frozen=True)
+class PreferConfig:
+    """How preferences are learned: direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290),
+    identity preference optimisation (Azar et al. 2023, arXiv:2310.12036) or odds ratios (Hong et al. 2024,
+    arXiv:2403.07691), which alone compares with no reference."""
+
+    loss: str = field(
+        default="dpo",
+        metadata={
+            "choices": ("dpo", "ipo", "orpo"),
+            "doc": "dpo and ipo compare with the model before training, orpo with nothing",
+        },
+    )
+    beta: float = field(
+        default=0.1,
+        metadata={"gt": 0.0, "le": 100.0, "doc": "dpo and ipo: how near to the reference; orpo: its weight"},
+    )
+    label_smoothing: float = field(
+        default=0.0,
+        metadata={"ge": 0.0, "lt": 0.5, "doc": "dpo: share of rows taken to be the wrong way round"},
+    )
+
+    @property
+    def refers(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.loss != "orpo"

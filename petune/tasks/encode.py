@@ -135,6 +135,8 @@ def encode_prompt(
     chat without a template.
     """
     coder = make_coder(tokenizer, config)
+    if task == "prefer":
+        task = "chat" if format == "preference-turns" else "causal"
     if task not in ("seq2seq", "causal", "chat"):
         raise UsageError(f"a model of task {task} does not generate", remedy="petune eval scores it")
     if task == "chat":
@@ -160,7 +162,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _check_ids(examples: Sequence[Example], vocab_size: int | None) -> None:
     if vocab_size is None:
         return
-    for example in examples:
+    for example in (text for each in examples for text in each.texts):
         labels = example.labels if isinstance(example.labels, list) else []
         if (top := max((*example.input_ids, *labels), default=0)) >= vocab_size:
             raise FileError(
@@ -181,7 +183,7 @@ def _check_left(all_: Sequence[Example], left: Sequence[Example], coder: Coder, 
         f"{len(all_) - len(left)} of {len(all_)} rows to {side} have no trained token after cutting to"
         f" {coder.limit} tokens",
         where=lost.where,
-        found=f"{lost.length} tokens in the first of them",
+        found=f"{max(text.length for text in lost.texts)} tokens in the first of them",
         remedy=f"raise data.max_length, or cut the other side: data.truncation={other}",
     )
 
@@ -189,7 +191,7 @@ def _check_left(all_: Sequence[Example], left: Sequence[Example], coder: Coder, 
 def _report(
     sides: Sequence[list[Example]], train: list[Example], held_out: list[Example], coder: Coder, task: str
 ) -> DataReport:
-    lengths = [example.length for example in sides[0]]
+    lengths = [text.length for example in sides[0] for text in example.texts]
     tokens = sum(example.tokens for example in train)
     targets = [example.trained for example in train] if task == "seq2seq" else []
     return DataReport(
@@ -208,9 +210,18 @@ def _report(
         target_longest=max(targets) if targets else None,
         bins=None,
         truncation=coder.config.truncation,
-        notes=_notes(coder.tokenizer),
+        notes=(*_answers(train), *_notes(coder.tokenizer)),
         lengths=histogram(lengths),
     )
+
+
+def _answers(train: Sequence[Example]) -> tuple[str, ...]:
+    """The lengths of answers that are compared: where the better ones are longer, a model learns length."""
+    if not train or not train[0].others:
+        return ()
+    sides = zip(*(one.texts for one in train), strict=True)
+    middle = [percentile([text.trained for text in side], 0.5) for side in sides]
+    return (f"answers: chosen p50 {middle[0]:,} tokens, rejected p50 {middle[1]:,}",)
 
 
 def _notes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

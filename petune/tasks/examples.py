@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from petune.errors import FileError
@@ -27,6 +27,8 @@ class Example:
     """`labels`: one per input token, the target's tokens (seq2seq, which sets `has_target`), or the number of
     the class (classify).
 
+    `others`: the texts that it is compared with, each an example of its own (prefer: the rejected answer).
+    `reference`: what the model before training says of each of its texts, see petune.tasks.prefer_loss.
     `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones.
     `length` counts the tokens before anything was cut.
     """
@@ -38,22 +40,32 @@ class Example:
     token_types: list[int] | None = None
     positions: list[int] | None = None
     has_target: bool = False
+    others: tuple[Example, ...] = ()
+    reference: tuple[float, ...] | None = None
+
+    @property
+    def texts(self) -> tuple[Example, ...]:
+        """Every text of it, itself first: as many rows of the model."""
+        return (replace(self, others=(), reference=None), *self.others) if self.others else (self,)
 
     @property
     def trained(self) -> int:
-        """How many labels are trained; 1 for a class."""
-        return 1 if isinstance(self.labels, int) else sum(label != MASKED for label in self.labels)
+        """How many labels are trained; 1 for a class, 0 where one of several texts has none."""
+        own = 1 if isinstance(self.labels, int) else sum(label != MASKED for label in self.labels)
+        others = [other.trained for other in self.others]
+        return own + sum(others) if own and all(others) else 0
 
     @property
     def tokens(self) -> int:
         """The tokens a model reads for it: the input's, and the target's where that is a text of its own
         (seq2seq)."""
-        return len(self.input_ids) + (self.trained if self.has_target else 0)
+        own = len(self.input_ids) + (self.trained if self.has_target else 0)
+        return own + sum(other.tokens for other in self.others)
 
     @property
     def cut(self) -> bool:
         """Whether something was cut away."""
-        return self.length > len(self.input_ids)
+        return any(text.length > len(text.input_ids) for text in self.texts)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ USUAL: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
     "history": ("history",),
     "tools": ("tools",),
+    "prompt": ("prompt", "question", "query", "instruction", "input"),
+    "chosen": ("chosen", "chosen_response", "preferred", "better"),
+    "rejected": ("rejected", "rejected_response", "dispreferred", "worse"),
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -37,6 +40,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "text-label": ("text", "label"),
     "tokens": ("tokens", "tags"),
     "pairs": ("source", "target"),
+    "preferences": ("prompt", "chosen", "rejected"),
+    "preference-turns": ("chosen", "rejected"),
     "text": ("text",),
 }
 OF_CHAT = ("system", "history", "tools")  # what only a conversation has a place for
@@ -46,6 +51,8 @@ MAY: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", *OF_CHAT),
     "text-label": ("text_pair",),
     "pairs": OF_CHAT,
+    "preferences": ("system",),
+    "preference-turns": ("prompt", "system", "tools"),
 }
 TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "classify": ("text-label",),
@@ -54,6 +61,7 @@ TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "seq2seq": ("alpaca", "pairs"),
     "causal": ("alpaca", "pairs", "text"),
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
+    "prefer": ("preferences", "preference-turns"),
 }
 DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corpus
     "classify": {"text": "text", "label": "kind"},
@@ -62,6 +70,7 @@ DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corp
     "seq2seq": {"source": "body", "target": "summary"},
     "causal": {"text": "text"},
     "chat": {"source": "body", "target": "summary"},
+    "prefer": {"prompt": "body", "chosen": "summary", "rejected": "rejected"},  # which load makes of summary
 }
 
 
@@ -98,7 +107,7 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
             fits = ", ".join(TASK_FORMATS[task]) if task else ", ".join(FORMATS)
             raise UsageError(f"format {format_} does not fit task {task}", expected=fits)
         wanted = (format_,)
-    if preference := _preference(record, columns):
+    if preference := _preference(record, columns, task):
         raise DataError([preference])
     fitting = [
         layout
@@ -137,6 +146,10 @@ def _fit(format_: str, record: Record, given: Mapping[str, str], *, forced: bool
         if role in found
     ):
         return None
+    if format_.startswith("preference") and not forced:
+        turns = [_turn_style(record.columns[found[role]]) is not None for role in ("chosen", "rejected")]
+        if not all(turn == (format_ == "preference-turns") for turn in turns):
+            return None
     if (
         format_ in ("messages", "sharegpt")
         and not forced
@@ -175,30 +188,33 @@ def missing(record: Record, name: str, why: str) -> Problem:
     )
 
 
-def _preference(record: Record, given: Mapping[str, str]) -> Problem | None:
-    """Refuse what says which answer is better: learning it as if it were one answer would turn its meaning
-    round."""
+def _preference(record: Record, given: Mapping[str, str], task: str | None) -> Problem | None:
+    """Refuse what says which answer is better, for tasks that would learn it as if it were one answer."""
     columns, used = (
         {name.casefold(): value for name, value in record.columns.items()},
         {name.casefold() for name in given.values()},
     )
+    what = "these rows are preferences between answers"
     if (
         {"chosen", "rejected"} <= columns.keys()
         and not {"chosen", "rejected"} & used
         and "messages" not in columns
     ):
+        if task in (None, "prefer"):
+            return None
         role = "messages" if isinstance(columns["chosen"], list) else "target"
         chosen = next(name for name in record.columns if name.casefold() == "chosen")
-        remedy = f"to learn the preferred answers alone: data.columns.{role}={chosen}"
+        what = f"{what}, and task {task} learns one answer"
+        remedy = f"set task: prefer; to learn the preferred answers alone: data.columns.{role}={chosen}"
     elif (
         {"prompt", "completion"} <= columns.keys()
         and str(columns.get("label")).lower() in ("true", "false")
         and not given
     ):
+        what = f"{what} to different prompts, which petune does not train on"
         remedy = "to learn the good answers alone: keep the rows whose label is true, without that column"
     else:
         return None
-    what = "these rows are preferences between answers, which petune does not train on"
     return Problem(what, record.where, found="columns " + ", ".join(record.columns), remedy=remedy)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError, nearest
@@ -29,8 +30,28 @@ INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
     **{(format_, "decoder"): "causal" for format_ in ("pairs", "alpaca", "text", "docstrings")},
     **{(format_, "decoder"): "chat" for format_ in ("messages", "sharegpt")},
     **{("tokens", kind): "tokens" for kind in ("encoder", "decoder")},
+    **{(format_, "decoder"): "prefer" for format_ in ("preferences", "preference-turns")},
     ("text", "encoder"): "mlm",
     ("docstrings", "encoder"): "classify",
+}
+
+
+def _tagged(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Words of a docstring and the punctuation that followed each."""
+    return dict(zip(DEMO["tokens"], punctuated(columns["text"]), strict=True))
+
+
+def _preferred(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """A docstring whose summary is preferred as it is written to its words in lower case, without marks;
+    rejected is empty where that is no difference."""
+    bare = " ".join(punctuated(columns["summary"])[0])
+    return {**columns, "rejected": "" if bare == columns["summary"] else bare}
+
+
+# task -> what it reads of a record of the demo corpus, where that is not in its columns
+DERIVED: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "tokens": _tagged,
+    "prefer": _preferred,
 }
 
 
@@ -148,11 +169,8 @@ def _read(
     faults = Faults(skip=config.on_bad_line == "skip")
     demo = source.demo if config.format == "auto" and not config.columns else None
     records = source.records(side, faults, whole=config.chunk)
-    if demo and task == "tokens":
-        records = (
-            Record(one.where, dict(zip(DEMO[task], punctuated(one.columns["text"]), strict=True)))
-            for one in records
-        )
+    if demo and task in DERIVED:
+        records = (Record(one.where, DERIVED[task](one.columns)) for one in records)
     first = _first(records, source.name, faults)
     columns: Mapping[str, str] = DEMO[task] if demo else config.columns
     make = RowMaker(

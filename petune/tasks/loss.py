@@ -18,10 +18,12 @@ from petune.errors import UsageError, nearest
 from petune.tasks.examples import MASKED, Example
 
 
-def count(batch: Mapping[str, Tensor], class_weights: Tensor | None = None) -> float:
+def count(batch: Mapping[str, Tensor], class_weights: Tensor | None = None, texts: int = 1) -> float:
     """What the loss of this batch is divided by: its trained tokens; its rows for classify, or the sum of
-    their class weights."""
+    their class weights; its examples where one is several `texts`."""
     labels = batch["labels"]
+    if texts > 1:
+        return len(labels) / texts
     if labels.dim() == 1:
         return (
             float(len(labels))
@@ -50,7 +52,7 @@ def trained_positions(logits: Tensor, labels: Tensor, task: str) -> tuple[Tensor
     """The logits [n, classes or vocabulary] and labels [n] that count, a decoder's shifted by one."""
     if labels.dim() == 1:
         return logits, labels
-    if task in ("causal", "chat"):
+    if task in ("causal", "chat", "prefer"):
         logits, labels = logits[:, :-1], labels[:, 1:]
     trained = labels != MASKED
     return logits[trained], labels[trained]

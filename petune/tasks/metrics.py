@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from petune.errors import DataError
 from petune.tasks.examples import MASKED
-from petune.tasks.loss import trained_positions
+from petune.tasks.loss import loss_sum, trained_positions
 
 READABLE = 40  # classes of a table of confusions that a person can still read
 
@@ -75,6 +76,25 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+class Scores(Protocol):
+    """What gathers the metrics of a task, batch by batch; that of several ranks is made of their sums."""
+
+    def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch in."""
+
+    def numbers(self) -> Sequence[float]:
+        """All it has gathered, as numbers that may be added to another's."""
+
+    def whole(self, numbers: Sequence[float]) -> Scores:
+        """The same that has gathered `numbers`."""
+
+    def confusion(self) -> list[list[int]] | None:
+        """How many rows of each class (outer) were taken for each (inner); None without classes."""
+
+    def result(self) -> dict[str, float]:
+        """Every metric of the task. Raises DataError if nothing was scored."""
+
+
 class Scorer:
     """The metrics of one task over many batches. `labels` are the classes or tags in the order of their ids,
     where the task has any."""
@@ -88,6 +108,15 @@ class Scorer:
         self.right = 0
         self.tokens = 0
         self.entities = [0, 0, 0]  # found and true, found, true
+
+    def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch in."""
+        total, number = loss_sum(logits, batch, self.task)
+        self.add(logits, batch["labels"], total, number)
+
+    def whole(self, numbers: Sequence[float]) -> Scorer:
+        """The scorer of this task that has gathered `numbers`."""
+        return Scorer.of(self.task, self.labels, numbers)
 
     def add(self, logits: Tensor, labels: Tensor, loss_sum: Tensor | float, count: float) -> None:
         """One batch: its logits and labels as the model had them, its summed loss and what that is to be

@@ -12,6 +12,7 @@ from petune.tasks.classify import encode_classify
 from petune.tasks.examples import Coder, Example
 from petune.tasks.formats import TASK_FORMATS
 from petune.tasks.mlm import encode_mlm
+from petune.tasks.prefer import encode_prefer
 from petune.tasks.rows import Row
 from petune.tasks.seq2seq import encode_seq2seq
 from petune.tasks.tokens import encode_tokens
@@ -29,6 +30,11 @@ class Task:
     direction: str
     packs: bool
     encode: Callable[[Sequence[Row], Coder], list[Example]]
+
+    @property
+    def texts(self) -> int:
+        """How many rows of the model make an example."""
+        return 2 if self.name == "prefer" else 1
 
     @property
     def over_vocabulary(self) -> bool:
@@ -68,6 +74,7 @@ TASKS: dict[str, Task] = {
     ),
     "causal": Task("causal", "causal", frozenset({"decoder"}), "loss", "min", True, encode_causal),
     "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),
+    "prefer": Task("prefer", "causal", frozenset({"decoder"}), "loss", "min", False, encode_prefer),
 }
 
 

@@ -126,7 +126,12 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
     """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by
-    name if `labels` is given."""
+    name if `labels` is given. Texts that are compared stand below one another, the better one first."""
+    if example.others:
+        return "\n".join(
+            f"{mark} {render(text, tokenizer, labels)}"
+            for mark, text in zip("+" + "-" * len(example.others), example.texts, strict=True)
+        )
     if isinstance(example.labels, int):
         name = labels[example.labels] if labels else str(example.labels)
         return f"{_text(tokenizer, example.input_ids)} -> [[{name}]]"

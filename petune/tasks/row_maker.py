@@ -16,6 +16,7 @@ from petune.tasks.bad_rows import Faults
 from petune.tasks.cells import FILL, Bad, clean
 from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
+from petune.tasks.preferences import answered, preference
 from petune.tasks.read import kind_of
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged, Text
 from petune.tasks.turns import conversation, schemas
@@ -42,6 +43,8 @@ class RowMaker:
             "alpaca": self._alpaca,
             "messages": self._conversation,
             "sharegpt": self._conversation,
+            "preferences": self._preference,
+            "preference-turns": self._preferred_turns,
             "text": lambda record: Text(record.where, self._text(record, "text")),
         }[layout.format]
 
@@ -188,6 +191,21 @@ class RowMaker:
             for pair in pairs
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
+
+    def _preference(self, record: Record) -> Row:
+        if self._given(record, "system"):
+            remedy = "write rows of turns, or remove the column"
+            raise Bad(f"column {self.columns['system']!r} has no place beside texts", None, None, remedy)
+        prompt = self._text(record, "prompt")
+        answers = [Pair(record.where, prompt, self._text(record, role)) for role in ("chosen", "rejected")]
+        return preference(*answers)
+
+    def _preferred_turns(self, record: Record) -> Row:
+        prompt = self._cell(record, "prompt") if self._given(record, "prompt") else None
+        system = self._optional(record, "system")
+        tools = record.columns[self.columns["tools"]] if self._given(record, "tools") else None
+        sides = [self._cell(record, role) for role in ("chosen", "rejected")]
+        return preference(*(answered(record.where, prompt, side, system, tools) for side in sides))
 
     def _conversation(self, record: Record) -> Row:
         tools = record.columns[self.columns["tools"]] if self._given(record, "tools") else None

@@ -1,8 +1,8 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Five shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, a
-text. `where` is for people, never part of a row's content: the fingerprint of the same rows is the same on
-every machine.
+Six shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, two
+answers to one prompt, a text. `where` is for people, never part of a row's content: the fingerprint of the
+same rows is the same on every machine.
 """
 
 from __future__ import annotations
@@ -58,6 +58,15 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, of which `chosen` is the better one."""
+
+    where: str
+    chosen: Pair | Conversation
+    rejected: Pair | Conversation
+
+
+@dataclass(frozen=True)
 class Text:
     """Text to be continued."""
 
@@ -74,7 +83,7 @@ class Tagged:
     tags: tuple[str, ...]
 
 
-Row = Labelled | Tagged | Pair | Conversation | Text
+Row = Labelled | Tagged | Pair | Conversation | Text | Preference
 
 
 @dataclass(frozen=True)
@@ -114,11 +123,16 @@ def _default(entry: Any) -> Any:
 
 def identity(row: Row) -> str:
     """What makes two rows the same one when held-out rows must not be among the trained: what is read, where
-    that is labelled or tagged."""
+    that is labelled or tagged; the prompt of a preference."""
     if isinstance(row, Labelled):
         return json.dumps([row.text, row.pair])
     if isinstance(row, Tagged):
         return json.dumps(row.tokens)
+    if isinstance(row, Preference):
+        one = row.chosen
+        return json.dumps(
+            one.source if isinstance(one, Pair) else [_plain(turn) for turn in one.messages[:-1]]
+        )
     return content(row)
 
 

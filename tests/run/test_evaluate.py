@@ -16,20 +16,26 @@ from petune.errors import TrainingFault
 from petune.methods import without_tuning
 from petune.methods.targets import head_modules
 from petune.models import family_of
-from petune.run.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings, undecided
+from petune.run import evaluate
+from petune.run.evaluate import (
+    Batch,
+    batches,
+    forward,
+    head_only,
+    scorer_of,
+    scoring,
+    shortcomings,
+    undecided,
+)
 from petune.run.step import Step
-from petune.tasks import Example, pad_token_id
+from petune.tasks import Example, Scorer, pad_token_id
 from tests.small_runs import TASK, settings, training, write_model
 
 
 def scored(made: Step, size: int) -> dict[str, float]:
     with scoring(made.model):
-        return evaluate(
-            made.runner.logits,
-            made.batches(made.prepared.encoded.eval, size),
-            made.prepared.task.name,
-            made.prepared.rows.labels or (),
-        )
+        scorer = scorer_of(made.recipe, made.prepared.task, made.prepared.rows.labels or ())
+        return evaluate.scored(made.runner.logits, made.batches(made.held_out, size), scorer).result()
 
 
 def plain(made: Step, rows: Sequence[Example], size: int) -> Iterator[Batch]:
@@ -92,7 +98,7 @@ def test_the_mode_is_put_back_when_a_stop_is_asked_for(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt), scoring(made.model):
         assert not made.model.training
-        evaluate(made.runner.logits, made.batches(made.prepared.encoded.eval, 2), "causal", (), check=stop)
+        evaluate.scored(made.runner.logits, made.batches(made.held_out, 2), Scorer("causal"), check=stop)
     assert made.model.training
 
 

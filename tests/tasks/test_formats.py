@@ -151,7 +151,7 @@ PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 )
 def test_preferences_are_refused_as_such(columns: dict, remedy: str) -> None:
     with pytest.raises(DataError, match=rf"preferences between answers[\s\S]*{remedy}"):
-        detect(Record("d:1", columns), "auto", {}, None)
+        detect(Record("d:1", columns), "auto", {}, "chat" if "score" in columns else "causal")
 
 
 def test_the_preferred_answers_alone_may_be_asked_for() -> None:
@@ -217,7 +217,7 @@ def test_preferences_are_refused_in_any_case() -> None:
     with pytest.raises(DataError, match="preferences"):
         detect(Record("d:1", {"Prompt": "x", "Completion": "y", "Label": "True"}), "auto", {}, None)
     with pytest.raises(DataError, match=r"data\.columns\.target=Chosen"):
-        detect(Record("d:1", {"Prompt": "x", "Chosen": "y", "Rejected": "z"}), "auto", {}, None)
+        detect(Record("d:1", {"Prompt": "x", "Chosen": "y", "Rejected": "z"}), "auto", {}, "causal")
 
 
 @pytest.mark.parametrize(

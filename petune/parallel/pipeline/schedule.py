@@ -152,7 +152,7 @@ class Pipeline:
         self.modules, self.plan, self.device = list(modules), plan, mesh.device
         self.group, self.at, self.main = mesh.groups["pp"], mesh.at.pp, mesh.main
         self.stacks = tuple(family.stacks)
-        self.final = len(plan.stages) - 1
+        self.final, self.texts = len(plan.stages) - 1, objective.texts
         self.now = Now()
         numbers = stages_of(plan, mesh.at.pp)
         self.chunks = [
@@ -243,7 +243,7 @@ class Pipeline:
         batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
         number = len(batch["input_ids"])
         batch.setdefault("rows", torch.arange(number, device=self.device))
-        missing = -number % pieces
+        missing = -number % (pieces * self.texts)
         self.now.padded = missing > 0
         if missing:
             batch = {

@@ -323,11 +323,16 @@ def vocabulary_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | N
     vocabulary, the same on all ranks; negative ones count nothing. A label that no rank has makes the loss
     NaN, on all ranks alike. The gradient of `logits` is exact for this rank's part and needs no sum.
     """
+    return vocabulary_losses(logits, labels, group, first).sum()
+
+
+def vocabulary_losses(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
+    """What `vocabulary_loss` sums: the loss of every row, [n]."""
     return applied(_CrossEntropy, logits, labels, group, first)
 
 
 class _CrossEntropy(Function):
-    """sum_i (max_i + log sum_v exp(x_iv - max_i) - x_i,label_i), with max and both sums taken over all
+    """max_i + log sum_v exp(x_iv - max_i) - x_i,label_i of each row, with max and both sums taken over all
     ranks."""
 
     @staticmethod
@@ -346,11 +351,11 @@ class _CrossEntropy(Function):
         loss = (total.log() - target).masked_fill(holders != 1, torch.nan)
         ctx.save_for_backward(weights.div_(total.unsqueeze(-1)), at, own, counts)
         ctx.dtype = logits.dtype
-        return loss.masked_fill(~counts, 0).sum()
+        return loss.masked_fill(~counts, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # grad: [n]
         softmax, at, own, counts = ctx.saved_tensors
         scale = counts.to(softmax.dtype) * grad
         found = softmax * scale.unsqueeze(-1)

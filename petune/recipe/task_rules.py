@@ -1,0 +1,78 @@
+"""Rules of settings that belong to some tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from petune.methods.configs import method_of
+from petune.recipe.schema import Recipe
+from petune.tasks.configs import PreferConfig
+
+
+class Rule(NamedTuple):
+    """Holds of every good recipe; checked when none of `keys` is wrong by itself. The problem is placed at
+    the first of them."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Recipe], bool]
+    what: str
+    remedy: str
+
+
+def _task_is(recipe: Recipe, *tasks: str) -> bool:
+    return recipe.task is None or recipe.task in tasks
+
+
+TASK_RULES = (
+    Rule(
+        ("data.packing", "task"),
+        lambda recipe: not getattr(recipe.data, "packing", False) or _task_is(recipe, "causal", "chat"),
+        "packing joins examples of causal and chat only",
+        "remove data.packing, or set task: causal",
+    ),
+    Rule(
+        ("data.chunk", "task"),
+        lambda recipe: not getattr(recipe.data, "chunk", False) or _task_is(recipe, "causal", "mlm"),
+        "only causal and mlm read documents",
+        "remove data.chunk, or set task: causal or mlm",
+    ),
+    Rule(
+        ("data.chunk", "data.packing"),
+        lambda recipe: not (getattr(recipe.data, "chunk", False) and getattr(recipe.data, "packing", False)),
+        "windows are full already, and packing joins rows that are not",
+        "remove data.packing",
+    ),
+    Rule(
+        ("data.max_target_length", "task"),
+        lambda recipe: getattr(recipe.data, "max_target_length", None) is None or _task_is(recipe, "seq2seq"),
+        "only seq2seq has targets of their own length",
+        "use data.max_length",
+    ),
+    Rule(
+        ("class_weights", "task"),
+        lambda recipe: recipe.class_weights == "none" or _task_is(recipe, "classify"),
+        "they belong to task: classify",
+        "remove class_weights",
+    ),
+    Rule(
+        ("prefer", "task"),
+        lambda recipe: recipe.prefer == PreferConfig() or _task_is(recipe, "prefer"),
+        "it belongs to task: prefer",
+        "remove prefer",
+    ),
+    Rule(
+        ("method", "prefer", "task"),
+        lambda recipe: (
+            recipe.task != "prefer" or not recipe.prefer.refers or not method_of(recipe.method).trains_base
+        ),
+        "full fine-tuning overwrites the model that dpo and ipo compare with",
+        "set prefer: orpo, or method: lora",
+    ),
+    Rule(
+        ("prefer.label_smoothing",),
+        lambda recipe: recipe.prefer.loss == "dpo" or not recipe.prefer.label_smoothing,
+        "only dpo has it",
+        "remove it, or set prefer.loss: dpo",
+    ),
+)

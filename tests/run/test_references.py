@@ -1,0 +1,189 @@
+"""Runs on preferences: their step against the paper in float64, against TRL, against other plans, and what is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from petune.errors import PetuneError, RecipeError, UsageError
+from petune.methods import tuned_parameters, without_tuning
+from petune.recipe import load_recipe
+from petune.run.finished import load_run
+from petune.run.step import Step
+from petune.tasks import Example
+from tests.group_pool import assert_same_but_for_rounding, ranks
+from tests.small_runs import assert_same_run, loop, run, settings, terminate_at, training, write_model
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+PLANS: dict[str, Any] = {
+    "dp": {"dp": {"shares": [3, 1]}},
+    "dp sharded": {"dp": {"size": 2, "shard": True}},
+    "tp": {"tp": 2},
+    "tp, vocabulary cut": {"tp": {"size": 2, "vocabulary": True}},
+    "sp": {"sp": 2},
+    "pp": {"pp": {"size": 2, "microbatches": 3, "schedule": "gpipe"}},
+}
+
+
+def preferring(place: Path, method: Any = "lora", **changes: Any) -> dict[str, Any]:
+    """A recipe of preferences in six steps of four pairs."""
+    return settings(place, "llama", method, task="prefer", **{"warmup": 0, **changes})
+
+
+def stirred(step: Step) -> Step:
+    """The step with a tuning that is no longer at its start, and its references."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for value in step.tuned.values():
+            value.add_(0.1 * torch.randn_like(value))
+    step.refer()
+    return step
+
+
+def log_p(model: nn.Module, example: Example) -> Tensor:
+    """log p of the trained tokens of one text by itself, summed in float64, without padding."""
+    assert isinstance(example.labels, list)
+    logits = model(input_ids=torch.tensor([example.input_ids])).logits[0].double().log_softmax(-1)
+    places = [at for at, label in enumerate(example.labels) if label >= 0]
+    return sum((logits[at - 1, example.labels[at]] for at in places), torch.zeros((), dtype=torch.float64))
+
+
+def assert_close(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor]) -> None:
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        grad = found[name]
+        assert grad is not None
+        assert float((grad.double() - value).abs().max()) <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter", "side"])
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+def test_a_step_has_the_loss_and_gradient_of_the_paper(method: str, kernels: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "llama", "llama")
+    tuned: dict[str, Any] = {"lora": {"r": 2}, "adapter": {"reduction": 8}, "side": {"reduction": 4}}[method]
+    kernels = "off" if method == "side" else kernels
+    step = stirred(training(preferring(tmp_path, {"name": method, **tuned}, kernels=kernels, clip=None)))
+    loss = step.passes(step.micro_batches(0), 0)
+    own = {name: value.grad for name, value in step.tuned.items()}
+
+    plain = training(preferring(tmp_path, {"name": method, **tuned}, kernels="off"))
+    model = plain.model.double().eval()
+    with torch.no_grad():
+        for name, value in tuned_parameters(model).items():
+            value.copy_(step.tuned[name])
+    losses = []
+    for example in plain.rows_of(0):
+        chosen, rejected = (log_p(model, text) for text in example.texts)
+        with torch.no_grad(), without_tuning(model):
+            known = [log_p(model, text) for text in example.texts]
+        losses.append(-logsigmoid(0.1 * ((chosen - known[0]) - (rejected - known[1]))))
+    expected = torch.stack(losses).mean()
+    assert loss == pytest.approx(float(expected.detach()), abs=1e-6)
+    tuned_now = tuned_parameters(model)
+    grads = torch.autograd.grad(expected, list(tuned_now.values()))
+    assert_close(own, dict(zip(tuned_now, grads, strict=True)))
+
+
+def test_references_are_those_of_the_untouched_base_and_only_of_rows_that_come(tmp_path: Path) -> None:
+    step = stirred(training(preferring(tmp_path, max_steps=2)))
+    used = [unit for unit in step.units if unit.reference is not None]
+    assert len(used) == 8 and all(unit.reference is not None for unit in step.held_out)
+    model = step.model.eval()
+    for unit in used:
+        assert unit.reference is not None
+        with torch.no_grad(), without_tuning(model):
+            expected = [float(log_p(model, text)) for text in unit.texts]
+        assert unit.reference == pytest.approx(expected, rel=1e-5)
+        with torch.no_grad():
+            assert [float(log_p(model, text)) for text in unit.texts] != pytest.approx(expected, rel=1e-5)
+
+
+def test_there_is_no_second_copy_of_weights(tmp_path: Path) -> None:
+    held = [
+        {value.data_ptr() for value in training(recipe).model.parameters()}
+        for recipe in (preferring(tmp_path), settings(tmp_path, "llama", "lora", task="causal"))
+    ]
+    assert len(held[0]) == len(held[1])
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
+def test_a_run_learns_what_is_preferred_and_is_scored_alike_again(loss: str, tmp_path: Path) -> None:
+    done = run(preferring(tmp_path, prefer=loss, lr=1e-2, epochs=6))
+    before, after = done.summary["before"], done.summary["after"]
+    assert after["loss"] < before["loss"] and after["accuracy"] > before["accuracy"]
+    if loss == "dpo":
+        assert after["accuracy"] > 0.9 and after["margin"] > 0
+        assert before == pytest.approx({"loss": 0.693147, "accuracy": 0, "margin": 0}, abs=1e-5)
+    again = load_run(tmp_path / "run").eval()
+    assert again["tuned"] == pytest.approx(after, abs=1e-5)
+    assert isinstance(done.generate("red sun"), str)
+
+
+def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    run(preferring(tmp_path, out="whole"))
+    recipe = preferring(tmp_path, out="parts")
+    with pytest.raises(PetuneError):
+        run(recipe, terminate_at(3))
+    run(recipe, resume=True)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_orpo_trains_every_weight(tmp_path: Path) -> None:
+    done = run(preferring(tmp_path, "full", prefer="orpo", max_steps=2))
+    assert done.summary["steps"] == 2
+
+
+def train_in_group(recipe: Mapping[str, Any]) -> None:
+    run(recipe)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_trains_as_one_process_does(plan: str, loss: str, tmp_path: Path) -> None:
+    method = {"name": "lora", "r": 2}
+    write_model(tmp_path / "llama", "llama", dropout=0.1)
+    common = {"max_steps": 3, "prefer": loss, "batch_size": 4, "accumulate": 1}
+    run(preferring(tmp_path, method, out="one", **common))
+    recipe = preferring(tmp_path, method, out="many", parallel=PLANS[plan], **common)
+    ranks(2, train_in_group, recipe)
+    assert_same_but_for_rounding(tmp_path / "many", tmp_path / "one")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "full"}, "full fine-tuning overwrites the model that dpo and ipo compare with"),
+        ({"method": "lora", "prefer": {"loss": "ipo", "label_smoothing": 0.1}}, "only dpo has it"),
+        ({"method": "lora", "task": "causal", "prefer": "ipo"}, "it belongs to task: prefer"),
+        ({"method": "lora", "prefer": "sigmoid"}, "prefer.loss does not take this value"),
+        ({"method": "lora", "prefer": {"beta": 0.0}}, "prefer.beta is out of range"),
+        ({"method": "lora", "data": {"path": "x", "packing": True}}, "packing joins examples of causal"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(preferring(tmp_path, "lora") | changes)
+
+
+def test_a_reference_that_would_be_lost_is_refused_where_the_task_is_inferred(tmp_path: Path) -> None:
+    recipe = preferring(tmp_path, "full")
+    del recipe["task"]
+    with pytest.raises(UsageError, match="which full fine-tuning overwrites"):
+        training(recipe)
+    also = preferring(tmp_path, {"name": "lora", "r": 2, "also_train": ["lm_head"]})
+    with pytest.raises(UsageError, match="lm_head is trained whole"):
+        training(also)
+    run(preferring(tmp_path, max_steps=1, out="first"))
+    begun = preferring(tmp_path, init_adapter=str(tmp_path / "first" / "tuned"), out="second")
+    with pytest.raises(UsageError, match="init_adapter is not part of its base"):
+        loop(begun)
