@@ -170,6 +170,8 @@ def row_of(text: str, task: str) -> dict[str, Any]:
                 {"role": "assistant", "content": " ".join(reversed(words))},
             ]
         }
+    if task == "embed":
+        return {"anchor": text, "positive": " ".join(reversed(words)) + " one"}
     if task == "prefer":
         answer = " ".join(reversed(words))
         return {"prompt": text, "chosen": f"{answer} one", "rejected": " ".join(["dog", *words[:2]])}

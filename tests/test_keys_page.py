@@ -25,7 +25,7 @@ Written by `python -m tests.test_keys_page` from the schema that checks recipes;
 larger settings do, and how paths and overrides are read, is in [recipes.md](recipes.md). `petune check --full
 RECIPE` prints the same for a recipe of yours; `petune.recipe.json_schema()` is the schema, for an editor.
 """
-SECTIONS = ("data", "method", "prefer", "memory", "parallel")
+SECTIONS = ("data", "method", "prefer", "embed", "memory", "parallel")
 KINDS = {"string": "text", "boolean": "true, false", "null": "null", "object": "mapping", "array": "list"}
 LOW = {"minimum": "from", "exclusiveMinimum": "above"}
 HIGH = {"maximum": "to", "exclusiveMaximum": "below"}
@@ -97,7 +97,7 @@ def page() -> str:
         lines += (
             [f"Those of {alike}."] if alike else rows("method.", settings) if settings else ["No settings."]
         )
-    for name in ("prefer", "memory"):
+    for name in ("prefer", "embed", "memory"):
         lines += ["", f"## {name}", "", meaning(keys[name]), ""]
         lines += rows(f"{name}.", keys[name]["anyOf"][1]["properties"])
     lines += ["", "## parallel", "", meaning(keys["parallel"]), ""]

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import petune
-from tests.small_runs import training, write_model
+from petune.tasks.configs import EmbedConfig
+from petune.tasks.embed_loss import contrastive, pooled
+from tests.small_runs import run, settings, training, write_model
 
 LORA: dict[str, Any] = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
 STEPS: dict[str, Any] = {
@@ -151,6 +153,33 @@ def test_a_step_on_preferences_has_the_loss_and_gradients_of_trls_dpo_trainer(
     assert found == pytest.approx(float(expected.detach()), abs=1e-5)
     for name, value in trained.items():
         torch.testing.assert_close(step.tuned[name].grad, value.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_sentence_transformers_reads_a_merged_model_and_has_the_same_loss(
+    pooling: str, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="make test-system installs it")
+    losses = pytest.importorskip("sentence_transformers.losses")
+    recipe = settings(tmp_path, "bert", "lora", task="embed", embed=pooling, batch_size=4, accumulate=1)
+    done = run(recipe)
+    read = library.SentenceTransformer(str(done.merge()), device="cpu").eval()
+    assert read.max_seq_length == 64
+    texts = ["red sun sings", "blue", "two moon hill tree cat"]
+    coded = done.speaker.tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        own = pooled(done.model(**coded).last_hidden_state, coded, EmbedConfig(pooling))
+        torch.testing.assert_close(read.encode(texts, convert_to_tensor=True), own, rtol=1e-5, atol=1e-5)
+
+    rows = {"anchor": texts, "positive": ["red sun", "blue sea", "two moon"], "negative": ["a", "dog", "fox"]}
+    features = [
+        dict(done.speaker.tokenizer(side, padding=True, return_tensors="pt")) for side in rows.values()
+    ]
+    expected = losses.MultipleNegativesRankingLoss(read)(features, torch.arange(3))
+    sides = [pooled(done.model(**one).last_hidden_state, one, EmbedConfig(pooling)) for one in features]
+    found = contrastive(torch.stack(sides, 1), EmbedConfig(pooling)) / 3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.system

@@ -94,6 +94,7 @@ TOGETHER.append("llama_lora_dp_tp_pp")
 STREAMED = {"clip": None, "memory": {"stream": "fp32"}, "kernels": "reference"}  # as a CPU can, too
 OTHER_TASKS: dict[str, dict[str, Any]] = {  # over what the recipe of family and method says
     "bert_lora_tokens": {"task": "tokens", "class_weights": "none", "lr": 1e-3},
+    "bert_lora_embed": {"task": "embed", "class_weights": "none", "lr": 2e-4},
     "llama_lora_prefer": {
         "task": "prefer",
         "data": {"path": "demo:docstrings", "max_length": 128, "truncation": "left"},

@@ -116,7 +116,8 @@ def _runner(drawn: Sketch, device: torch.device) -> Callable[[int], None]:
         if len(tokens) > 1 and drawn.work.vocabulary_head:
             given["decoder_input_ids"] = ids[:, : tokens[1][1]]
         with autocast():
-            logits = model(**given).logits
+            found = model(**given)
+            logits = found.logits if "logits" in found else found.last_hidden_state
         flat = logits.float().flatten(0, -2)
         F.cross_entropy(flat, flat.new_zeros(len(flat), dtype=torch.long)).backward()
         model.zero_grad(set_to_none=True)

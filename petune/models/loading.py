@@ -47,7 +47,7 @@ from petune.models.source import Source, check_weights, local_folder, weight_fil
 from petune.models.spec import Family, Kind
 from petune.models.trust import refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 
-Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
+Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal", "embed"]
 
 AUTO: dict[Head, Any] = {
     "classify": transformers.AutoModelForSequenceClassification,
@@ -55,6 +55,7 @@ AUTO: dict[Head, Any] = {
     "mlm": transformers.AutoModelForMaskedLM,
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
     "causal": transformers.AutoModelForCausalLM,
+    "embed": transformers.AutoModel,
 }
 
 
@@ -280,6 +281,7 @@ def _load_whole(
             trust_remote_code=False,
         )
     family = FAMILIES.get(config.model_type)
+    model = _unpooled(model) if head == "embed" else model
     new, note = check_filled(model, family, info, source)
     check_stored(model, headers)
     check_tied(model, source)
@@ -294,7 +296,15 @@ def outline(
     on another its weights are drawn. Raises as `load_model`."""
     _refuse_headless(config, head)
     with hub_errors(source), torch.device(device), quiet():
-        return cast("PreTrainedModel", AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False))
+        made = AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False)
+        return cast("PreTrainedModel", _unpooled(made) if head == "embed" else made)
+
+
+def _unpooled(model: Any) -> Any:
+    """A model without a head, and without the pooler of a classifier, which embeddings never ask."""
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    return model
 
 
 def _refuse_headless(config: Any, head: Head) -> None:
@@ -348,6 +358,8 @@ def adopt_model(
         raise UsageError("the model has another number of classes than the rows", where="model", **sides)
     _name_classes(model.config, labels)
     check_finite(model, source)
+    if head == "embed":
+        _unpooled(model)
     family = FAMILIES.get(model.config.model_type)
     fresh = [name for name, _ in model.named_modules() if family and name.rpartition(".")[2] in family.fresh]
     note = (

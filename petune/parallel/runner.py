@@ -259,6 +259,13 @@ class Runner:
         """Whether this rank's results count: once per replica, where logits come out."""
         return self.mesh.at.tp == 0 and self.mesh.at.pp == self.plan.pp - 1
 
+    def total(self, values: Tensor) -> Tensor:
+        """`sum` of a tensor, on this rank's device, in float64."""
+        whole = values.to(self.mesh.device, torch.float64) * self.speaks
+        if self.plan.world > 1:
+            dist.all_reduce(whole)
+        return whole
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums of what the ranks that speak have counted, on every rank."""
         if self.plan.world == 1:

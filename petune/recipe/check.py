@@ -15,12 +15,23 @@ from petune.errors import Problem
 from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.raw import AUTO, MEMORY, PARALLEL, PREFER, SECTIONS, Found, Written, as_mapping, show
+from petune.recipe.raw import (
+    AUTO,
+    EMBED,
+    MEMORY,
+    PARALLEL,
+    PREFER,
+    SECTIONS,
+    Found,
+    Written,
+    as_mapping,
+    show,
+)
 from petune.recipe.rules import broken_rules
 from petune.recipe.schema import Recipe, section_model
 from petune.recipe.suggest import meant_value, suggest
 from petune.recipe.yaml_lines import MAX_PROBLEMS, KeyPath, dotted, scalar, short, write_scalar
-from petune.tasks.configs import DataConfig, PreferConfig
+from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig
 
 
 def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
@@ -43,7 +54,7 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
         values["method"] = None
         problems.append(_no_method(written, method_name))
     values["data"] = data
-    for key, config in ((MEMORY, MemoryConfig), (PREFER, PreferConfig)):
+    for key, config in ((MEMORY, MemoryConfig), (PREFER, PreferConfig), (EMBED, EmbedConfig)):
         values[key], more = _section(written, key, config, "", method_name)
         problems += more
     values["parallel"], more = _parallel(written)
@@ -150,11 +161,13 @@ _EXAMPLES = {
     "method": "method: lora",
     "memory": "memory: input",
     "prefer": "prefer: dpo",
+    "embed": "embed: mean",
 }
 _FORMS = {
     "data": "a file, folder, glob, demo:NAME or hub id, or a mapping with path",
     "memory": f"one of {', '.join(KEEPS)}, or a mapping of settings",
     "prefer": "one of dpo, ipo, orpo, or a mapping of settings",
+    "embed": "one of mean, cls, or a mapping of settings",
 }
 
 

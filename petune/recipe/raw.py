@@ -13,9 +13,9 @@ from petune.errors import Problem
 from petune.recipe.yaml_lines import KeyPath, scalar, short, write_scalar
 
 # a bare text there means this setting
-SECTIONS = {"data": "path", "method": "name", "memory": "keep", "prefer": "loss"}
-MEMORY, PREFER = "memory", "prefer"
-OPTIONAL = (MEMORY, PREFER)  # sections that may be left out or empty
+SECTIONS = {"data": "path", "method": "name", "memory": "keep", "prefer": "loss", "embed": "pooling"}
+MEMORY, PREFER, EMBED = "memory", "prefer", "embed"
+OPTIONAL = (MEMORY, PREFER, EMBED)  # sections that may be left out or empty
 PARALLEL = "parallel"  # holds an axis per backend, which holds settings
 AUTO = "auto"  # in the place of its axes: they are chosen when a run starts
 

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, 
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.raw import AUTO, PARALLEL, SECTIONS, Written
+from petune.recipe.raw import AUTO, OPTIONAL, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
-from petune.tasks.configs import DataConfig, PreferConfig
+from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig
 
 # What the recipe names as input; a relative one is looked for beside the recipe, then in the working
 # directory.
@@ -53,11 +53,11 @@ class Recipe(BaseModel):
     data: SkipValidation[DataConfig] = Field(
         description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more"
     )
-    task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat", "prefer"] | None = Field(
+    task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat", "prefer", "embed"] | None = Field(
         None,
         description=(
-            "classify, tokens, mlm, seq2seq, causal, chat or prefer; null: inferred from model and data where"
-            " unambiguous"
+            "classify, tokens, mlm, seq2seq, causal, chat, prefer or embed; null: inferred from model and"
+            " data where unambiguous"
         ),
     )
     method: SkipValidation[MethodConfig] = Field(
@@ -142,6 +142,9 @@ class Recipe(BaseModel):
     )
     prefer: SkipValidation[PreferConfig] = Field(
         PreferConfig(), description="task prefer: dpo, ipo or orpo; or a mapping with loss and more"
+    )
+    embed: SkipValidation[EmbedConfig] = Field(
+        EmbedConfig(), description="task embed: mean or cls pooling; or a mapping with pooling and more"
     )
     cache: bool | Literal["fp32", "bf16", "fp8"] = Field(
         False, description="side: run the frozen backbone once for each row; true, or the dtype to store"
@@ -265,7 +268,7 @@ class Recipe(BaseModel):
         values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         values["data"] = _as_dict(self.data)
         values["method"] = {"name": self.method_name, **_as_dict(self.method)}
-        values["memory"], values["prefer"] = _as_dict(self.memory), _as_dict(self.prefer)
+        values |= {key: _as_dict(getattr(self, key)) for key in OPTIONAL}
         values["parallel"] = {name: _as_dict(axis) for name, axis in self.parallel.axes.items()} or (
             AUTO if self.parallel.auto else "none"
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from petune.methods.configs import method_of
 from petune.recipe.schema import Recipe
-from petune.tasks.configs import PreferConfig
+from petune.tasks.configs import EmbedConfig, PreferConfig
 
 
 class Rule(NamedTuple):
@@ -60,6 +60,18 @@ TASK_RULES = (
         lambda recipe: recipe.prefer == PreferConfig() or _task_is(recipe, "prefer"),
         "it belongs to task: prefer",
         "remove prefer",
+    ),
+    Rule(
+        ("embed", "task"),
+        lambda recipe: recipe.embed == EmbedConfig() or _task_is(recipe, "embed"),
+        "it belongs to task: embed",
+        "remove embed",
+    ),
+    Rule(
+        ("parallel", "task"),
+        lambda recipe: recipe.task != "embed" or "pp" not in recipe.parallel.axes,
+        "a pipeline's pieces do not see one another's texts, which embed compares",
+        "use dp, tp or sp",
     ),
     Rule(
         ("method", "prefer", "task"),

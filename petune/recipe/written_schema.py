@@ -9,9 +9,9 @@ from typing import Any, get_type_hints
 from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.raw import MEMORY, PARALLEL, PREFER
+from petune.recipe.raw import EMBED, MEMORY, PARALLEL, PREFER
 from petune.recipe.schema import Recipe, field_docs, section_model
-from petune.tasks.configs import DataConfig, PreferConfig
+from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig
 
 
 def json_schema() -> dict[str, Any]:
@@ -26,12 +26,13 @@ def json_schema() -> dict[str, Any]:
             *(_section_schema(method.config, name) for name, method in METHODS.items()),
         ],
         MEMORY: [{"enum": [*KEEPS, None]}, _section_schema(MemoryConfig)],
+        EMBED: [{"enum": ["mean", "cls", None]}, _section_schema(EmbedConfig)],
         PREFER: [{"enum": ["dpo", "ipo", "orpo", None]}, _section_schema(PreferConfig)],
         PARALLEL: [{"enum": ["none", "auto", *BACKENDS, None]}, _parallel_schema()],
     }
     for key, forms in sections.items():
         schema["properties"][key] = {"anyOf": forms, "description": Recipe.model_fields[key].description}
-    schema["properties"][PREFER]["default"] = "dpo"
+    schema["properties"][PREFER]["default"], schema["properties"][EMBED]["default"] = "dpo", "mean"
     schema["properties"][MEMORY]["default"], schema["properties"][PARALLEL]["default"] = "auto", "none"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "petune recipe"}
 

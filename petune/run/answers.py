@@ -12,7 +12,7 @@ from petune.methods import without_tuning
 from petune.run.build import prepare
 from petune.run.finished import Run
 from petune.tasks.answer_metrics import metric_named, scores
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Preference, Row, Tagged
+from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Preference, Row, Tagged
 
 _HALF = 2  # a text is asked to go on from its first half
 
@@ -70,8 +70,8 @@ def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:
     if isinstance(row, Tagged):
         tagged = zip(row.tokens, row.tags, strict=True)
         return " ".join(row.tokens), "\n".join(f"{word}\t{tag}" for word, tag in tagged)
-    if isinstance(row, Labelled) or task == "mlm":
-        what = "pairs of texts" if isinstance(row, Labelled) else "masked words"
+    if isinstance(row, Labelled | Anchored) or task == "mlm":
+        what = "masked words" if task == "mlm" else "pairs of texts"
         raise UsageError(
             f"rows of {what} cannot be asked as one text", where="--answers", remedy="leave it out"
         )

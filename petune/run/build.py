@@ -44,7 +44,7 @@ from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
-from petune.run.objective import balance_of, objective_of
+from petune.run.objective import balance_of, embed_objective, objective_of
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.streaming import refuse_unstreamable, stream, streams
 from petune.saving.load import load
@@ -298,6 +298,8 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         remedy = "set output_router_logits: false in the model's config.json, or parallel: none"
         raise UsageError(what, where="parallel", remedy=remedy)
     found = objective_of(prepared.task, weights, balance, recipe.prefer)
+    if prepared.task.name == "embed":
+        found = embed_objective(recipe.embed, len(prepared.encoded.train[0].texts), mesh)
     objective = replace(found, autocast=prepared.place.autocast)
     unread = contents_of(model) is not None
     with phase("reading the weights" if unread else f"moving the model to {mesh.device}"):

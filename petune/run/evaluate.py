@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from petune.models import family_of
 from petune.parallel import Batch, Outputs
 from petune.recipe import Recipe
 from petune.tasks import METRICS, Example, Scorer, Task, collate
+from petune.tasks.embed_loss import EmbeddingScorer
 from petune.tasks.metrics import Scores
 from petune.tasks.prefer_loss import PreferenceScorer
 
@@ -46,8 +47,10 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
     family = family_of(model)
     if family is None or family.caches:  # a cache would let packed samples see one another
         inputs["use_cache"] = False
-    outputs: Outputs = model(**inputs)
-    return outputs
+    outputs: Any = model(**inputs)
+    if not hasattr(outputs, "logits"):  # a model without a head, for embeddings
+        outputs.logits = outputs.last_hidden_state
+    return cast("Outputs", outputs)
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
@@ -87,12 +90,21 @@ def metric_of(recipe: Recipe, task: Task) -> Metric:
 
 
 Ask = Callable[[Batch], Tensor | None]  # logits of a batch; None in a process that only passes them on
-Add = Callable[[Sequence[float]], list[float]]  # numbers summed over all processes
 
 
-def scorer_of(recipe: Recipe, task: Task, labels: Sequence[str] = ()) -> Scores:
-    """A scorer of a recipe's task that has seen nothing. `labels` are the classes or tags in the order of
-    their ids, none for other tasks."""
+def _unchanged(numbers: Any) -> Any:
+    return numbers
+
+
+Add = Callable[[Any], Any]  # numbers summed over all processes
+
+
+def scorer_of(recipe: Recipe, task: Task, labels: Sequence[str] = (), rows: Sequence[Example] = ()) -> Scores:
+    """A scorer of a recipe's task that has seen none of `rows`. `labels` are the classes or tags in the order
+    of their ids, none for other tasks."""
+    if task.name == "embed":
+        size = recipe.eval_batch_size or recipe.batch_size
+        return EmbeddingScorer(recipe.embed, len(rows), len(rows[0].texts), size)
     return PreferenceScorer(recipe.prefer) if task.name == "prefer" else Scorer(task.name, labels)
 
 
@@ -100,7 +112,7 @@ def scored(
     ask: Ask,
     rows: Iterable[Batch | None],
     scorer: Scores,
-    add: Add = list,
+    add: Add = _unchanged,
     check: Callable[[], None] = lambda: None,
 ) -> Scores:
     """What `scorer` is when it has seen all `rows`. `check` runs before each batch and may raise; None is a

@@ -20,7 +20,7 @@ from petune.models.loading import load_tokenizer
 from petune.models.source import model_files, resolve_model
 from petune.recipe import Recipe, load_recipe
 from petune.report.results import read_metrics, read_summary
-from petune.run.build import Prepared, choose_place, load_base, prepare
+from petune.run.build import Prepared, choose_place, load_base, positions_of, prepare
 from petune.run.evaluate import asking, batches, scored, scorer_of, scoring, shortcomings, undecided
 from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
@@ -31,8 +31,9 @@ from petune.saving.load import load_recorded
 from petune.saving.serve import write_for
 from petune.saving.servers import ALIASES, SERVERS
 from petune.saving.tuning_record import Record, read_record
-from petune.tasks import METRICS, TASKS, pad_token_id
+from petune.tasks import METRICS, TASKS, make_coder, pad_token_id
 from petune.tasks.configs import FORMATS
+from petune.tasks.embed import sentence_files
 
 
 class Run:
@@ -220,7 +221,7 @@ class Run:
         if task.name == "prefer" and self.recipe.prefer.refers:
             with scoring(model), without_tuning(model):
                 units = referred(units, ask, batches(units, size, task.name, pad))
-        scorer = scorer_of(self.recipe, task, prepared.rows.labels or ())
+        scorer = scorer_of(self.recipe, task, prepared.rows.labels or (), units)
         with scoring(model):
             return scored(ask, batches(units, size, task.name, pad), scorer).result()
 
@@ -247,9 +248,18 @@ class Run:
             batch=export.probe(model),
             dtype=written,
             overwrite=overwrite,
+            beside=self._sentence_files() if speaker.task.name == "embed" else {},
         )
         self.merge_report = str(report)
         return place
+
+    def _sentence_files(self) -> dict[str, Any]:
+        """What sentence-transformers reads beside a model that embeds: its modules and how it pools."""
+        model, config = cast("PreTrainedModel", self.speaker.model), self.recipe.embed
+        limit = make_coder(
+            self.speaker.tokenizer, self.recipe.data, max_positions=positions_of(model.config)
+        ).limit
+        return sentence_files(config, int(model.config.hidden_size), limit)
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
         """Write what another library reads: `peft` (lora), `hf` (lora and full), or a server of SERVERS

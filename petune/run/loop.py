@@ -189,10 +189,11 @@ class Loop:
         rows, runner = self.step.held_out, self.runner
         self.step.look_at_cache()
         held_out = self.step.batches(rows, self.recipe.eval_batch_size or self.recipe.batch_size)
-        scorer = scorer_of(self.recipe, self.task, self.prepared.rows.labels or ())
+        scorer = scorer_of(self.recipe, self.task, self.prepared.rows.labels or (), rows)
         explained = self.step.explain_memory("evaluation")
         with phase(f"evaluating on {len(rows)} rows"), explained, scoring(*runner.modules):
-            return scored(runner.logits, held_out, scorer, runner.sum, self.check_stop)
+            add = runner.total if self.task.name == "embed" else runner.sum
+            return scored(runner.logits, held_out, scorer, add, self.check_stop)
 
     def _score_base(self) -> None:
         """Scores of the untouched base and of the head-only control, kept in progress."""

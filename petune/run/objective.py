@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from petune.kernels.head.hooks import has_fused_head, head_loss
 from petune.methods import tuned_parameters
-from petune.parallel import Batch, Objective, Outputs
+from petune.parallel import Batch, Mesh, Objective, Outputs
+from petune.parallel.collectives import gather_dim, gather_seq
 from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, loss_sum, trained_positions
-from petune.tasks.configs import PreferConfig
+from petune.tasks.configs import EmbedConfig, PreferConfig
+from petune.tasks.embed_loss import alone, contrastive, pooled
 from petune.tasks.prefer_loss import judged, token_losses
 
 DPO = PreferConfig()
@@ -47,6 +50,26 @@ def prefer_objective(config: PreferConfig, balance: float = 0.0) -> Objective:
         return trained_positions(kept, rows["labels"], "prefer")
 
     return Objective(ask, loss, select, finish, texts=2, tuned=tuned_parameters)
+
+
+def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
+    """What a runner needs to know of embeddings of examples of so many texts, as `objective_of`: candidates
+    are gathered over the replicas of `mesh`."""
+
+    def ask(model: nn.Module, batch: Batch) -> Outputs:
+        return outputs_of(model, batch)
+
+    def meet(rows: Tensor) -> tuple[Tensor, int]:
+        group = mesh.groups["dp"]
+        count = torch.tensor([len(rows)], device=rows.device)
+        sizes = tuple(gather_dim(count, (1,) * mesh.plan.dp, 0, group).tolist())
+        return gather_seq(rows[None], sizes, group)[0], sum(sizes[: mesh.at.dp])
+
+    def loss(outputs: Outputs, batch: Batch) -> Tensor:
+        found = pooled(*real_rows(outputs.logits, batch), config).unflatten(0, (-1, texts))
+        return contrastive(found, config, meet if mesh.plan.dp > 1 else alone)
+
+    return Objective(ask, loss, texts=texts, tuned=tuned_parameters)
 
 
 def objective_of(

@@ -73,7 +73,7 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
     picture = f", {folder.picture}" if folder.picture.exists() else ""
     ask = f"petune chat {out}" if summary["task"] == "chat" else f'petune generate {out} "..."'
     use = f"petune merge {out}" if METHODS[method].mergeable else f'petune.load(base, "{out}/tuned")'
-    next_ = f"petune eval {out}   |   {ask}   |   {use}"
+    next_ = "   |   ".join([f"petune eval {out}", *([ask] if summary["task"] != "embed" else []), use])
     if base_name(folder.recipe) is None:  # of a model in memory, which no command of the shell has
         next_ = 'run.eval()   |   run.generate("...")   |   run.model, in the process that trained it'
     return [

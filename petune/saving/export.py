@@ -264,11 +264,13 @@ def save_merged(
     batch: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    beside: Mapping[str, Any] = {},
 ) -> MergeReport:
     """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it
     was.
 
-    dtype: of every floating tensor that is written, each rounded once; None: the model's own.
+    dtype: of every floating tensor that is written, each rounded once; None: the model's own. beside: JSON
+    files that lie there too, by path.
     Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and
     for a tied weight the model class would tie again on loading; otherwise as `save`.
     """
@@ -308,6 +310,9 @@ def save_merged(
             _check_complete(model, own, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
+            for path, facts in beside.items():
+                (work / path).parent.mkdir(exist_ok=True)
+                write_json(work / path, facts)
 
         try:
             if unties:
@@ -373,13 +378,15 @@ def _rounding(layers: list[TunedLayer], dtype: torch.dtype | None) -> tuple[floa
 
 
 def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Logits of a batch, in eval mode and without gradients; under autocast where weights are bfloat16."""
+    """Logits of a batch, of a model without a head its last hidden states, in eval mode and without
+    gradients; under autocast where weights are bfloat16."""
     training, kind = model.training, next(model.parameters()).device.type
     narrow = any(value.dtype is torch.bfloat16 for value in model.parameters())  # beside heads in float32
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=narrow):
-            return cast("Tensor", model(**batch).logits)
+            found = model(**batch)
+            return cast("Tensor", found.logits if "logits" in found else found.last_hidden_state)
     finally:
         model.train(training)
 

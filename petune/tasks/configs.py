@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 FORMATS = (
     *("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text"),
-    *("preferences", "preference-turns"),
+    *("preferences", "preference-turns", "anchors"),
 )
 ROLES = (
     *("text", "text_pair", "label", "tokens", "tags", "source", "target", "instruction", "input", "output"),
     *("messages", "system", "history", "tools", "prompt", "chosen", "rejected"),
+    *("anchor", "positive", "negative"),
 )
 _OF_TEXT = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
 METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better direction
@@ -27,6 +28,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better dir
     "causal": _OF_TEXT,
     "chat": _OF_TEXT,
     "prefer": {"loss": "min", "accuracy": "max", "margin": "max"},
+    "embed": {"mrr": "max", "recall_at_1": "max", "loss": "min"},
 }
 DEFAULT_MAX_LENGTH = 1024
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is a broken file far more often than a row
@@ -130,3 +132,24 @@ class PreferConfig:
     def refers(self) -> bool:
         """Whether the loss compares with a reference."""
         return self.loss != "orpo"
+
+
+@dataclass(frozen=True)
+class EmbedConfig:
+    """How texts are embedded, and how near the right ones must be (van den Oord et al. 2018,
+    arXiv:1807.03748, with the other rows of a batch as negatives)."""
+
+    pooling: str = field(
+        default="mean",
+        metadata={
+            "choices": ("mean", "cls"),
+            "doc": "of last hidden states: mean of a text, or its first",
+        },
+    )
+    scale: float = field(
+        default=20.0, metadata={"gt": 0.0, "le": 1000.0, "doc": "of cosines in the loss; 1 / temperature"}
+    )
+    dims: tuple[int, ...] = field(
+        default=(),
+        metadata={"ge": 1, "doc": "also train the first so many features alone, as [256, 64]; Matryoshka"},
+    )

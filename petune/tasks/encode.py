@@ -205,19 +205,19 @@ def _report(
         dropped=len(sides[0]) - len(train),
         eval_dropped=len(sides[1]) - len(held_out),
         tokens=tokens,
-        trained=None if task in ("classify", "mlm") else sum(example.trained for example in train),
+        trained=None if task in ("classify", "mlm", "embed") else sum(example.trained for example in train),
         target_p50=percentile(targets, 0.5) if targets else None,
         target_longest=max(targets) if targets else None,
         bins=None,
         truncation=coder.config.truncation,
-        notes=(*_answers(train), *_notes(coder.tokenizer)),
+        notes=(*_answers(train, task), *_notes(coder.tokenizer)),
         lengths=histogram(lengths),
     )
 
 
-def _answers(train: Sequence[Example]) -> tuple[str, ...]:
+def _answers(train: Sequence[Example], task: str) -> tuple[str, ...]:
     """The lengths of answers that are compared: where the better ones are longer, a model learns length."""
-    if not train or not train[0].others:
+    if not train or task != "prefer":
         return ()
     sides = zip(*(one.texts for one in train), strict=True)
     middle = [percentile([text.trained for text in side], 0.5) for side in sides]

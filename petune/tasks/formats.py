@@ -32,6 +32,9 @@ USUAL: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "query", "instruction", "input"),
     "chosen": ("chosen", "chosen_response", "preferred", "better"),
     "rejected": ("rejected", "rejected_response", "dispreferred", "worse"),
+    "anchor": ("anchor", "query", "text1", "sentence1", "question"),
+    "positive": ("positive", "pos", "text2", "sentence2", "document", "answer", "passage"),
+    "negative": ("negative", "neg", "negatives", "hard_negative"),
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -42,6 +45,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "pairs": ("source", "target"),
     "preferences": ("prompt", "chosen", "rejected"),
     "preference-turns": ("chosen", "rejected"),
+    "anchors": ("anchor", "positive"),
     "text": ("text",),
 }
 OF_CHAT = ("system", "history", "tools")  # what only a conversation has a place for
@@ -52,6 +56,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "text-label": ("text_pair",),
     "pairs": OF_CHAT,
     "preferences": ("system",),
+    "anchors": ("negative",),
     "preference-turns": ("prompt", "system", "tools"),
 }
 TASK_FORMATS: dict[str, tuple[str, ...]] = {
@@ -62,7 +67,9 @@ TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "causal": ("alpaca", "pairs", "text"),
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
     "prefer": ("preferences", "preference-turns"),
+    "embed": ("anchors",),
 }
+ASKED = ("anchors",)  # formats whose columns could be others', and which a task must ask for
 DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corpus
     "classify": {"text": "text", "label": "kind"},
     "tokens": {"tokens": "tokens", "tags": "tags"},  # which load makes of the text
@@ -71,6 +78,7 @@ DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corp
     "causal": {"text": "text"},
     "chat": {"source": "body", "target": "summary"},
     "prefer": {"prompt": "body", "chosen": "summary", "rejected": "rejected"},  # which load makes of summary
+    "embed": {"anchor": "summary", "positive": "body"},
 }
 
 
@@ -101,10 +109,10 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
     for role, name in columns.items():
         if name not in record.columns:
             raise DataError([missing(record, name, f"data.columns.{role} names it")])
-    wanted = TASK_FORMATS[task] if task else FORMATS
+    wanted = TASK_FORMATS[task] if task else tuple(name for name in FORMATS if name not in ASKED)
     if format_ != "auto":
         if format_ not in wanted:
-            fits = ", ".join(TASK_FORMATS[task]) if task else ", ".join(FORMATS)
+            fits = ", ".join(TASK_FORMATS[task]) if task else ", ".join(wanted)
             raise UsageError(f"format {format_} does not fit task {task}", expected=fits)
         wanted = (format_,)
     if preference := _preference(record, columns, task):

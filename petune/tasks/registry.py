@@ -9,6 +9,7 @@ from petune.errors import UsageError, nearest
 from petune.tasks.causal import encode_causal
 from petune.tasks.chat import encode_chat
 from petune.tasks.classify import encode_classify
+from petune.tasks.embed import encode_embed
 from petune.tasks.examples import Coder, Example
 from petune.tasks.formats import TASK_FORMATS
 from petune.tasks.mlm import encode_mlm
@@ -33,13 +34,13 @@ class Task:
 
     @property
     def texts(self) -> int:
-        """How many rows of the model make an example."""
-        return 2 if self.name == "prefer" else 1
+        """How many rows of the model make an example, at least."""
+        return 2 if self.name in ("prefer", "embed") else 1
 
     @property
     def over_vocabulary(self) -> bool:
         """Whether its logits are about tokens of the vocabulary, and not about classes or tags."""
-        return self.head not in ("classify", "tokens")
+        return self.head not in ("classify", "tokens", "embed")
 
     @property
     def shifts(self) -> bool:
@@ -75,6 +76,7 @@ TASKS: dict[str, Task] = {
     "causal": Task("causal", "causal", frozenset({"decoder"}), "loss", "min", True, encode_causal),
     "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),
     "prefer": Task("prefer", "causal", frozenset({"decoder"}), "loss", "min", False, encode_prefer),
+    "embed": Task("embed", "embed", frozenset({"encoder"}), "mrr", "max", False, encode_embed),
 }
 
 

@@ -127,6 +127,10 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
     """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by
     name if `labels` is given. Texts that are compared stand below one another, the better one first."""
+    if example.others and isinstance(example.labels, int):
+        texts = [_text(tokenizer, text.input_ids) for text in example.texts]
+        marks = ["=", "+", *"-" * len(texts[2:])]
+        return "\n".join(f"{mark} {text}" for mark, text in zip(marks, texts, strict=True))
     if example.others:
         return "\n".join(
             f"{mark} {render(text, tokenizer, labels)}"

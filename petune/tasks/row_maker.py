@@ -18,7 +18,7 @@ from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
 from petune.tasks.preferences import answered, preference
 from petune.tasks.read import kind_of
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged, Text
+from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Row, Tagged, Text
 from petune.tasks.turns import conversation, schemas
 
 ALPACA = (
@@ -45,6 +45,7 @@ class RowMaker:
             "sharegpt": self._conversation,
             "preferences": self._preference,
             "preference-turns": self._preferred_turns,
+            "anchors": self._anchored,
             "text": lambda record: Text(record.where, self._text(record, "text")),
         }[layout.format]
 
@@ -191,6 +192,17 @@ class RowMaker:
             for pair in pairs
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
+
+    def _anchored(self, record: Record) -> Row:
+        anchor, positive = (self._text(record, role) for role in ("anchor", "positive"))
+        given = self._cell(record, "negative") if self._given(record, "negative") else []
+        name = f"column {self.columns['negative']!r}" if given else ""
+        negatives = tuple(clean(one, name) for one in (given if isinstance(given, list) else [given]))
+        if anchor == positive:
+            raise Bad("anchor and positive are equal", "two texts", None, "drop the row")
+        if positive in negatives:
+            raise Bad("a negative is the positive", "another text", None, "drop it")
+        return Anchored(record.where, anchor, positive, negatives)
 
     def _preference(self, record: Record) -> Row:
         if self._given(record, "system"):

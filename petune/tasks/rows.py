@@ -1,8 +1,8 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Six shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, two
-answers to one prompt, a text. `where` is for people, never part of a row's content: the fingerprint of the
-same rows is the same on every machine.
+Seven shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, two
+answers to one prompt, a text with one that belongs to it, a text. `where` is for people, never part of a
+row's content: the fingerprint of the same rows is the same on every machine.
 """
 
 from __future__ import annotations
@@ -67,6 +67,16 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Anchored:
+    """A text, one that should lie near it, and others that should not."""
+
+    where: str
+    anchor: str
+    positive: str
+    negatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Text:
     """Text to be continued."""
 
@@ -83,7 +93,7 @@ class Tagged:
     tags: tuple[str, ...]
 
 
-Row = Labelled | Tagged | Pair | Conversation | Text | Preference
+Row = Labelled | Tagged | Pair | Conversation | Text | Preference | Anchored
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,8 @@ def identity(row: Row) -> str:
         return json.dumps(
             one.source if isinstance(one, Pair) else [_plain(turn) for turn in one.messages[:-1]]
         )
+    if isinstance(row, Anchored):
+        return json.dumps([row.anchor, row.positive])
     return content(row)
 
 

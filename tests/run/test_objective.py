@@ -1,16 +1,28 @@
-"""The objective of a task that balances experts, against transformers' own."""
+"""Objectives: that of a task that balances experts against transformers' own, that of embeddings against a
+formula in float64, under plans against one process."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy
+from transformers import AutoModel, AutoTokenizer
 
 import petune
+from petune.errors import RecipeError
 from petune.methods import tuned_parameters
+from petune.recipe import load_recipe
 from petune.run.objective import balance_of, objective_of
 from petune.tasks import TASKS
 from petune.tasks.loss import count
+from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.methods.zoo import MOE, batch, stir, tiny
+from tests.small_runs import run, settings, training, write_model
 
 
 @pytest.mark.parametrize("name", MOE)
@@ -34,3 +46,93 @@ def test_the_routers_loss_and_its_gradients_are_those_of_transformers(name: str)
         torch.autograd.grad(loss, tuned), torch.autograd.grad(expected, tuned), strict=True
     ):
         assert torch.allclose(own, theirs, atol=1e-6)
+
+
+# ---------------------------------------------------------------- embeddings
+
+PLANS: dict[str, Any] = {
+    "dp": {"dp": {"shares": [3, 1]}},
+    "dp with a replica without rows": {"dp": {"shares": [9, 1]}},
+    "dp sharded": {"dp": {"size": 2, "shard": True}},
+    "tp": {"tp": 2},
+    "sp": {"sp": 2},
+}
+
+
+def embedding(place: Path, method: Any = "lora", **changes: Any) -> dict[str, Any]:
+    """A recipe of embeddings: six steps of four pairs, in one forward pass each."""
+    more = {"warmup": 0, "batch_size": 4, "accumulate": 1, **changes}
+    return settings(place, "bert", method, task="embed", **more)
+
+
+def mean_of(model: Any, ids: list[int]) -> Tensor:
+    """The mean of the last hidden states of one text by itself."""
+    found: Tensor = model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0)
+    return found
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+def test_a_step_on_embeddings_has_loss_and_gradient_of_the_formula(
+    method: str, kernels: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "bert", "bert")
+    tuned: Any = {"name": method, **({"r": 2} if method == "lora" else {})}
+    step = training(embedding(tmp_path, tuned, kernels=kernels))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for value in step.tuned.values():
+            value.add_(0.1 * torch.randn_like(value))
+    loss = step.passes(step.micro_batches(0), 0)
+    plain = training(embedding(tmp_path, tuned, kernels="off"))
+    model = plain.model.double().eval()
+    with torch.no_grad():
+        for name, value in plain.tuned.items():
+            value.copy_(step.tuned[name])
+    pairs = [[mean_of(model, text.input_ids) for text in example.texts] for example in plain.rows_of(0)]
+    anchors, positives = (torch.stack(side) for side in zip(*pairs, strict=True))
+    scores = 20 * cosine_similarity(anchors[:, None], positives[None], dim=-1)
+    expected = cross_entropy(scores, torch.arange(4))
+    assert loss == pytest.approx(float(expected.detach()), abs=1e-6)
+    grads = torch.autograd.grad(expected, list(plain.tuned.values()))
+    largest = max(float(grad.abs().max()) for grad in grads)
+    for (name, value), grad in zip(step.tuned.items(), grads, strict=True):
+        assert value.grad is not None
+        assert float((value.grad.double() - grad).abs().max()) <= 1e-5 * largest, name
+
+
+def train_in_group(recipe: Mapping[str, Any]) -> None:
+    run(recipe)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_compares_the_texts_of_all_replicas(plan: str, tmp_path: Path) -> None:
+    method = {"name": "lora", "r": 2}
+    write_model(tmp_path / "bert", "bert", dropout=0.1)
+    run(embedding(tmp_path, method, out="one", max_steps=3))
+    ranks(2, train_in_group, embedding(tmp_path, method, out="many", max_steps=3, parallel=PLANS[plan]))
+    assert_same_but_for_rounding(tmp_path / "many", tmp_path / "one")
+
+
+def test_what_cannot_embed_is_refused(tmp_path: Path) -> None:
+    for changes, words in (
+        ({"parallel": {"pp": 2}}, "a pipeline's pieces do not see one another's texts"),
+        ({"task": "classify", "embed": "cls"}, "it belongs to task: embed"),
+        ({"embed": "max"}, "embed.pooling does not take this value"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            load_recipe(embedding(tmp_path) | changes)
+
+
+def test_a_run_learns_what_belongs_together_and_its_merged_model_says_the_same(tmp_path: Path) -> None:
+    done = run(embedding(tmp_path, lr=1e-2, epochs=6))
+    assert done.summary["after"]["loss"] < done.summary["before"]["loss"]
+    assert done.eval()["tuned"] == pytest.approx(done.summary["after"], abs=1e-5)
+    merged = done.merge()
+    ids = AutoTokenizer.from_pretrained(merged)("red sun sings")["input_ids"]
+    with torch.no_grad():
+        found = mean_of(AutoModel.from_pretrained(merged).eval(), ids)
+        torch.testing.assert_close(found, mean_of(done.model, ids), rtol=1e-5, atol=1e-5)
+    assert (merged / "modules.json").is_file() and (merged / "1_Pooling" / "config.json").is_file()
+    again = run(embedding(tmp_path, out="again", model=str(merged), max_steps=1))
+    assert again.summary["before"]["loss"] == pytest.approx(done.summary["after"]["loss"], abs=1e-4)

@@ -1,0 +1,64 @@
+"""embed: an encoder learns to lay texts that belong together near one another.
+
+Each text is encoded as the tokenizer does it, special tokens included; the positive and the negatives stand
+beside the anchor in `Example.others`. Every row must have as many texts, which one table of a batch holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from petune.errors import DataError
+from petune.tasks.configs import EmbedConfig
+from petune.tasks.examples import Coder, Example, cut_on
+from petune.tasks.rows import Anchored, Row
+
+
+def encode_embed(rows: Sequence[Row], coder: Coder) -> list[Example]:
+    """One example per Anchored row. DataError for the first row with another number of negatives."""
+    found = [row for row in rows if isinstance(row, Anchored)]
+    for row in found:
+        if len(row.negatives) != len(found[0].negatives):
+            expected = f"{len(found[0].negatives)}, as at {found[0].where}"
+            remedy = "give every row as many, or remove the column"
+            what = "the rows have different numbers of negatives"
+            raise DataError(
+                what, where=row.where, expected=expected, found=str(len(row.negatives)), remedy=remedy
+            )
+    with cut_on(coder.tokenizer, coder.config.truncation):
+        examples = [
+            [_example(text, row, coder) for text in (row.anchor, row.positive, *row.negatives)]
+            for row in found
+        ]
+    return [replace(first, others=tuple(others)) for first, *others in examples]
+
+
+def _example(text: str, row: Anchored, coder: Coder) -> Example:
+    whole = coder.tokenizer(text, verbose=False)
+    length = len(whole["input_ids"])
+    if length > coder.limit:
+        whole = coder.tokenizer(text, truncation=True, max_length=coder.limit, verbose=False)
+    types = whole.get("token_type_ids") if coder.segments else None
+    return Example(list(whole["input_ids"]), 0, row.where, length, types)
+
+
+def sentence_files(config: EmbedConfig, width: int, limit: int) -> dict[str, Any]:
+    """The JSON files by which sentence-transformers knows a model that embeds, by path: its modules, the
+    tokens it reads and how it pools."""
+    kinds = {"0": ("", "Transformer"), "1": ("1_Pooling", "Pooling")}
+    modules = [
+        {"idx": int(name), "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for name, (path, kind) in kinds.items()
+    ]
+    pooling = {
+        "word_embedding_dimension": width,
+        "pooling_mode_cls_token": config.pooling == "cls",
+        "pooling_mode_mean_tokens": config.pooling == "mean",
+    }
+    return {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": limit, "do_lower_case": False},
+        "1_Pooling/config.json": pooling,
+    }
