@@ -86,7 +86,7 @@ def reader(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of_recipes(folder: Path) -> dict[str, Any]:
-    """The page's model is a classifier."""
+    """The page's model is an encoder."""
     shutil.rmtree(folder / "my-model")
     (folder / "bert").rename(folder / "my-model")
     return {}
@@ -118,6 +118,7 @@ def of_python(folder: Path) -> dict[str, Any]:
 
 BEFORE = {
     "docs/recipes.md": of_recipes,
+    "docs/how-to/embeddings.md": of_recipes,
     "docs/report.md": of_reports,
     "docs/python.md": of_python,
     "docs/kernels.md": of_python,
