@@ -128,7 +128,7 @@ def test_the_name_of_a_run_is_the_files_and_survives_being_resolved(tmp_path: Pa
     assert load_recipe("llama_lora", ["name=mine"]).name == "mine"
 
 
-@pytest.mark.parametrize("key", ["banana", "notes", "cases", "tempo", "scale", "workers"])
+@pytest.mark.parametrize("key", ["banana", "notes", "cases", "tempo", "workers"])
 def test_a_word_that_is_like_no_key_suggests_none(key: str) -> None:
     assert "did you mean" not in suggest((key,), "lora")
 
