@@ -277,6 +277,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     specs = _specs(model, stack, family, plan.ops)
     if isinstance(specs, str):
         return specs
+    if any(spec.mixtures for spec in specs) and (reason := _needs_linears(plan)) is not None:
+        return reason
     _quantise(model, specs, plan)
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
         spec.store, spec.said = plan.store, specs[0].said
@@ -286,6 +288,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         ]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
         layers = {id(layer) for group in spec.layers for layer in group}
+        layers |= {id(layer) for mixture in spec.mixtures for layer in mixture.layers}
         spec.homes = [
             (parent, name, child)
             for parent in block.modules()
@@ -299,8 +302,9 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
     stack.edges.append(InDtype())
-    # a graph has fixed addresses, no peers, and one pass on the way
+    # a graph has fixed addresses, no peers, one pass on the way, and tells nobody who is sent where
     alone = stack.wire is None and shards_of(model) is None and specs[0].peers is None
+    alone = alone and not any(spec.mixtures for spec in specs)
     if plan.ops.name == "triton" and plan.memory.stream == "none" and alone:
         stack.whole = Graphs()
     return None
@@ -315,6 +319,13 @@ def _specs(model: nn.Module, stack: Stack, family: Family, ops: Ops) -> list[Spe
             return f"block {number}: {spec}"
         specs.append(spec)
     return specs
+
+
+def _needs_linears(plan: Plan) -> str | None:
+    """Why blocks with experts are not fused so, or None."""
+    if plan.memory.stream != "none":
+        return "experts do not stream yet"
+    return None if plan.base_dtype is None else "experts have no form of fewer bytes yet"
 
 
 def _quantise(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> None:

@@ -87,6 +87,12 @@ class Bottleneck(TunedLayer):
         """The input of both linears, and what enters the activation between them."""
         return KeptFeatures(after=self.adapter_down.in_features + 2 * self.adapter_down.out_features)
 
+    def bottleneck(self) -> BottleneckPart:
+        """Both linears of the bottleneck, unless it is passed by."""
+        part = BottleneckPart(self.adapter_down.out_features, cast("Any", self.activation), self.dropout)
+        down, up = self.adapter_down, self.adapter_up
+        return part._replace(tensors=(down.weight, down.bias, up.weight, up.bias)) if self.active else part
+
     def adapted(self, y: Tensor) -> Tensor:
         """y [..., width] behind the bottleneck and its own residual, in the dtype of y."""
         if not self.active:
@@ -143,12 +149,6 @@ class AdapterLinear(Bottleneck, TunedLinear, nn.Linear):
     def low_rank(self) -> LowRank:
         """Weight and bias of the base layer, which the bottleneck acts behind."""
         return LowRank(self.weight, self.bias)
-
-    def bottleneck(self) -> BottleneckPart:
-        """Both linears of the bottleneck, unless it is passed by."""
-        part = BottleneckPart(self.adapter_down.out_features, cast("Any", self.activation), self.dropout)
-        down, up = self.adapter_down, self.adapter_up
-        return part._replace(tensors=(down.weight, down.bias, up.weight, up.bias)) if self.active else part
 
     def delta(self) -> Tensor:
         """Raises UsageError: the bottleneck has a non-linearity."""

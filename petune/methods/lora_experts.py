@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.kernels.grouped import Routes, combine, dispatch, grouped, routes_of
 from petune.methods.configs import LoraConfig
-from petune.models.experts import sizes_of, weights_of
-from petune.models.tuned_linear import KeptFeatures, TunedOfAnyClass, WeightChange, summed
+from petune.models.experts import TunedExperts, sizes_of, weights_of
+from petune.models.tuned_linear import KeptFeatures, LowRank, WeightChange, summed
 
 
 def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]:
@@ -29,7 +29,7 @@ def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]
     return {f"{weight}_lora_A": (experts, r, inputs), f"{weight}_lora_B": (experts, outputs, r)}
 
 
-class LoraExperts(TunedOfAnyClass):
+class LoraExperts(TunedExperts):
     """Experts with a LoRA update of some of their weights.
 
     (x [tokens, width], index and weights [tokens, k] of the chosen) -> [tokens, width], in the dtype of x.
@@ -74,6 +74,15 @@ class LoraExperts(TunedOfAnyClass):
     def factors(self, weight: str) -> tuple[Tensor, Tensor]:
         """A [E, r, in] and B [E, out, r] of a weight."""
         return getattr(self, f"{weight}_lora_A"), getattr(self, f"{weight}_lora_B")
+
+    def low_ranks(self) -> dict[str, LowRank]:
+        """See TunedExperts."""
+        if self.merged or not self.active:
+            return {}
+        return {
+            weight: LowRank(self.get_parameter(weight), None, *self.factors(weight), scale)
+            for weight, scale in self.scales.items()
+        }
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """The factors of each weight."""

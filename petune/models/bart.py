@@ -35,11 +35,8 @@ def attention(at: str, *, causal: bool = False, memory: str | None = None) -> Su
     return SubLayer(core, norm_after_sum=Norm(f"{at}_layer_norm", "layer"), drop="dropout")
 
 
-MLP = SubLayer(
-    Mlp(at="fc1", up=linears(up="fc1"), down="fc2", drop="activation_dropout"),
-    norm_after_sum=Norm("final_layer_norm", "layer"),
-    drop="dropout",
-)
+PLAIN = Mlp(at="fc1", up=linears(up="fc1"), down="fc2", drop="activation_dropout")
+MLP = SubLayer(PLAIN, norm_after_sum=Norm("final_layer_norm", "layer"), drop="dropout")
 ENCODER = (attention("self_attn"), MLP)
 DECODER = (attention("self_attn", causal=True), attention("encoder_attn", memory="key_value_states"), MLP)
 

@@ -8,10 +8,13 @@ one is its `_apply_gate`. A weight goes by the name of its parameter, "...mlp.ex
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+
+from petune.models.tuned_linear import LowRank, TunedLayer, TunedOfAnyClass
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 ROLES: Mapping[str, tuple[str, ...]] = {  # the weights that a role of a dense MLP means
@@ -20,11 +23,33 @@ ROLES: Mapping[str, tuple[str, ...]] = {  # the weights that a role of a dense M
     "up": ("gate_up_proj", "up_proj"),
     "down": ("down_proj",),
 }
+_GATES = "transformers.integrations.moe"
 _SAYS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 class Experts(nn.Module):
     """Stands for every class of experts where methods look up the form of a layer; nothing is made of it."""
+
+
+class TunedExperts(TunedOfAnyClass):
+    """Experts with a tuning that fused blocks compute."""
+
+    @abstractmethod
+    def low_ranks(self) -> dict[str, LowRank]:
+        """Each weight with its update, of an expert dim in front each, by name."""
+
+
+class RoutesHook:
+    """A hook before experts, of (module, arguments), that is told which experts each token is sent to. Fused
+    blocks tell it themselves: index [tokens, chosen] is all that it may read."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Hear of a call."""
+        self.hear(module, args[1])
+
+    def hear(self, module: nn.Module, index: Tensor) -> None:
+        """Hear that tokens are sent to the experts index [tokens, chosen] of `module`."""
+        raise NotImplementedError
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -50,6 +75,21 @@ def weight_at(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     except AttributeError:
         return None
     return (module, leaf) if is_experts(module) and leaf in weights_of(module) else None
+
+
+def low_ranks_of(module: nn.Module) -> tuple[LowRank, LowRank] | None:
+    """Both maps of experts that are gated, without biases, each weight [E, out, in]: gate | up, and down;
+    None where they are others or their forward is not exactly known."""
+    own = cast("Any", module)
+    plain = own.has_gate and getattr(own, "is_concatenated", True) and not (own.has_bias or own.is_transposed)
+    gated = own._apply_gate.__module__ == _GATES  # act(gate) * up
+    if not (plain and gated) or "forward" in vars(module):
+        return None
+    if isinstance(module, TunedLayer) and not isinstance(module, TunedExperts):
+        return None
+    found = module.low_ranks() if isinstance(module, TunedExperts) else {}
+    up, down = (found.get(name) or LowRank(module.get_parameter(name)) for name in weights_of(module))
+    return up, down
 
 
 def sizes_of(module: nn.Module, name: str) -> tuple[int, int, int]:

@@ -10,7 +10,9 @@ from petune.errors import UsageError
 from petune.models import llama
 from petune.models.spec import Config, Family, Mlp, Norm, RoutedMlp, Shape, SubLayer, linears
 
-ROUTED = RoutedMlp(at="mlp", experts="mlp.experts", router="mlp.gate", dense=llama.MLP)
+ROUTED = RoutedMlp(
+    at="mlp", experts="mlp.experts", router="mlp.gate", dense=llama.MLP, normed="norm_topk_prob"
+)
 SHARED = Mlp(
     at="mlp.shared_expert",
     up=linears(gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj"),
@@ -43,17 +45,21 @@ def cannot_narrow(config: Config, reduction: int) -> Config:
     raise UsageError(what, where="method", remedy="use lora or full")
 
 
-def table(name: str, core: RoutedMlp, columns: str) -> Family:
+def table(name: str, core: RoutedMlp, columns: str, unfused: str | None = None) -> Family:
     """The table of a decoder with attention as Llama's and, behind it, this mixture of experts."""
     routed = SubLayer(core, norm_in=Norm("post_attention_layernorm"))
     return replace(
-        llama.like(name, llama.BLOCK[0], routed, unfused="there are no steps of a mixture of experts yet"),
+        llama.like(name, llama.BLOCK[0], routed, unfused=unfused),
         shape=partial(shape, columns=columns),
         narrow=narrow if core.dense else cannot_narrow,
     )
 
 
 QWEN3_MOE = table("qwen3_moe", ROUTED, "moe_intermediate_size")
-QWEN2_MOE = table("qwen2_moe", replace(ROUTED, shared=SHARED), "moe_intermediate_size")
-MIXTRAL = table("mixtral", replace(ROUTED, dense=None), "intermediate_size")
-GPT_OSS = table("gpt_oss", replace(ROUTED, router="mlp.router", dense=None), "intermediate_size")
+QWEN2_MOE = table(
+    "qwen2_moe", replace(ROUTED, shared=SHARED, gate="mlp.shared_expert_gate"), "moe_intermediate_size"
+)
+ALWAYS = replace(ROUTED, dense=None, normed=True)  # experts in every block, shares of sum 1
+MIXTRAL = table("mixtral", replace(ALWAYS, rounded=False), "intermediate_size")
+SINKS = "its attention has sinks, of which there are no steps yet"
+GPT_OSS = table("gpt_oss", replace(ALWAYS, router="mlp.router"), "intermediate_size", SINKS)

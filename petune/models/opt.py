@@ -11,7 +11,7 @@ BLOCK = tuple(
     replace(one, norm_first="do_layer_norm_before")
     for one in (
         bart.attention("self_attn", causal=True),
-        replace(bart.MLP, core=replace(bart.MLP.fused_core, drop=None)),
+        replace(bart.MLP, core=replace(bart.PLAIN, drop=None)),
     )
 )
 

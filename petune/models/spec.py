@@ -156,14 +156,21 @@ class RoutedMlp:
     chooses for it, and through the shared one where there is one.
 
     experts: the module that holds the weights of all of them (see models/experts.py). router: the module that
-    scores them. dense: the MLP that stands in the place of all of it in blocks without experts.
+    scores them: the softmax of its product, of which the greatest are the shares of the chosen. normed: these
+    are divided by their sum, or the attribute of the router that says so; rounded: to the dtype of the
+    scores. gate: the linear whose sigmoid scales what the shared expert gives. dense: the MLP that stands in
+    the place of all of it in blocks without experts. chosen: experts of a token; no table says it.
     """
 
     at: str
     experts: str
     router: str
     shared: Mlp | None = None
+    gate: str | None = None
     dense: Mlp | None = None
+    normed: bool | str = True
+    rounded: bool = True
+    chosen: int = 0
 
     @cached_property
     def region(self) -> Region:
@@ -197,12 +204,6 @@ class SubLayer:
     scale: float | str = 1.0
     bottleneck: int = 0
     connection: Connection | None = None
-
-    @property
-    def fused_core(self) -> Attention | Mlp:
-        """The core, of a kind that fused blocks have."""
-        assert not isinstance(self.core, RoutedMlp)
-        return self.core
 
 
 @dataclass(frozen=True)

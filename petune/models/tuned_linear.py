@@ -154,6 +154,12 @@ class TunedLayer(TunedModule):
         """The names of the weights that the tuning changes."""
         return ("weight",)
 
+    def bottleneck(self) -> BottleneckPart | None:
+        """What acts on what the base layer gives in a fused block, for a linear the sum of `low_rank`; None:
+        nothing. Always None or never, for one layer; it follows from attributes and tensors of the layer and
+        of the modules in it."""
+        return None
+
     @abstractmethod
     def kept_features(self) -> KeptFeatures:
         """What a forward pass keeps for the backward pass of the tuning; the base layer itself keeps
@@ -226,11 +232,6 @@ class TunedLinear(TunedLayer):
         """
         return None
 
-    def bottleneck(self) -> BottleneckPart | None:
-        """What acts on the sum of `low_rank` in a fused block; None: nothing. Always None or never, for one
-        layer; it follows from what `low_rank` may follow from."""
-        return None
-
     @abstractmethod
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """How each tensor of the layer, the base layer's included, is cut when the layer is cut by columns or
@@ -275,8 +276,10 @@ def low_rank_of(layer: nn.Module) -> LowRank | None:
 
 
 def bottleneck_of(layer: nn.Module) -> BottleneckPart | None:
-    """What acts behind the linear map of `layer`, where its forward is exactly known; None: nothing."""
-    return layer.bottleneck() if isinstance(layer, TunedLinear) and linear_of(layer) is not None else None
+    """What acts behind the linear map of `layer`, where its forward is exactly known, or behind a whole
+    mixture of experts; None: nothing."""
+    known = isinstance(layer, TunedOfAnyClass) or linear_of(layer) is not None
+    return layer.bottleneck() if isinstance(layer, TunedLayer) and known else None
 
 
 def linear_of(layer: nn.Module) -> LowRank | None:

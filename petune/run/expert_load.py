@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from petune.models.experts import is_experts
+from petune.models.experts import RoutesHook, is_experts
 
 
 class ExpertLoad:
@@ -20,13 +19,14 @@ class ExpertLoad:
         self.sizes = [cast("Any", module).num_experts for module in found]
         self.counts: list[Tensor | None] = [None] * len(found)
         for at, module in enumerate(found):
-            module.register_forward_pre_hook(partial(self._count, at))
+            module.register_forward_pre_hook(_Count(self, at))
 
-    def _count(self, at: int, module: Any, args: Any) -> None:
-        if module.training:
-            found = torch.bincount(args[1].reshape(-1), minlength=self.sizes[at])
-            before = self.counts[at]
-            self.counts[at] = found if before is None else before + found
+    def add(self, at: int, index: Tensor) -> None:
+        """Count the experts index [tokens, chosen] of the mixture number `at`."""
+        ends = torch.arange(self.sizes[at], device=index.device)  # a bincount would wait for a GPU
+        found = (index.reshape(-1, 1) == ends).sum(0)
+        before = self.counts[at]
+        self.counts[at] = found if before is None else before + found
 
     def take(self, add: Callable[[Sequence[float]], list[float]]) -> float | None:
         """The load of the busiest expert over that of the mean one, averaged over mixtures: 1 is even. None
@@ -38,3 +38,15 @@ class ExpertLoad:
         self.counts = [None] * len(self.sizes)
         whole = torch.tensor(add(own), dtype=torch.float64).split(self.sizes)
         return float(torch.stack([one.max() / one.mean() for one in whole]).mean())
+
+
+class _Count(RoutesHook):
+    """Counts for the mixture number `at` of a load."""
+
+    def __init__(self, load: ExpertLoad, at: int) -> None:
+        self.load, self.at = load, at
+
+    def hear(self, module: nn.Module, index: Tensor) -> None:
+        """See RoutesHook."""
+        if module.training:
+            self.load.add(self.at, index)

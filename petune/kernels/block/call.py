@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.linear import Bank
+from petune.kernels.block.mixture import TENSORS, Mixture, MixturePart
 from petune.kernels.block.packed_linear import Group, Sink
 from petune.kernels.block.program import Program
 from petune.kernels.block.steps import Dropping, Run, Values
@@ -28,17 +29,19 @@ Where = tuple[nn.Module, str] | None  # an attribute of a module
 
 
 class Parts(NamedTuple):
-    """The layers of a block as they are at one moment: the linears of each group, and the bottlenecks."""
+    """The layers of a block as they are at one moment: the linears of each group, the bottlenecks, and the
+    mixtures of experts."""
 
     groups: tuple[tuple[LowRank, ...], ...]
     bottlenecks: tuple[BottleneckPart, ...] = ()
+    mixtures: tuple[MixturePart, ...] = ()
 
 
 @dataclass
 class Spec:
     """What a block is made of, and what it is to keep.
 
-    layers: of each group of the program; behind: with its bottlenecks. norms: (module, name) of each norm
+    layers: of each group of the program; behind: with its bottlenecks; mixtures: of experts. norms: (module, name) of each norm
     tensor. dropouts: where each probability is, which counts while training. boundaries: of the sub-layers
     that are cut across ranks, by number. exchanges: of each attention, None where all its tokens are here.
     rung and tile may be changed between steps.
@@ -50,6 +53,7 @@ class Spec:
     dropouts: Sequence[tuple[nn.Module, str]]
     ops: Ops
     behind: Sequence[nn.Module] = ()
+    mixtures: Sequence[Mixture] = ()
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     exchanges: Sequence[Exchange | None] = ()
     rung: Rung = field(default_factory=Rung)
@@ -265,6 +269,9 @@ class Call:
             (part.with_tensors([next(own) for _ in range(4)], self.dtype), self._dropping(draw))
             for part, draw in zip(self.parts.bottlenecks, self.draws.bottlenecks, strict=True)
         ]
+        mixtures = [
+            part.with_tensors([next(own) for _ in range(TENSORS)], self.dtype) for part in self.parts.mixtures
+        ]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))
             norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
@@ -278,6 +285,7 @@ class Call:
             self.hows,
             self.angles,
             bottlenecks=behind,
+            mixtures=mixtures,
             boundaries=self.boundaries,
             batch=self.hows[0].batch,
         )

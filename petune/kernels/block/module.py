@@ -32,7 +32,8 @@ from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.boundary import BoundaryHook
 from petune.models.exchange import exchange_of
-from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
+from petune.models.experts import RoutesHook
+from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLayer, TunedLinear
 from petune.rng.context import running
 from petune.rng.dropout import drawing
 
@@ -103,6 +104,8 @@ class FusedBlock(nn.Module):
             return "a cache of keys and values is in use"
         if given.get("output_attentions"):
             return "attention probabilities are asked for"
+        if given.get("output_router_logits") and self.spec.mixtures:
+            return "the scores of its routers are asked for (output_router_logits)"
         for mask in (given.get(name) for name in MASKS):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 return (
@@ -194,7 +197,8 @@ class FusedBlock(nn.Module):
                     remedy=_FIRST,
                 )
         groups = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
-        return Parts(groups, tuple(_behind(layer) for layer in self.spec.behind))
+        behind = tuple(_behind(layer) for layer in self.spec.behind)
+        return Parts(groups, behind, tuple(mixture.part() for mixture in self.spec.mixtures))
 
     def parts(self) -> Parts:
         """`linears`; in training, in their banks, though the model was copied or moved."""
@@ -209,6 +213,7 @@ class FusedBlock(nn.Module):
     def tensors(self, parts: Parts) -> list[Tensor | None]:
         """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
+        behind += [tensor for mixture in parts.mixtures for tensor in mixture.tensors]
         norms = [getattr(*norm) for norm in self.spec.norms]
         return (
             [tensor for group in parts.groups for part in group for tensor in part.tensors] + behind + norms
@@ -296,14 +301,15 @@ def _hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
     ):
         return False
-    before = [hook for hook in module._forward_pre_hooks.values() if not _of_boundary(hook)]
-    behind = [hook for hook in module._forward_hooks.values() if not _of_boundary(hook)]
+    before = [hook for hook in module._forward_pre_hooks.values() if not _known(hook)]
+    behind = [hook for hook in module._forward_hooks.values() if not _known(hook)]
     others = (*before, *module._backward_hooks.values(), *module._backward_pre_hooks.values())
     return bool(others) or any(hook.__module__ != _RECORDS for hook in behind)
 
 
-def _of_boundary(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", hook), BoundaryHook)
+def _known(hook: Any) -> bool:
+    """Whether a block does itself what a hook does: steps do it, or tell the hook who is sent where."""
+    return isinstance(getattr(hook, "__self__", hook), BoundaryHook | RoutesHook)
 
 
 _RECORDS = "transformers.utils.output_capturing"
@@ -323,7 +329,7 @@ def _part(layer: nn.Module) -> LowRank:
 
 def _behind(layer: nn.Module) -> BottleneckPart:
     """The bottleneck of a layer that has been seen to have one."""
-    part = layer.bottleneck() if isinstance(layer, TunedLinear) else None
+    part = layer.bottleneck() if isinstance(layer, TunedLayer) else None
     assert part is not None, "a layer has a bottleneck always or never"
     return part
 

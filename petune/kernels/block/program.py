@@ -17,13 +17,15 @@ from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
+from petune.kernels.block.mixture import TENSORS
+from petune.kernels.block.routed_steps import AddShared, Combined, Dispatched, Route
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.steps import Add, Drop, Normalize, Step
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.reference import Act
 from petune.models.boundary import Connection
-from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
+from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, RoutedMlp, SubLayer
 
 Drawn = Literal["group", "drop", "bottleneck"]  # what has a dropout of its own
 
@@ -65,7 +67,8 @@ class Program:
     groups: tuple[GroupPlace, ...]
     norms: tuple[Norm, ...]
     dropouts: tuple[str, ...]  # paths
-    bottlenecks: tuple[str, ...]  # paths of the linears that they are behind
+    bottlenecks: tuple[str, ...]  # paths of the linears, or mixtures, that they are behind
+    mixtures: tuple[RoutedMlp, ...]
     order: tuple[Drawing, ...]  # in which the block's own forward draws what drops out
     schedules: Schedules = field(init=False)
 
@@ -113,7 +116,7 @@ def of_shape(shape: BlockShape) -> Program:
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
     linears = len(program.bottlenecks) + sum(len(group.paths) for group in program.groups)
-    tensors = 4 * linears + 2 * len(program.norms)
+    tensors = 4 * linears + TENSORS * len(program.mixtures) + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(
@@ -128,6 +131,9 @@ def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
     tuned = [shape.rank(role) > 0 for role in roles]
     own = [need for lora in tuned for need in (shape.trained, shape.trained, lora, lora)]
     own += [True] * (4 * len(program.bottlenecks))
+    for _ in program.mixtures:
+        up, down = shape.routed.up > 0, shape.routed.down > 0
+        own += [shape.trained, shape.trained, up, up, shape.trained, down, down, shape.trained]
     return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))
 
 
@@ -143,12 +149,16 @@ class _Build:
         self.norms: list[Norm] = []
         self.dropouts: list[str] = []
         self.bottlenecks: list[str] = []
+        self.mixtures: list[RoutedMlp] = []
         self.order: list[Drawing] = []
         self.within: int | None = None  # the sub-layer cut across ranks that is being made
         self.inputs = [self.x]
-        self.linears_end = 4 * sum(_linears_of(sublayer.fused_core) for sublayer in sublayers)
+        self.linears_end = 4 * sum(_linears_of(sublayer.core) for sublayer in sublayers)
         behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
-        self.tensors = self.linears_end + 4 * behind  # the place of the next norm's first tensor
+        mixed = sum(isinstance(sublayer.core, RoutedMlp) for sublayer in sublayers)
+        self.mixtures_begin = self.linears_end + 4 * behind
+        # the place of the next norm's first tensor
+        self.tensors = self.mixtures_begin + TENSORS * mixed
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
@@ -169,13 +179,14 @@ class _Build:
             norms,
             dropouts,
             behind,
+            tuple(self.mixtures),
             order,
         )
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
-        core, out, after = sublayer.fused_core, sublayer.norm_out, sublayer.norm_after_sum
-        name = "mlp" if isinstance(core, Mlp) else "attention" if core.memory is None else "cross"
+        core, out, after = sublayer.core, sublayer.norm_out, sublayer.norm_after_sum
+        name = _named(core)
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
         # a norm behind the product reads it on the way back
         keep: Level | None = None if out is None else "projections"
@@ -194,12 +205,12 @@ class _Build:
 
     def core(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """What its core makes of h."""
-        core, behind = sublayer.fused_core, len(self.bottlenecks) if sublayer.bottleneck else None
-        return (
-            self.mlp(name, h, core, keep, behind)
-            if isinstance(core, Mlp)
-            else self.attention(name, h, core, keep, behind)
-        )
+        core, behind = sublayer.core, len(self.bottlenecks) if sublayer.bottleneck else None
+        if isinstance(core, RoutedMlp):
+            return self.routed(name, h, core, keep, behind)
+        if isinstance(core, Mlp):
+            return self.mlp(name, h, core, keep, behind)
+        return self.attention(name, h, core, keep, behind)
 
     def cut(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """The same, summed over the ranks that share it; what is read on the way back is that sum."""
@@ -214,7 +225,8 @@ class _Build:
     def bottleneck(self, n: str, y: str, sublayer: SubLayer, keep: Level | None) -> str:
         """n = y + up(act(down(y)))."""
         at = len(self.bottlenecks)
-        self.bottlenecks.append(sublayer.core.region.leave)
+        core = sublayer.core
+        self.bottlenecks.append(core.at if isinstance(core, RoutedMlp) else core.region.leave)
         self.order.append(Drawing("bottleneck", at))
         self.steps.append(Bottleneck(y, n, sublayer.bottleneck, at, self.linears_end + 4 * at, keep))
         return n
@@ -262,7 +274,14 @@ class _Build:
         behind: int | None = None,
     ) -> str:
         """y = x W^T + bias + s b^T. behind: the bottleneck that reads y."""
-        at = self.groups.index(group)
+        at, norm = self.groups.index(group), self.made_by_norm(x)
+        if norm is not None and norm.into is None:
+            norm.into = at, group
+        self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm, behind)]
+        return y
+
+    def made_by_norm(self, x: str) -> Normalize | None:
+        """The norm that gives x, as it is or as it enters a sub-layer."""
         same = next(
             (
                 step.x
@@ -271,11 +290,7 @@ class _Build:
             ),
             x,
         )
-        norm = next((step for step in self.steps if isinstance(step, Normalize) and step.h == same), None)
-        if norm is not None and norm.into is None:
-            norm.into = at, group
-        self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm, behind)]
-        return y
+        return next((step for step in self.steps if isinstance(step, Normalize) and step.h == same), None)
 
     def attention(self, name: str, h: str, core: Attention, keep: Level | None, behind: int | None) -> str:
         """o = attention(h) W_o."""
@@ -353,7 +368,31 @@ class _Build:
         self.steps.append(Activated(*names, self.sizes.act, gated, above, at, down, drop, keep, behind))
         return f"{name}.d"
 
+    def routed(self, name: str, h: str, core: RoutedMlp, keep: Level | None, behind: int | None) -> str:
+        """d = the sum over the chosen experts, and the shared one."""
+        at = len(self.mixtures)
+        own = h, at, self.mixtures_begin + TENSORS * at, self.made_by_norm(h)
+        self.mixtures.append(core)
+        route = Route(*own, name, core.chosen, bool(core.normed), core.rounded)
+        way, low, u, d = route.routes, f"{name}.s", f"{name}.u", f"{name}.d"
+        self.steps += [route, Dispatched(*own, way, low, u)]
+        alone, names = core.shared is None, (way, route.share, u, f"{name}.s_down", d)
+        self.steps.append(Combined(*own, *names, self.sizes.act, behind, keep if alone else None))
+        if core.shared is None:
+            return d
+        e = self.mlp("shared", h, core.shared, "projections", None)
+        self.steps.append(AddShared(*own, d, e, f"{name}.gate", f"{name}.all", behind, keep))
+        return f"{name}.all"
 
-def _linears_of(core: Attention | Mlp) -> int:
+
+def _named(core: Attention | Mlp | RoutedMlp) -> str:
+    if isinstance(core, Attention):
+        return "attention" if core.memory is None else "cross"
+    return "mlp"
+
+
+def _linears_of(core: Attention | Mlp | RoutedMlp) -> int:
+    if isinstance(core, RoutedMlp):
+        return 0 if core.shared is None else _linears_of(core.shared)
     groups = (core.up,) if isinstance(core, Mlp) else core.groups
     return 1 + sum(len(group.members) for group in groups)

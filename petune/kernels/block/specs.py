@@ -12,6 +12,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from petune.kernels.block.call import Spec
+from petune.kernels.block.mixture import Mixture
 from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import computes, eps_of
@@ -19,11 +20,13 @@ from petune.kernels.reference import Act
 from petune.models.attention import CAPPING
 from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
+from petune.models.experts import low_ranks_of
 from petune.models.spec import (
     Attention,
     LinearGroup,
     Mlp,
     Norm,
+    RoutedMlp,
     Shape,
     StackRule,
     SubLayer,
@@ -55,12 +58,15 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         return stack.rule.unfused
     name = str(next((own for key in _ACT_KEYS if (own := getattr(config, key, None))), None))
     sublayers = read_sublayers(block, stack.rule)
-    for sublayer in sublayers:
-        core = sublayer.core
-        for path in core.region.sites.values():
-            layer = block.get_submodule(path)
-            if linear_of(layer) is None or (bottleneck_of(layer) is not None and path != core.region.leave):
-                return f"{path} is a {type(layer).__name__}"
+    cores = [sublayer.core for sublayer in sublayers]
+    mixed = [core for core in cores if isinstance(core, RoutedMlp)]
+    for core in (*cores, *(own.shared for own in mixed if own.shared)):
+        if (stranger := _other_layer(block, core)) is not None:
+            return stranger
+    if (reason := next(filter(None, (_other_mixture(block, core) for core in mixed)), None)) is not None:
+        return reason
+    if mixed and getattr(config, "output_router_logits", False):
+        return "the loss that keeps its routers even reads their scores (output_router_logits)"
     if (act := _ACTS.get(name)) is None:
         return f"its activation {name!r} has no kernel"
     crosses = any(isinstance(one.core, Attention) and one.core.memory is not None for one in sublayers)
@@ -97,6 +103,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         ],
         dropouts=[_where(block, path) for path in program.dropouts],
         behind=[block.get_submodule(path) for path in program.bottlenecks],
+        mixtures=[_mixture(block, core) for core in program.mixtures],
         attentions=attentions,
         boundaries=boundaries,
         exchanges=[exchange_of(attention) for attention in attentions],
@@ -109,10 +116,40 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     return spec.overflows(spec.dtype) or spec
 
 
+def _other_layer(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | None:
+    """A layer of a core that computes something else than a linear, with a bottleneck behind its last one."""
+    for role, path in core.region.sites.items():
+        layer = block.get_submodule(path)
+        known = low_ranks_of(layer) if role == "experts" else linear_of(layer)
+        if known is None or (bottleneck_of(layer) is not None and path != core.region.leave):
+            return f"{path} is a {type(layer).__name__}"
+    return None
+
+
+def _other_mixture(block: nn.Module, core: RoutedMlp) -> str | None:
+    """What a mixture computes beside what the table says."""
+    whole: Any = block.get_submodule(core.at)
+    if getattr(whole, "jitter_noise", 0):
+        return "its routers read noise (router_jitter_noise)"
+    gate = None if core.gate is None else block.get_submodule(core.gate)
+    return None if gate is None or type(gate) is nn.Linear else f"{core.gate} is a {type(gate).__name__}"
+
+
+def _mixture(block: nn.Module, core: RoutedMlp) -> Mixture:
+    gate = None if core.gate is None else cast("nn.Linear", block.get_submodule(core.gate))
+    return Mixture(block.get_submodule(core.router), block.get_submodule(core.experts), gate)
+
+
 def _window(attention: Any) -> int | None:
-    """Tokens of the sliding window: of this attention, where it says so, else of its config."""
-    owner = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
-    return cast("int | None", getattr(owner, "sliding_window", None))
+    """Tokens of the sliding window: of this attention, where it says so, else of its config, which says of
+    some that they have none; 0 is none too."""
+    config: Any = getattr(attention, "config", None)
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window or None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[attention.layer_idx] == "full_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | None:
@@ -191,11 +228,9 @@ def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:
 def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
     none, the scale, the bottleneck that a method has put behind it."""
-    core = sublayer.fused_core
-    part, boundary = (
-        bottleneck_of(block.get_submodule(core.region.leave)),
-        boundary_of(block.get_submodule(core.at)),
-    )
+    core = sublayer.core
+    out = core.at if isinstance(core, RoutedMlp) else core.region.leave
+    part, boundary = bottleneck_of(block.get_submodule(out)), boundary_of(block.get_submodule(core.at))
     connection = None if boundary is None else boundary.connection
     scale = getattr(block, sublayer.scale) if isinstance(sublayer.scale, str) else sublayer.scale
     features = 0 if part is None else part.features
@@ -204,6 +239,10 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
         sublayer = replace(sublayer, norm_in=sublayer.norm_after_sum, norm_after_sum=None)
     if isinstance(core, Mlp):
         return replace(sublayer, core=replace(core, up=_present(block, core.up)))
+    if isinstance(core, RoutedMlp):
+        router: Any = block.get_submodule(core.router)
+        normed = core.normed if isinstance(core.normed, bool) else bool(getattr(router, core.normed))
+        return replace(sublayer, core=replace(core, normed=normed, chosen=int(router.top_k)))
     attention = block.get_submodule(core.at)
     scale = float(cast("Any", attention).scaling) if core.scale is None else core.scale
     window = _window(attention) if core.causal else None

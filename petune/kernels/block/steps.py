@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block.attention import How
+from petune.kernels.block.mixture import MixturePart
 from petune.kernels.block.packed_linear import Group, Rows, Sink
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
@@ -62,6 +63,7 @@ class Run:
     grads: dict[str, Tensor] = field(default_factory=dict)
     rows: slice | None = None
     bottlenecks: Sequence[tuple[BottleneckPart, Dropping | None]] = ()
+    mixtures: Sequence[MixturePart] = ()
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     batch: int = 1
 

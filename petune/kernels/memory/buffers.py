@@ -145,14 +145,15 @@ def _of_gradients(grads: dict[str, int]) -> dict[str, int]:
 
 def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None) -> int:
     """Bytes alive at once beside what blocks keep: in the fullest phase of a block, its gradients, which are
-    float32 until its end, and its bottlenecks in the dtype of the computation.
+    float32 until its end, and its bottlenecks and experts' factors in the dtype of the computation.
 
     A weight that trains has its gradient summed over tiles, so that the largest is there twice. A weight in
     eight-bit floats is turned for its backward product, one in another form is made dense for each.
     """
     twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
-    tuned = _stacked(shape) + shape.bottlenecks
-    gradients = shape.bottlenecks * shape.itemsize + 4 * (tuned + (shape.parameters + twice) * shape.trained)
+    tuned = _stacked(shape) + shape.bottlenecks + shape.expert_factors
+    rounded = shape.bottlenecks + shape.expert_factors
+    gradients = rounded * shape.itemsize + 4 * (tuned + (shape.parameters + twice) * shape.trained)
     return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients + _made(shape)
 
 

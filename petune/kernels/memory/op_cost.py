@@ -80,6 +80,14 @@ def matmul(rows: float, inner: float, columns: float, itemsize: int = 2) -> Cost
     return Cost(2 * rows * inner * columns, itemsize * (rows * inner + inner * columns + rows * columns))
 
 
+def grouped(rows: float, inner: float, columns: float, groups: float, itemsize: int = 2) -> Cost:
+    """Rows in so many groups, each times a matrix [inner, columns] of its own; or the products of the rows of
+    each group, which give such matrices. Of more groups than rows some are empty."""
+    active = min(groups, rows)
+    moved = rows * inner + active * inner * columns + rows * columns
+    return Cost(2 * rows * inner * columns, itemsize * moved)
+
+
 def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
     """A product that reads a matrix once and gives rank-sized results: s = x a^T, ds = dy b, db = dy^T s.
     Nothing for rank 0."""

@@ -22,7 +22,7 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
-from petune.kernels.memory.shape import FIRST, BlockShape, Ranks
+from petune.kernels.memory.shape import FIRST, BlockShape, Experts, Ranks
 from petune.log import say
 from petune.models.sharded import shards_of
 from petune.models.stack import Stack
@@ -300,21 +300,22 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     program, sizes = spec.program, spec.program.sizes
     roles = (role for group in program.groups for role in group.roles)
     parts = {role: linear_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
-    down = parts["down"]
-    assert down is not None
+    out, down, experts = parts["o"], parts.get("down"), _experts(spec)
+    assert out is not None
+    trained = out if down is None else down
     ranks = {
         FIRST.get(role, role): 0 if part is None or part.a is None else len(part.a)
         for role, part in parts.items()
     }
     return BlockShape(
-        width=len(down.weight),
+        width=len(out.weight),
         heads=sizes.heads,
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
-        columns=down.weight.shape[1],
+        columns=0 if down is None else down.weight.shape[1],
         gated=program.gated,
         ranks=Ranks(**ranks),
-        trained=down.weight.requires_grad,
+        trained=trained.weight.requires_grad,
         itemsize=(dtype or spec.dtype).itemsize,
         norm=program.norms[0].kind,
         described=program.sublayers,
@@ -323,4 +324,15 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         made=max(0 if bank is None else bank.base.made for bank in spec.banks),
         drops=any(part is not None and part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
+        experts=experts,
     )
+
+
+def _experts(spec: Spec) -> Experts | None:
+    """Those of a block's mixture."""
+    if not spec.mixtures:
+        return None
+    (core,), part = spec.program.mixtures, spec.mixtures[0].part()
+    number, _, columns = part.down.weight.shape
+    up, down = (0 if one.a is None else one.a.shape[1] for one in (part.up, part.down))
+    return Experts(number, core.chosen, columns, up, down, core.shared is not None)

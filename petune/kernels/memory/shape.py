@@ -56,12 +56,36 @@ class GroupPlace:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The sizes of a mixture: how many experts there are and how many a token goes through, columns of one,
+    ranks of the updates of gate | up and of down. shared: beside them stands one that every token goes
+    through, of the block's own columns."""
+
+    number: int
+    chosen: int
+    columns: int
+    up: int = 0
+    down: int = 0
+    shared: bool = False
+
+    def weights(self, width: int) -> int:
+        """Numbers of all weights, the router's and the shared expert's gate among them."""
+        return (3 * self.columns * self.number + self.number + self.shared) * width
+
+    def factors(self, width: int) -> int:
+        """Numbers of the factors of the updates."""
+        up, down = self.up * (width + 2 * self.columns), self.down * (self.columns + width)
+        return self.number * (up + down)
+
+
+@dataclass(frozen=True)
 class BlockShape:
     """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes
     of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
     multiply in eight bits; made: bytes a number in which they are held that are made dense for each product,
     0 where they are dense. drops: the inputs of its updates drop out; dropouts: so do its own values.
-    described: its sub-layers, where they are others than these."""
+    described: its sub-layers, where they are others than these. experts: of its mixture, None without one;
+    gated and columns are then the shared expert's."""
 
     width: int
     heads: int
@@ -79,6 +103,7 @@ class BlockShape:
     drops: bool = False
     dropouts: bool = False
     described: tuple[SubLayer, ...] | None = None
+    experts: Experts | None = None
 
     @property
     def sublayers(self) -> tuple[SubLayer, ...]:
@@ -157,7 +182,19 @@ class BlockShape:
     @property
     def parameters(self) -> int:
         """Weights of the block's matrices."""
-        return self.width * (self.qkv + self.queries + self.gu + self.columns)
+        own = self.width * (self.qkv + self.queries + self.gu + self.columns)
+        return own + (0 if self.experts is None else self.experts.weights(self.width))
+
+    @property
+    def routed(self) -> Experts:
+        """Its experts, where it has some."""
+        assert self.experts is not None
+        return self.experts
+
+    @property
+    def expert_factors(self) -> int:
+        """Numbers of the factors of the updates of its experts."""
+        return 0 if self.experts is None else self.experts.factors(self.width)
 
     @property
     def bottlenecks(self) -> int:
@@ -175,6 +212,7 @@ class BlockShape:
             + ranks.o * (self.queries + self.width)
             + (ranks.gu + ranks.down) * mlp
             + self.bottlenecks
+            + self.expert_factors
         )
 
     @property
