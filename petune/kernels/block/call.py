@@ -41,10 +41,10 @@ class Parts(NamedTuple):
 class Spec:
     """What a block is made of, and what it is to keep.
 
-    layers: of each group of the program; behind: with its bottlenecks; mixtures: of experts. norms: (module, name) of each norm
-    tensor. dropouts: where each probability is, which counts while training. boundaries: of the sub-layers
-    that are cut across ranks, by number. exchanges: of each attention, None where all its tokens are here.
-    rung and tile may be changed between steps.
+    layers: of each group of the program; behind: with its bottlenecks; mixtures: of experts. norms: (module,
+    name) of each norm tensor. dropouts: where each probability is, which counts while training. boundaries:
+    of the sub-layers that are cut across ranks, by number. exchanges: of each attention, None where all its
+    tokens are here. rung and tile may be changed between steps.
     """
 
     program: Program

@@ -18,7 +18,8 @@ from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import TENSORS
-from petune.kernels.block.routed_steps import AddShared, Combined, Dispatched, Route
+from petune.kernels.block.routed_steps import Combined, Dispatched
+from petune.kernels.block.router_steps import AddShared, Route
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.steps import Add, Drop, Normalize, Step
 from petune.kernels.configs import Level
