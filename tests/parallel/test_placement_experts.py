@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from petune.errors import UsageError
+from petune.kernels.configs import MemoryConfig
 from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, ParallelConfig
 from petune.parallel.plan import make_plan
@@ -31,6 +33,24 @@ CELLS = [
 @pytest.mark.parametrize(("method", "backend", "name"), CELLS)
 def test_a_plan_trains_experts_as_one_process_does(method: str, backend: str, name: str) -> None:
     check(case(name, method, BACKENDS[backend](name, 2), steps=1))
+
+
+FUSED = [
+    ("full", "dp", "mixtral-causal", "input"),
+    ("lora", "shard", "qwen3moe-causal", "attention"),
+    ("full", "shard", "qwen2moe-causal", "projections"),
+    ("lora", "pp-1f1b", "qwen2moe-causal", "input"),
+    ("adapter", "sp-gather", "mixtral-causal", "all"),
+    ("lora", "sp-ulysses", "qwen3moe-causal", "projections"),
+    ("lora", "sp-ring", "qwen2moe-causal", "attention"),
+    ("lora", "galaxy2", "qwen3moe-causal", "input"),
+]
+
+
+@pytest.mark.parametrize(("method", "backend", "name", "keep"), FUSED)
+def test_so_do_their_fused_blocks(method: str, backend: str, name: str, keep: Any) -> None:
+    own = case(name, method, BACKENDS[backend](name, 2), steps=1)
+    check(replace(own, blocks=MemoryConfig(keep)))
 
 
 @pytest.mark.parametrize("row", ["tp", "galaxy"])
