@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import get_args
 
 from petune.kernels.memory.block_cost import Keep
-from petune.kernels.memory.shape import BlockShape, Ranks
-from petune.models import gemma3
-from petune.models.spec import Attention, SubLayer
+from petune.kernels.memory.shape import BlockShape, Experts, Ranks
+from petune.models import gemma3, moe
+from petune.models.spec import Attention, RoutedMlp, SubLayer
 
 # Llama-3.1-8B, LoRA r=16
 LLAMA = BlockShape(width=4096, heads=32, kv_heads=8, head_dim=128, columns=14336, ranks=Ranks(*[16] * 7))
@@ -27,6 +27,37 @@ GEMMA = BlockShape(
             one.norm_out,
         )
         for one in gemma3.BLOCK
+    ),
+)
+
+
+# Qwen3-30B-A3B, LoRA r=16 on attention and experts, and a block of the same with a shared expert, as Qwen2's
+def _routed(core: RoutedMlp, shape: BlockShape) -> BlockShape:
+    attention, mlp = LLAMA.sublayers
+    return replace(shape, described=(attention, replace(mlp, core=replace(core, chosen=8))))
+
+
+ROUTED = _routed(
+    moe.ROUTED,
+    BlockShape(
+        width=2048,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        columns=0,
+        gated=False,
+        ranks=Ranks(q=16, k=16, v=16, o=16),
+        experts=Experts(number=128, chosen=8, columns=768, up=16, down=16),
+    ),
+)
+SHARED = _routed(
+    replace(moe.ROUTED, shared=moe.SHARED, gate="gate", normed=False),
+    replace(
+        ROUTED,
+        columns=1536,
+        gated=True,
+        ranks=Ranks(*[16] * 7),
+        experts=replace(ROUTED.routed, shared=True),
     ),
 )
 BERT = BlockShape(1024, 16, 16, 64, 4096, gated=False, ranks=Ranks(q=8, v=8), norm="layer", causal=False)

@@ -133,6 +133,7 @@ class Combined(OfMixture):
         m = gated(run.ops, v[self.u], _sorted(v[self.share], routes), self.act)
         v[self.s] = s = None if part.a is None else product(m, part.a.mT, routes.ends)
         y = product(m, part.weight.mT, routes.ends, low=s, up=_turned(part.b))
+        del m
         v[self.d] = widened(run, self.behind, _gathered(y, routes))
 
     def backward(self, run: Run, v: Values) -> None:
@@ -142,6 +143,7 @@ class Combined(OfMixture):
         ds = None if part.b is None else product(dd, part.b, routes.ends, rows=rows)
         dm = product(dd, part.weight, routes.ends, rows=rows, low=ds, up=part.a)
         du, dshare, m = dgated(run.ops, dm, v[self.u], share, self.act)
+        del dm
         learn(run.sink, self.first + DOWN, part, routes.ends, dd, v[self.s], ds, Rows.of(m), dy_rows=rows)
         if self.u in run.wants:
             run.grads[self.u] = du
@@ -155,8 +157,10 @@ class Combined(OfMixture):
         return {self.s: low, self.d: shape.width * wider}
 
     def beside(self, shape: BlockShape) -> int:
-        """See Step. The sum of each copy and the same in the order of tokens; m is gone by then."""
-        return shape.routed.chosen * 2 * shape.width * shape.itemsize
+        """See Step. What is summed of each copy and its update, or the same in the order of tokens when m is
+        gone."""
+        experts = shape.routed
+        return experts.chosen * (2 * shape.width + experts.columns * (experts.down > 0)) * shape.itemsize
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -167,9 +171,12 @@ class Combined(OfMixture):
         }
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. dm and the same times the share, m, and what the activation gave; or the copies of dd."""
+        """See Step. dm, the same times the share, and what the activation gave; or m, and the copies of dd
+        where a gradient of what trains reads them."""
         experts = shape.routed
-        return experts.chosen * (4 * experts.columns + shape.width + experts.down) * shape.itemsize
+        copies = shape.width * (experts.down > 0 or shape.trained)
+        inside = experts.down + experts.columns + max(2 * experts.columns, copies)
+        return experts.chosen * inside * shape.itemsize
 
     def _activated(self, shape: BlockShape, rows: float) -> Iterator[Charge]:
         m, columns = rows * shape.routed.chosen, shape.routed.columns

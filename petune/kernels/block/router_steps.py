@@ -190,8 +190,8 @@ class AddShared(OfMixture):
         return {self.gate: shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        return dict.fromkeys((self.e, self.h), shape.width * shape.itemsize)
+        """See Step. That of d is y's, and a copy of it where tiles are put together."""
+        return dict.fromkeys((self.d, self.e, self.h), shape.width * shape.itemsize)
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. The product whose rows are summed, in float32."""

@@ -239,7 +239,10 @@ class FindSegments:
             call.get(_ACROSS) is not None and self.encoder is None
         ):
             return True
-        if any(_asked(config, call, name) for name in ("output_hidden_states", "output_attentions")):
+        if any(
+            _asked(config, call, f"output_{name}")
+            for name in ("hidden_states", "attentions", "router_logits")
+        ):
             return True
         # A BERT that is asked to be a decoder is one; encoders ignore a config that speaks of a cache
         return (

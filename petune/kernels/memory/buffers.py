@@ -145,15 +145,17 @@ def _of_gradients(grads: dict[str, int]) -> dict[str, int]:
 
 def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None) -> int:
     """Bytes alive at once beside what blocks keep: in the fullest phase of a block, its gradients, which are
-    float32 until its end, and its bottlenecks and experts' factors in the dtype of the computation.
+    float32 until its end, and its bottlenecks in the dtype of the computation, in which are the factors of
+    experts and the gradients of all that is theirs too.
 
     A weight that trains has its gradient summed over tiles, so that the largest is there twice. A weight in
     eight-bit floats is turned for its backward product, one in another form is made dense for each.
     """
     twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
-    tuned = _stacked(shape) + shape.bottlenecks + shape.expert_factors
-    rounded = shape.bottlenecks + shape.expert_factors
-    gradients = rounded * shape.itemsize + 4 * (tuned + (shape.parameters + twice) * shape.trained)
+    experts = 0 if shape.experts is None else shape.experts.weights(shape.width)
+    trained = (4 * (shape.parameters - experts + twice) + shape.itemsize * experts) * shape.trained
+    rounded = shape.bottlenecks + 2 * shape.expert_factors
+    gradients = rounded * shape.itemsize + 4 * (_stacked(shape) + shape.bottlenecks) + trained
     return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients + _made(shape)
 
 

@@ -10,7 +10,7 @@ from petune.kernels.memory import block_cost
 from petune.kernels.memory.block_cost import A100, CPU, CUDA, H100, H200, Keep
 from petune.kernels.memory.op_cost import Cost, Operation, attention, matmul, total
 from petune.kernels.memory.shape import BlockShape, Ranks
-from tests.kernels.shapes import BERT, DEPTH, KEEPS, LLAMA, VOCABULARY
+from tests.kernels.shapes import BERT, DEPTH, KEEPS, LLAMA, ROUTED, VOCABULARY
 
 
 def step_flop(shape: BlockShape, tokens: int) -> float:
@@ -69,6 +69,30 @@ def test_tiles_do_the_same_work_in_more_launches() -> None:
     whole, tiled = (block_cost.forward(LLAMA, 8192, 8192, tile) for tile in (None, 2048))
     assert total(whole).flop == pytest.approx(total(tiled).flop)
     assert sum(one.times for one in tiled) > sum(one.times for one in whole)
+
+
+def test_a_mixture_costs_what_the_chosen_experts_do_and_reads_all_of_them() -> None:
+    """Qwen3-30B-A3B: 30.5e9 weights in 48 blocks, of which 3.3e9 take part for a token, embeddings among
+    them."""
+    embedded = 2 * 151936 * 2048
+    assert 48 * ROUTED.parameters + embedded == pytest.approx(30.53e9, rel=1e-3)
+    bare = replace(ROUTED, ranks=Ranks(), experts=replace(ROUTED.routed, up=0, down=0))
+    work = block_cost.forward(bare, 8192, 1)
+    products = [one for one in work if one.kind == "matmul"]
+    active = sum(one.cost.flop for one in products) / 2 / 8192
+    assert 48 * active + embedded == pytest.approx(3.35e9, rel=1e-2)
+    read = sum(one.cost.bytes for one in products if one.stage == "mlp.s")
+    copies = 8 * 8192
+    assert read == 2 * (128 * 2048 * 1536 + copies * (2048 + 1536))
+
+
+def test_what_a_mixture_runs_again_is_its_first_product_and_never_its_second() -> None:
+    flop = {keep: total(block_cost.recomputed(ROUTED, keep, 8192, 8192)).flop for keep in KEEPS}
+    up = total(one for one in block_cost.forward(ROUTED, 8192, 8192) if one.stage == "mlp.s").flop
+    assert flop["all"] < 1e-4 * up  # the norm, whose result the factors' gradients read
+    assert flop["projections"] == pytest.approx(up, rel=0.01)
+    stages = {one.stage for one in block_cost.recomputed(ROUTED, "input", 8192, 8192)}
+    assert "mlp.s" in stages and not {"mlp.routes", "mlp.s_down"} & stages
 
 
 # ------------------------------------------------------------------ rates
