@@ -16,10 +16,11 @@ frozen weights are held in: fp8, int8 or nf4), steps, warm (seconds of steps tha
 (seconds).
 
 All of a shape train the same random weights on the same eight random batches: bf16 weights under autocast,
-fused AdamW at 1e-4, LoRA on every linear layer of the blocks with alpha = 2 r, adapters with reduction 16, no
-dropout of the model. What counts is tokens that are not padding, of both sides where there are two: labels of
-an encoder-decoder are the first quarter of its text. `predicted` is the time of a step that petune's memory
-policy predicts. Every case has a process of its own. Results go to shapes.jsonl in $OUT where there is one.
+fused AdamW at 1e-4, LoRA on every linear layer and expert of the blocks with alpha = 2 r, adapters with
+reduction 16, no dropout of the model. What counts is tokens that are not padding, of both sides where there
+are two: labels of an encoder-decoder are the first quarter of its text. `predicted` is the time of a step
+that petune's memory policy predicts. Every case has a process of its own. Results go to shapes.jsonl in $OUT
+where there is one.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ Sizes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """A family of models, the sizes of one of its members, and the names of the linear layers of its
-    blocks."""
+    """A family of models, the sizes of one of its members, and the names of the linear layers of its blocks,
+    and of the weights of its experts."""
 
     family: str
     sizes: Sizes
     linears: tuple[str, ...]
     heads: Any = AutoModelForCausalLM
+    experts: tuple[str, ...] = ()
 
 
 _GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -122,6 +124,7 @@ _BERT: Sizes = {
     "num_attention_heads": 16,
     "intermediate_size": 4096,
 }
+_ROUTED = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHAPES: Mapping[str, Shape] = {
     "llama-8b": Shape("llama", _llama(4096, 14336, 32, 128256), _GATED),
@@ -138,6 +141,12 @@ SHAPES: Mapping[str, Shape] = {
         "phi3",
         _llama(3072, 8192, 32, 32064, head=96, num_key_value_heads=32, pad_token_id=0),
         ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    ),
+    "qwen3-moe": Shape(  # Qwen3-30B-A3B; with layers=12 on one card
+        "qwen3_moe",
+        _llama(2048, 6144, 48, 151936, num_key_value_heads=4, rms_norm_eps=1e-6, **_ROUTED),
+        _GATED[:4],
+        experts=("experts.gate_up_proj", "experts.down_proj"),
     ),
     "gemma3-4b": Shape("gemma3_text", _gemma(2560, 10240, 34, heads=8, keys=4, window=1024), _GATED),
     "t5-large": Shape(
@@ -173,7 +182,7 @@ _TINY = {
     **dict.fromkeys(
         ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
     ),
-    **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16},
+    **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "num_experts": 8, "moe_intermediate_size": 16},
 }
 
 
@@ -246,12 +255,16 @@ def base_model(case: Case, device: str, tiny: bool) -> Any:
 
 def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     """The model as the variant wraps it."""
-    linears = list(SHAPES[case.shape].linears)
+    linears, experts = list(SHAPES[case.shape].linears), list(SHAPES[case.shape].experts)
     if case.variant == "peft":
         import peft
 
         config = peft.LoraConfig(
-            r=case.r, lora_alpha=2 * case.r, lora_dropout=case.dropout, target_modules=linears
+            r=case.r,
+            lora_alpha=2 * case.r,
+            lora_dropout=case.dropout,
+            target_modules=linears,
+            target_parameters=experts or None,
         )
         return peft.get_peft_model(model, config)
     if case.variant == "before":
@@ -262,7 +275,9 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     if case.base:
         settings["base_dtype"] = case.base
     if case.method == "lora":
-        roles = ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears
+        roles = (
+            ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
+        )
         settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}
     return petune.wrap(model, method=case.method, **settings)
 
