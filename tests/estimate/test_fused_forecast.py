@@ -20,7 +20,7 @@ from petune.kernels.memory.policy import GIB, LADDER, Policy
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE
 from petune.recipe import Recipe, load_recipe
-from tests.methods.zoo import ZOO
+from tests.methods.zoo import MOE, ZOO
 from tests.written_recipes import recipe_of
 
 pytestmark = pytest.mark.slow  # shapes of 32 blocks
@@ -50,6 +50,24 @@ def large(folder: Path, rows: int, tokens: int, **settings: Any) -> Recipe:
         "device": "cuda",
     }
     return load_recipe({**base, **settings})
+
+
+def mixture(folder: Path, blocks: int, **settings: Any) -> Recipe:
+    """So many blocks of Qwen3-30B-A3B with LoRA of rank 16 on attention and experts."""
+    sizes = {
+        "hidden_size": 2048,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    recipe = large(folder, 4, 2048, **settings)
+    (folder / "8b.json").write_text(json.dumps(MOE["qwen3moe-causal"][1](**sizes).to_dict()))
+    return recipe
 
 
 def chosen(recipe: Recipe, device: str = "H200", memory: int = H200) -> Policy:
@@ -374,3 +392,14 @@ def test_a_device_that_nobody_knows_needs_its_memory(tmp_path: Path) -> None:
 def test_a_recipe_for_the_cpu_has_no_cuda_device(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="set device=cuda"):
         on_device(recipe_of("llama-causal", tmp_path, device="cpu"), "H200", None)
+
+
+def test_a_mixture_holds_all_of_its_experts_and_pays_for_those_that_are_chosen(tmp_path: Path) -> None:
+    (one, two) = (chosen(mixture(tmp_path, blocks)) for blocks in (12, 24))
+    weights = 128 * 3 * 768 * 2048 + 128 * 2048 + 2 * 2048 * (4096 + 512)
+    factors = 16 * (128 * (2048 + 1536 + 768 + 2048) + 2 * 2048 + 2 * 4096 + 2 * (2048 + 512) + 4096 - 4096)
+    assert two.peak - one.peak == pytest.approx(12 * (2 * weights + 16 * factors + 8192 * 52184), rel=0.02)
+    active = 8 * 3 * 768 * 2048 + 128 * 2048 + 2 * 2048 * (4096 + 512)
+    arithmetic = 12 * 8192 * 4 * active / 684e12  # both passes with weights that are frozen
+    assert arithmetic < two.seconds - one.seconds < 2.5 * arithmetic
+    assert {rung.keep for rung in one.rungs} == {"all"}
