@@ -60,6 +60,21 @@ METHODS: dict[str, dict[str, Any]] = {
     "adapter": dict(method="adapter", reduction=4),
 }
 
+# what a batch of texts is made of
+BATCHES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "padded": lambda inputs: inputs,
+    "padded on the left": lambda inputs: {
+        name: value.flip(1) if value.dim() > 1 else value for name, value in inputs.items()
+    },
+    "whole rows": lambda inputs: inputs | {"attention_mask": torch.ones_like(inputs["attention_mask"])},
+    "packed": lambda inputs: {
+        "input_ids": inputs["input_ids"],
+        "labels": inputs["input_ids"],
+        "position_ids": torch.tensor([[*range(6), *range(3)]] * 3),
+        "use_cache": False,
+    },
+}
+
 
 def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     """The same tuned model twice: fused, with updates that are not zero, and not."""

@@ -28,7 +28,7 @@ from petune.models import attention, family_of
 from petune.models.stack import own_stacks
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
-from tests.kernels.fused_pairs import blocks, stand_on
+from tests.kernels.fused_pairs import BATCHES, blocks, stand_on
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,20 +77,6 @@ def pair(
 def said(model: nn.Module) -> set[str]:
     return {reason for block in blocks(model) for reason in block.spec.said}
 
-
-BATCHES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
-    "padded": lambda inputs: inputs,
-    "padded on the left": lambda inputs: {
-        name: value.flip(1) if value.dim() > 1 else value for name, value in inputs.items()
-    },
-    "whole rows": lambda inputs: inputs | {"attention_mask": torch.ones_like(inputs["attention_mask"])},
-    "packed": lambda inputs: {
-        "input_ids": inputs["input_ids"],
-        "labels": inputs["input_ids"],
-        "position_ids": torch.tensor([[*range(6), *range(3)]] * 3),
-        "use_cache": False,
-    },
-}
 
 # ------------------------------------------------------------------ whole models
 

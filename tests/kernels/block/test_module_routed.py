@@ -21,8 +21,7 @@ from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
 from petune.run.expert_load import ExpertLoad
-from tests.kernels.block.test_module_gemma3 import BATCHES
-from tests.kernels.fused_pairs import blocks, stand_on
+from tests.kernels.fused_pairs import BATCHES, blocks, stand_on
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 KEEPS = ("all", "projections", "attention", "input")
