@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from petune.kernels.block.mixture import DOWN, UP, learn
@@ -21,8 +20,7 @@ from petune.kernels.block.packed_linear import Rows
 from petune.kernels.block.router_steps import OfMixture, widened
 from petune.kernels.block.steps import Charge, Run, Values
 from petune.kernels.configs import Level
-from petune.kernels.dispatch import Ops
-from petune.kernels.grouped import Routes, _gathered, product
+from petune.kernels.grouped import Routes, combined, dgated, gated, product
 from petune.kernels.memory.op_cost import (
     Cost,
     activate,
@@ -64,7 +62,7 @@ class Dispatched(OfMixture):
         )
         if self.h in run.wants:
             dx = product(du, part.weight, routes.ends, low=ds, up=part.a)
-            run.give_own(self.h, _gathered(dx, routes))
+            run.give_own(self.h, combined(dx, routes))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -73,12 +71,6 @@ class Dispatched(OfMixture):
             self.s: experts.chosen * experts.up * shape.itemsize,
             self.u: experts.chosen * 2 * experts.columns * shape.itemsize,
         }
-
-    def beside(self, shape: BlockShape) -> int:
-        """See Step. The copies of tokens, and the update before it is added."""
-        experts = shape.routed
-        inside = shape.width + 2 * experts.columns * (experts.up > 0)
-        return experts.chosen * inside * shape.itemsize
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -89,9 +81,9 @@ class Dispatched(OfMixture):
         return self.norm is not None and not there and (shape.trained or shape.routed.up > 0)
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. Gradients of the copies, twice while they are put back in the order of tokens."""
+        """See Step. Gradients of the copies, after the copies that a weight's gradient reads."""
         experts = shape.routed
-        copies = experts.chosen * (2 * shape.width + experts.up) * shape.itemsize
+        copies = experts.chosen * (shape.width + experts.up) * shape.itemsize
         return super().beside_back(shape, there) + copies
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
@@ -130,11 +122,11 @@ class Combined(OfMixture):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         part, routes = run.mixtures[self.at].down, Routes(*v[self.routes])
-        m = gated(run.ops, v[self.u], _sorted(v[self.share], routes), self.act)
+        m = gated(v[self.u], _sorted(v[self.share], routes), self.act)
         v[self.s] = s = None if part.a is None else product(m, part.a.mT, routes.ends)
         y = product(m, part.weight.mT, routes.ends, low=s, up=_turned(part.b))
         del m
-        v[self.d] = widened(run, self.behind, _gathered(y, routes))
+        v[self.d] = widened(run, self.behind, combined(y, routes))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -142,7 +134,7 @@ class Combined(OfMixture):
         rows, share = tokens_of(routes), _sorted(v[self.share], routes)
         ds = None if part.b is None else product(dd, part.b, routes.ends, rows=rows)
         dm = product(dd, part.weight, routes.ends, rows=rows, low=ds, up=part.a)
-        du, dshare, m = dgated(run.ops, dm, v[self.u], share, self.act)
+        du, dshare, m = dgated(dm, v[self.u], share, self.act)
         del dm
         learn(run.sink, self.first + DOWN, part, routes.ends, dd, v[self.s], ds, Rows.of(m), dy_rows=rows)
         if self.u in run.wants:
@@ -157,10 +149,8 @@ class Combined(OfMixture):
         return {self.s: low, self.d: shape.width * wider}
 
     def beside(self, shape: BlockShape) -> int:
-        """See Step. What is summed of each copy and its update, or the same in the order of tokens when m is
-        gone."""
-        experts = shape.routed
-        return experts.chosen * (2 * shape.width + experts.columns * (experts.down > 0)) * shape.itemsize
+        """See Step. m, and what it makes of each copy."""
+        return shape.routed.chosen * (shape.width + shape.routed.columns) * shape.itemsize
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -171,57 +161,30 @@ class Combined(OfMixture):
         }
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. dm, the same times the share, and what the activation gave; or m, and the copies of dd
-        where a gradient of what trains reads them."""
+        """See Step. m and dm, or m and the copies of dd that a weight's gradient reads."""
         experts = shape.routed
-        copies = shape.width * (experts.down > 0 or shape.trained)
-        inside = experts.down + experts.columns + max(2 * experts.columns, copies)
+        inside = experts.down + experts.columns + max(experts.columns, shape.width * shape.trained)
         return experts.chosen * inside * shape.itemsize
-
-    def _activated(self, shape: BlockShape, rows: float) -> Iterator[Charge]:
-        m, columns = rows * shape.routed.chosen, shape.routed.columns
-        yield "memory", activate(m, columns, True, shape.itemsize)
-        yield "memory", Cost(m * columns, 2 * m * columns * shape.itemsize)  # times the share
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
         experts, m = shape.routed, rows * shape.routed.chosen
-        yield from self._activated(shape, rows)
+        yield "memory", activate(m, experts.columns, True, shape.itemsize)
         yield from _ahead(experts, m, experts.columns, shape.width, experts.down, shape.itemsize)
-        yield "memory", Cost(0, (3 * m + rows) * shape.width * shape.itemsize)  # in order, and summed
+        yield "memory", Cost(m * shape.width, (m + rows) * shape.width * shape.itemsize)  # the sum
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
         experts, m = shape.routed, rows * shape.routed.chosen
         sizes = experts.columns, shape.width, experts.down
         yield from _back(experts, m, *sizes, shape.trained, shape.itemsize)
-        yield from self._activated(shape, rows)
-        yield "memory", Cost(m * experts.columns, 4 * m * experts.columns * shape.itemsize)
-        yield "memory", activate_backward(m, experts.columns, True, shape.itemsize)
+        again = Cost(4 * m * experts.columns, m * experts.columns * shape.itemsize)  # m, and of shares
+        yield "memory", activate_backward(m, experts.columns, True, shape.itemsize) + again
 
 
 def tokens_of(routes: Routes) -> Tensor:
     """The token [M] of each sorted copy."""
     return routes.order // routes.chosen
-
-
-def gated(ops: Ops, u: Tensor, share: Tensor, act: Act) -> Tensor:
-    """act(gate) * up * share of gate | up [M, 2 n] and share [M]."""
-    return _times(ops.activate(u, act, True)[0], share)
-
-
-def dgated(ops: Ops, dm: Tensor, u: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor]:
-    """(the gradient of u, that of the share [M] in float32 at least, m again) of the gradient of what `gated`
-    gave."""
-    inner: Tensor = ops.activate(u, act, True)[0]
-    dshare = (dm * inner).sum(1, dtype=torch.promote_types(dm.dtype, torch.float32))
-    du: Tensor = ops.activate_backward(_times(dm, share), u, act, True)[0]
-    return du, dshare, _times(inner, share)
-
-
-def _times(x: Tensor, share: Tensor) -> Tensor:
-    """Each row times its share, in the dtype of x."""
-    return torch.mul(x, share[:, None], out=torch.empty_like(x))
 
 
 def _sorted(share: Tensor, routes: Routes) -> Tensor:
@@ -242,20 +205,16 @@ def _ahead(
     """A product of `m` sorted rows with its low-rank update."""
     if rank:
         yield "narrow", grouped(m, inputs, rank, experts.number, itemsize)
-        yield "narrow", grouped(m, rank, outputs, experts.number, itemsize)
-        yield "memory", Cost(0, 2 * m * outputs * itemsize)
-    yield "matmul", grouped(m, inputs, outputs, experts.number, itemsize)
+    yield "matmul", grouped(m, inputs + rank, outputs, experts.number, itemsize)
 
 
 def _back(
     experts: Experts, m: float, inputs: int, outputs: int, rank: int, trained: bool, itemsize: int
 ) -> Iterator[Charge]:
     """The way back through it, with the gradients of what trains."""
-    yield "matmul", grouped(m, outputs, inputs, experts.number, itemsize)
+    yield "matmul", grouped(m, outputs + rank, inputs, experts.number, itemsize)
     if rank:
         yield "narrow", grouped(m, outputs, rank, experts.number, itemsize)
-        yield "narrow", grouped(m, rank, inputs, experts.number, itemsize)
-        yield "memory", Cost(0, 2 * m * inputs * itemsize)
         for columns in (inputs, outputs):
             yield "narrow", grouped(m, columns, rank, experts.number, itemsize)
     if trained:

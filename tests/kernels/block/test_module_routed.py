@@ -178,8 +178,8 @@ def wrongly_sorted(routes: Any) -> Tensor:
     return (routes.order + 1) // routes.chosen % (len(routes.order) // routes.chosen)
 
 
-def without_shares(ops: Any, dm: Tensor, u: Tensor, share: Tensor, act: Any) -> Any:
-    du, dshare, m = ROUTED(ops, dm, u, share, act)
+def without_shares(dm: Tensor, u: Tensor, share: Tensor, act: Any) -> Any:
+    du, dshare, m = ROUTED(dm, u, share, act)
     return du, torch.zeros_like(dshare), m
 
 

@@ -89,7 +89,7 @@ def test_a_mixture_costs_what_the_chosen_experts_do_and_reads_all_of_them() -> N
 def test_what_a_mixture_runs_again_is_its_first_product_and_never_its_second() -> None:
     flop = {keep: total(block_cost.recomputed(ROUTED, keep, 8192, 8192)).flop for keep in KEEPS}
     up = total(one for one in block_cost.forward(ROUTED, 8192, 8192) if one.stage == "mlp.s").flop
-    assert flop["all"] < 1e-4 * up  # the norm, whose result the factors' gradients read
+    assert flop["all"] < 1e-3 * up  # the norm, whose result the factors' gradients read
     assert flop["projections"] == pytest.approx(up, rel=0.01)
     stages = {one.stage for one in block_cost.recomputed(ROUTED, "input", 8192, 8192)}
     assert "mlp.s" in stages and not {"mlp.routes", "mlp.s_down"} & stages
