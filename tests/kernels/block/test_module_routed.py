@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from petune.errors import UsageError
+from petune.kernels import grouped
 from petune.kernels.block import mixture, routed_steps, router_steps
 from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.methods import tuned_parameters
@@ -24,6 +27,7 @@ from petune.run.expert_load import ExpertLoad
 from tests.kernels.fused_pairs import BATCHES, blocks, stand_on
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS = ("all", "projections", "attention", "input")
 FAMILIES = ("qwen3moe-causal", "qwen2moe-causal", "mixtral-causal")
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -134,6 +138,16 @@ def test_autocast_rounds_it_no_further_than_hugging_faces_own() -> None:
         off.append(sum(float((found[key] - value).square().sum()) for key, value in wanted.items()) ** 0.5)
     assert 0 < off[0] < 1.2 * off[1]
     assert not [block.spec.said for block in blocks(sides[0]) if block.spec.said]
+
+
+@pytest.mark.parametrize("name", ["qwen2moe-causal", "mixtral-causal"])
+def test_kernels_of_triton_train_as_plain_torch_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_form", lambda name, *_: import_module(f"petune.kernels.triton.{name}"))
+    monkeypatch.setattr("petune.kernels.fuse.select", lambda *args: triton_ops())
+    fused, plain = (model.to(DEVICE) for model in pair(name, "lora", torch.float32))
+    stand_on(fused, Rung("projections"))
+    inputs = {key: value.to(DEVICE) for key, value in batch(name).items()}
+    assert_alike(fused, plain, inputs, 1e-5)
 
 
 def test_experts_without_tokens_have_gradients_of_zero() -> None:
