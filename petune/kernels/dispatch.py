@@ -38,6 +38,7 @@ class Ops:
     activate: Callable[..., Any]
     activate_backward: Callable[..., Any]
     add_low: Callable[..., Any]
+    unscale: Callable[..., Any]
     linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
@@ -56,6 +57,7 @@ _FILES = {
     "activate": "activation",
     "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
+    "unscale": "scaling",
     "transposed": "transpose",
     "dense_into": "dequantise",
     "cross_entropy_": "loss",

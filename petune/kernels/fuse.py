@@ -351,6 +351,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
     if not bankable(layers):
         return None
     parts = [cast("LowRank", linear_of(layer)) for layer in layers]
+    room = room and not any(part.scales_outputs for part in parts)  # which are summed in float32
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room else 0
     rank = 0 if alone and len(layers) == 1 and rank <= FOLDED else rank
     dense = not isinstance(layers[0].weight, QuantisedWeight)

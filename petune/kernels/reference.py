@@ -305,11 +305,18 @@ def _slope(x: Tensor, act: Act) -> Tensor:
 # ------------------------------------------------------------------ sums
 
 
-def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
+def add_low(x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None) -> Tensor:
     """x + y + low, rounded once to the dtype of `low`; x, y [m, n] in any float dtype, x with any row stride
-    or None."""
-    total = wide(y) + wide(low[0]) @ wide(low[1]).T
+    or None. columns [n], float32 or wider: y is multiplied by it first."""
+    total = (wide(y) if columns is None else wide(y) * columns) + wide(low[0]) @ wide(low[1]).T
     return (total if x is None else total + wide(x)).to(low[0].dtype)
+
+
+def unscale(dy: Tensor, y: Tensor, columns: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(dy * columns in the dtype of dy, the sums over rows of dy * (y - own) in float32); dy, y [m, n],
+    columns and own [n] float32 or wider."""
+    grad, values = wide(dy), wide(y) if own is None else wide(y) - own
+    return (grad * columns).to(dy.dtype), (grad * values).sum(0)
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:

@@ -7,7 +7,8 @@ their length.
 The norm is a constant to autograd, as in the paper's section 4.3, and the bias is not scaled. With dropout,
 x' = dropout(x), as peft has it: y = W x + b + (m / ||V|| - 1) W x' + (m / ||V||) (alpha / r) B A x'. At the
 start B A = 0 and m = ||V||, so a wrapped model computes exactly what the base did. A norm is of a whole row,
-so a cut by rows, which leaves no rank a whole row, is refused by name.
+so a cut by rows, which leaves no rank a whole row, is refused by name. ||V|| is made of narrow products
+(petune.models.row_lengths); no matrix as large as W is.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods import lora
 from petune.methods.configs import DoraConfig
+from petune.models.frozen_weight import QuantisedWeight, bytes_in
+from petune.models.row_lengths import lengths_of, squares_of
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures
+from petune.models.tuned_linear import KeptFeatures, LowRank
 
 
 class DoraLinear(lora.LoraLayer, nn.Linear):
     """nn.Linear with a DoRA update. x [..., in] -> [..., out], dtype of the base layer's output. It has no
-    fused form."""
+    fused form with dropout, which is a second product with the weight."""
 
     base = nn.Linear
-    additions = (*lora.LoraLayer.additions, "lora_magnitude_vector")
+    additions = (*lora.LoraLayer.additions, "lora_magnitude_vector", "found")
     of_rows = ("lora_magnitude_vector",)
     lora_magnitude_vector: nn.Parameter
+    # the squared lengths of the weight's rows, and of which weight
+    found: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @classmethod
     def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
@@ -42,8 +47,7 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
     def draw(self, name: str) -> None:
         """As LoRA's, and m: the norms of the rows as they are."""
         if name in self.of_rows:
-            wide = self.weight.to(self.lora_magnitude_vector.dtype)
-            self.lora_magnitude_vector.copy_(torch.linalg.vector_norm(wide, dim=1))
+            self.lora_magnitude_vector.copy_(self._squares().sqrt())
         else:
             super().draw(name)
 
@@ -75,9 +79,39 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         """||V|| [out], a constant to autograd, in the factors' dtype."""
         kind = "cpu" if self.weight.is_meta else self.weight.device.type  # of a model that is only planned
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            turned = self.weight.to(self.lora_A.dtype) + super().delta()
-            norms: Tensor = torch.linalg.vector_norm(turned, dim=1)
-            return norms
+            return lengths_of(self._squares(), self.weight, self.scale * self.lora_A, self.lora_B)
+
+    @torch.no_grad()
+    def _squares(self) -> Tensor:
+        """||W||^2 [out], found again where the weight has been moved or written since."""
+        if torch.compiler.is_compiling():
+            return squares_of(self.weight)
+        now = [(value.data_ptr(), value._version) for value in bytes_in(self.weight)]
+        if self.found is None or self.found[0] != now:
+            self.found = now, squares_of(self.weight)
+        return self.found[1]
+
+    @property
+    def kind(self) -> str:
+        """See TunedLinear."""
+        return "DoraLinear with dropout" if self.dropout else "DoraLinear"
+
+    def low_rank(self) -> LowRank | None:
+        """Weight, bias, factors and lengths."""
+        if self.dropout:
+            return None
+        base = LowRank(lora.own(self, "weight"), lora.own(self, "bias"), scaling="lengths")
+        if self.passes_by():
+            return base
+        # a shard of a weight has no whole rows to ask
+        plain = type(base.weight.data) in (Tensor, QuantisedWeight)
+        return base._replace(
+            a=lora.own(self, "lora_A"),
+            b=lora.own(self, "lora_B"),
+            scale=self.scale,
+            by=lora.own(self, "lora_magnitude_vector"),
+            squares=self._squares() if plain else None,
+        )
 
     def _lengths(self) -> Tensor:
         """m / ||V|| [out]; a row of zeros, whose norm is 0, stays one."""

@@ -21,14 +21,13 @@ from petune.errors import UsageError
 from petune.methods.configs import Ia3Config
 from petune.methods.targets import select_layers
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, TunedLinear
+from petune.models.tuned_linear import KeptFeatures, LowRank, Scaling, TunedLinear
 
 SCALE = "ia3_l"
 
 
 class Ia3Linear(TunedLinear, nn.Linear):
-    """nn.Linear with learned scales. x [..., in] -> [..., out], dtype of the base layer's output. It has no
-    fused form."""
+    """nn.Linear with learned scales. x [..., in] -> [..., out], dtype of the base layer's output."""
 
     base = nn.Linear
     additions: ClassVar[tuple[str, ...]] = (SCALE, "of_inputs")
@@ -86,6 +85,12 @@ class Ia3Linear(TunedLinear, nn.Linear):
         if self.bias is not None and not self.of_inputs:
             merged["bias"] = (self.bias.detach() * self.ia3_l.detach()[:, 0]).to(dtype or self.bias.dtype)
         return merged
+
+    def low_rank(self) -> LowRank:
+        """Weight, bias and scales."""
+        by = None if self.merged or not self.active else self.ia3_l
+        scaling: Scaling = "inputs" if self.of_inputs else "outputs"
+        return LowRank(self.weight, self.bias, by=by, scaling=scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """The base map of a scaled input, or its scaled output."""

@@ -167,14 +167,14 @@ class LoraLinear(LoraLayer, nn.Linear):
     def low_rank(self) -> LowRank:
         """Weight, bias and both factors."""
         if self.passes_by():
-            return LowRank(_own(self, "weight"), _own(self, "bias"))
-        base = _own(self, "weight"), _own(self, "bias")
+            return LowRank(own(self, "weight"), own(self, "bias"))
+        base = own(self, "weight"), own(self, "bias")
         if not self.active:
-            return LowRank(*base, _own(self, "start_A"), _own(self, "start_B"), self.scale)
-        return LowRank(*base, _own(self, "lora_A"), _own(self, "lora_B"), self.scale, self.dropout)
+            return LowRank(*base, own(self, "start_A"), own(self, "start_B"), self.scale)
+        return LowRank(*base, own(self, "lora_A"), own(self, "lora_B"), self.scale, self.dropout)
 
 
-def _own(layer: nn.Module, name: str) -> Any:
+def own(layer: nn.Module, name: str) -> Any:
     """A parameter past nn.Module's own look-up, which takes ten times as long; fused blocks ask for all of
     them in every pass."""
     found = layer._parameters.get(name)

@@ -10,6 +10,7 @@ base's dtype. A cut by rows, after which a rank's shards may begin anywhere, is 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import ClassVar, Self
 
 import torch
@@ -20,14 +21,13 @@ from petune.errors import UsageError
 from petune.methods.configs import MissConfig
 from petune.methods.targets import select_layers
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, TunedLinear
+from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 
 BLOCK = "miss_block"
 
 
 class MissLinear(TunedLinear, nn.Linear):
-    """nn.Linear with a shared shard. x [..., in] -> [..., out], dtype of the base layer's output. It has no
-    fused form."""
+    """nn.Linear with a shared shard. x [..., in] -> [..., out], dtype of the base layer's output."""
 
     base = nn.Linear
     additions: ClassVar[tuple[str, ...]] = (BLOCK, "dropout")
@@ -70,6 +70,15 @@ class MissLinear(TunedLinear, nn.Linear):
         """The sum of the input's shards, r features."""
         return KeptFeatures(inner=len(self.miss_block))
 
+    def low_rank(self) -> LowRank:
+        """Weight, bias, the identities side by side and the shard."""
+        base = LowRank(self.weight, self.bias, turned=True)
+        if self.merged or not self.active:
+            return base
+        block = self.miss_block
+        a = _identities(len(block), self.in_features, block.dtype, block.device)
+        return base._replace(a=a, b=block, dropout=self.dropout)
+
     def delta(self) -> Tensor:
         """The shard beside itself, as wide as the weight, which merging adds to it."""
         shards = -(-self.in_features // len(self.miss_block))
@@ -89,6 +98,13 @@ class MissLinear(TunedLinear, nn.Linear):
         x = F.dropout(x, self.dropout, self.training)
         update: Tensor = x.unflatten(-1, (-1, r)).sum(-2) @ self.miss_block
         return (y + update).to(y.dtype)
+
+
+@cache
+def _identities(r: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[r, inputs]: identities side by side, the same object for all layers of a size."""
+    with torch.inference_mode(False):
+        return torch.eye(r, dtype=dtype, device=device).repeat(1, -(-inputs // r))[:, :inputs].contiguous()
 
 
 def apply(model: nn.Module, family: Family | None, config: MissConfig, also_train: tuple[str, ...]) -> None:

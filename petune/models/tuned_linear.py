@@ -17,13 +17,20 @@ from torch import Tensor, nn
 
 from petune.models.spec import CutKind, Split
 
+# What a scaled linear multiplies by its vector: outputs but for the bias, of rows that are first brought to
+# length 1; outputs; or inputs
+Scaling = Literal["lengths", "outputs", "inputs"]
+TENSORS = 5  # of a `LowRank` that may train
+
 
 class LowRank(NamedTuple):
     """A linear map with a low-rank update, x W^T + bias + scale (dropout(x) A^T) B^T, as fused kernels
     compute it.
 
     weight [n, k], bias [n] or None; A [r, k] and B [n, r], both None without an update; scale and dropout are
-    of the update.
+    of the update. turned: b is B^T [r, n]. scaling: what `by`, a vector of n or k numbers of any shape,
+    multiplies, None for nothing; by is None while the tuning is passed by. squares [n]: the squared lengths
+    of the weight's rows, where `lengths` needs them and they are at hand.
     """
 
     weight: Tensor
@@ -32,17 +39,26 @@ class LowRank(NamedTuple):
     b: Tensor | None = None
     scale: float = 1.0
     dropout: float = 0.0
+    by: Tensor | None = None
+    scaling: Scaling | None = None
+    squares: Tensor | None = None
+    turned: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What autograd must know of, in the order `with_tensors` takes them."""
-        return self.weight, self.bias, self.a, self.b
+        return self.weight, self.bias, self.a, self.b, self.by
+
+    @property
+    def scales_outputs(self) -> bool:
+        """Whether its result is scaled, or would be if its tuning were not passed by."""
+        return self.scaling in ("lengths", "outputs")
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> LowRank:
         """The same linear made of other tensors."""
-        weight, bias, a, b = tensors
+        weight, bias, a, b, by = tensors
         assert weight is not None
-        return LowRank(weight, bias, a, b, self.scale, self.dropout)
+        return self._replace(weight=weight, bias=bias, a=a, b=b, by=by)
 
     def to(self, dtype: torch.dtype) -> LowRank:
         """The same with weight and bias in another dtype; A and B are rounded where they are stacked."""
@@ -232,6 +248,11 @@ class TunedLinear(TunedLayer):
         """
         return None
 
+    @property
+    def kind(self) -> str:
+        """What to call a layer that has no fused form."""
+        return type(self).__name__
+
     @abstractmethod
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """How each tensor of the layer, the base layer's included, is cut when the layer is cut by columns or
@@ -270,9 +291,11 @@ class TunedLinear(TunedLayer):
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:
-    """`layer` as fused kernels compute it, or None where it is more than that (a bottleneck) or its forward
-    is not exactly known."""
-    return linear_of(layer) if bottleneck_of(layer) is None else None
+    """`layer` as a linear with LoRA's update, or None where it is more than that (a bottleneck, a scale) or
+    its forward is not exactly known."""
+    part = linear_of(layer)
+    other = part is None or part.scaling is not None or part.turned
+    return None if other or bottleneck_of(layer) is not None else part
 
 
 def bottleneck_of(layer: nn.Module) -> BottleneckPart | None:

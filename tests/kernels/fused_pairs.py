@@ -58,7 +58,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora on the mlp": dict(method="lora", r=3, targets=["gate", "up", "down"]),
     "full": dict(method="full"),
     "adapter": dict(method="adapter", reduction=4),
+    "dora": dict(method="dora", r=4),
+    "dora on q and v": dict(method="dora", r=4, targets=["q", "v"]),
+    "ia3": dict(method="ia3"),
+    "miss": dict(method="miss", r=12),
 }
+# what begins as zero, or as what changes nothing
+MOVED = ("lora_B", "adapter_", "magnitude", "ia3_l", "miss_block")
 
 # what a batch of texts is made of
 BATCHES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
@@ -86,8 +92,8 @@ def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     petune.wrap(plain, **settings, kernels="off")
     with torch.no_grad():
         for path, value in plain.named_parameters():
-            if "lora_B" in path or "adapter_" in path:
-                value.normal_(std=0.1)
+            if any(part in path for part in MOVED):
+                value.add_(torch.randn_like(value), alpha=0.1)
             if name == "gemma3" and path.endswith("norm.weight"):  # which begin at zero: a scale of one
                 value.normal_(std=0.3)
     fused = copy.deepcopy(plain)

@@ -161,16 +161,17 @@ def test_files_go_to_peft_and_come_from_it_and_merging_keeps_the_logits(tmp_path
     torch.testing.assert_close(logits(plain), tuned_logits, rtol=1e-4, atol=1e-5)
 
 
-def test_it_is_never_fused_as_lora_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_dropout_it_is_never_fused_as_lora_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for module in ("fuse", "single_modules"):
         monkeypatch.setattr(f"petune.kernels.{module}.say", said.append)
     plain, model = (
-        wrap(tiny("llama-causal"), "dora", r=4, kernels=kernels) for kernels in ("off", "reference")
+        wrap(tiny("llama-causal"), "dora", r=4, dropout=0.1, kernels=kernels)
+        for kernels in ("off", "reference")
     )
     for one in (plain, model):
         stir(one, std=0.1)
-    assert any("q_proj is a DoraLinear" in line for line in said) and any(
+    assert any("q_proj is a DoraLinear with dropout" in line for line in said) and any(
         "no fused form" in line for line in said
     )
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)

@@ -85,17 +85,17 @@ def test_a_folder_of_pefts_is_read_and_its_biases_are_merged(tmp_path: Path) -> 
     assert all(value.requires_grad for value in ours.parameters())
 
 
-def test_fused_blocks_give_way_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaled_input_that_others_read_gives_way_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for module in ("fuse", "single_modules"):
         monkeypatch.setattr(f"petune.kernels.{module}.say", said.append)
     sides = []
     for kernels in ("off", "reference"):
-        model = wrap(tiny("llama-causal"), "ia3", kernels=kernels)
+        model = wrap(tiny("llama-causal"), "ia3", targets=["k", "up"], inputs=["up"], kernels=kernels)
         stir(model, std=0.1)
         sides.append(gradients(model.train(), batch("llama-causal"))[1])
     assert_same_gradients(sides[1], sides[0], 1e-5)
-    assert any("Ia3Linear" in line for line in said)
+    assert any("up_proj scales an input that other linears read" in line for line in said)
 
 
 @pytest.mark.parametrize(("backend", "name"), [("tp", "bert-classify"), ("galaxy", "llama-causal")])

@@ -63,6 +63,29 @@ class Rotate(Step):
 
 
 @dataclass(eq=False)
+class RotateBeside(Rotate):
+    """The same beside the original, which what scales it reads on the way back."""
+
+    cheap = True
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = (self.raw,), (self.qkv,), {}
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        v[self.qkv] = run.ops.rope_(v[self.raw].clone(), *_of(run.angles), self.heads)
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.qkv: shape.qkv * shape.itemsize}
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
+        yield "memory", rope_(rows, shape.qkv, shape.itemsize)  # the copy
+
+
+@dataclass(eq=False)
 class NormHeads(Step):
     """q | k | v, with the heads of q and of k normed and then turned by their positions, beside the original.
     at: place among the norms of q's, which k's follows; first: of their weights among the tensors."""

@@ -66,20 +66,29 @@ class Enter(_Crossing):
 
 @dataclass(eq=False)
 class Leave(_Crossing):
-    """y = the sum over the ranks of x, in its place where the connection is whole. at: of which sub-layer."""
+    """y = the sum over the ranks of x, in its place where the connection is whole. at: of which sub-layer.
+    held: x is read on the way back, and y lies beside it."""
 
     keep: Level | None
+    held: bool = False
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.x,), (self.y,)
         self.keeps = {} if self.keep is None else {self.y: self.keep}
-        self.over = self.x if self.connection == "whole" else None
+        self.over = self.x if self.connection == "whole" and not self.held else None
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.over is not None else {self.y: shape.width * shape.itemsize}
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         boundary, x = run.boundaries[self.at], v[self.x]
-        whole = self.connection == "whole"
-        v[self.y] = boundary.leave(x, own=True) if whole else flat(boundary.leave(batched(run, x), own=True))
+        own = not self.held
+        if self.connection == "whole":
+            v[self.y] = boundary.leave(x, own=own)
+        else:
+            v[self.y] = flat(boundary.leave(batched(run, x), own=own))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.linear import Bank
-from petune.kernels.block.mixture import TENSORS, Mixture, MixturePart
-from petune.kernels.block.packed_linear import Group, Sink
+from petune.kernels.block.mixture import OF_MIXTURE, Mixture, MixturePart
+from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program
+from petune.kernels.block.rows import Sink
 from petune.kernels.block.steps import Dropping, Run, Values
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
@@ -22,10 +23,11 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.reference import wide
 from petune.models.boundary import Boundary
 from petune.models.exchange import Exchange
-from petune.models.tuned_linear import BottleneckPart, LowRank
+from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank
 from petune.rng.dropout import Drop
 
 Where = tuple[nn.Module, str] | None  # an attribute of a module
+FACTORS = 3  # what a group has made in a forward pass: `Group.factors`
 
 
 class Parts(NamedTuple):
@@ -106,9 +108,10 @@ class Spec:
     @property
     def defers(self) -> bool:
         """Whether the activation may add the update of gate | up: its result must be no number of the narrow
-        grid, as ReLU's is, and a gate has an update of its own."""
-        packed = any(group.roles == ("gate_up",) for group in self.program.groups)
-        return self.program.sizes.act != "relu" and not packed
+        grid, as ReLU's is, and a gate has an update of its own, which is not scaled with it."""
+        up = [group for group in self.program.groups if group.kind == "up"]
+        other = any(group.scaled or group.roles == ("gate_up",) for group in up)
+        return self.program.sizes.act != "relu" and not other
 
     @property
     def casts(self) -> bool:
@@ -214,13 +217,11 @@ class Call:
         ):
             first = place.first
             own = [
-                part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype)
+                part.with_tensors(tensors[first + TENSORS * k : first + TENSORS * (k + 1)]).to(self.dtype)
                 for k, part in enumerate(parts)
             ]
             bank = self.spec.banks[at]
             base = None if bank is None else bank.at_hand(own)
-            a, b = factors[2 * at : 2 * at + 2] or (None, None)
-            made = None if a is None or b is None else (a, b)
             found.append(
                 Group(
                     own,
@@ -229,7 +230,7 @@ class Call:
                     self.spec.ops,
                     base,
                     draws,
-                    made,
+                    factors[FACTORS * at : FACTORS * (at + 1)],
                     self.spec.defers and place.kind == "up",
                 )
             )
@@ -264,13 +265,14 @@ class Call:
 
     def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> Run:
         """A pass of these groups."""
-        own, norms = iter(tensors[4 * sum(map(len, self.parts.groups)) :]), list[tuple[Tensor, ...]]()
+        own, norms = iter(tensors[TENSORS * sum(map(len, self.parts.groups)) :]), list[tuple[Tensor, ...]]()
         behind = [
             (part.with_tensors([next(own) for _ in range(4)], self.dtype), self._dropping(draw))
             for part, draw in zip(self.parts.bottlenecks, self.draws.bottlenecks, strict=True)
         ]
         mixtures = [
-            part.with_tensors([next(own) for _ in range(TENSORS)], self.dtype) for part in self.parts.mixtures
+            part.with_tensors([next(own) for _ in range(OF_MIXTURE)], self.dtype)
+            for part in self.parts.mixtures
         ]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from petune.kernels.block.packed_linear import Sink
 from petune.kernels.block.program import Program
+from petune.kernels.block.rows import Sink
 from petune.kernels.block.schedule import Section
 from petune.kernels.block.steps import Run, Values
 from petune.kernels.configs import Level

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petune.kernels.block.packed_linear import FOLDED, SUMMED, Rows
+from petune.kernels.block.packed_linear import FOLDED, SUMMED
 from petune.kernels.block.product_cost import (
     added_back,
     bytes_within,
+    bytes_within_back,
     dropping,
     low_input,
     result_bytes,
     returned,
     updated,
 )
+from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add, low_rank
@@ -71,6 +73,7 @@ class Product(Step):
         self.inlet = f"{self.x}.inlet" if self.norm is None else self.norm.inlet
         self.keeps = {} if self.keep is None else {self.y: self.keep}
         self.reads = (self.s, self.x) if self.norm is None else (self.s, *self.norm.reads)
+        self.reads += (self.y,) if self.place.scaled else ()
         self.soft = () if self.norm is None else (self.x,)
 
     def forward(self, run: Run, v: Values) -> None:
@@ -80,13 +83,16 @@ class Product(Step):
     def backward(self, run: Run, v: Values) -> None:
         """See Step. In the place of the gradient of s stands what an activation has made of that of b."""
         group = run.groups[self.at]
-        dy, db = run.grads.pop(self.y), run.grads.pop(self.s, None)
+        dy, db = run.grads.pop(self.y), group.rescaled(run.grads.pop(self.s, None))
+        dy = group.unscaled(run.sink, dy, v.get(self.y))
         wanted = self.x in run.wants
-        dx, ds = group.dproducts(dy) if wanted else (None, group.dlow(dy))
+        dx, ds = group.dproducts(dy) if wanted or group.entry is not None else (None, group.dlow(dy))
         x = v.get(self.x)
-        entered = Rows.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
-        group.learn(run.sink, dy, entered, v[self.s], ds, db=db)
+        rows = Rows.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
+        group.learn(run.sink, dy, group.entered(rows), v[self.s], ds, db=db)
         if dx is not None:
+            dx = group.unentered(run.sink, dx, rows)
+        if dx is not None and wanted:
             run.give_own(self.x, group.dupdated(dx, ds))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
@@ -106,7 +112,8 @@ class Product(Step):
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step."""
         inputs, outputs, _ = shape.linears(self.place)
-        return outputs * shape.fp8 + inputs * shape.itemsize * self._makes_x_again(shape, there)
+        made = inputs * shape.itemsize * self._makes_x_again(shape, there)
+        return outputs * shape.fp8 + made + bytes_within_back(shape, self.place)
 
     def _makes_x_again(self, shape: BlockShape, there: bool) -> bool:
         """Whether the gradients of what trains need x, which is gone: those of A alone do not where an RMS
@@ -158,7 +165,7 @@ class Activated(Step):
     def __post_init__(self) -> None:
         self.takes, self.gives, self.trained = (self.u, self.low), (self.s, self.d), self.place.tensors
         self.keeps = {self.s: "input"} if self.keep is None else {self.s: "input", self.d: self.keep}
-        self.reads = (self.low, self.u, self.s)
+        self.reads = (self.low, self.u, self.s, *((self.d,) if self.place.scaled else ()))
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -178,7 +185,7 @@ class Activated(Step):
         """See Step."""
         up, down, u = run.groups[self.above], run.groups[self.at], v[self.u]
         drop = None if self.drop is None else run.drops[self.drop]
-        low, dd = v[self.low], run.grads.pop(self.d)
+        low, dd = v[self.low], down.unscaled(run.sink, run.grads.pop(self.d), v.get(self.d))
 
         def again() -> Tensor:
             m: Tensor = run.ops.activate(u, self.act, self.gated, up.deferred(low), None, up.paired)[0]
@@ -186,6 +193,8 @@ class Activated(Step):
 
         dm, ds = down.dproducts(dd)
         below = (ds, down.a) if ds is not None and down.folds_input and drop is None else None
+        m = Rows.again(again)
+        dm = down.unentered(run.sink, dm, m)
         if below is None:
             down.dupdated(dm, ds)
         if drop is not None:
@@ -193,7 +202,7 @@ class Activated(Step):
         du, db, da = run.ops.activate_backward(
             dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn()
         )
-        down.learn(run.sink, dd, Rows.again(again), v[self.s], ds, da=da)
+        down.learn(run.sink, dd, down.entered(m), v[self.s], ds, da=da)
         if self.u in run.wants:
             run.grads[self.u] = du
             if db is not None:
@@ -213,8 +222,9 @@ class Activated(Step):
         return {self.u: shape.gu * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. dm, and m where the gradients of down need it."""
-        return shape.columns * shape.itemsize * (1 + shape.writes_m)
+        """See Step. dm, and m where the gradients of down need it; that of d before it was scaled."""
+        made = shape.columns * (1 + (shape.writes_m or self.place.enters))
+        return (made + shape.width * self.place.scaled) * shape.itemsize
 
     def _activated(self, shape: BlockShape, rows: float) -> Charge:
         deferred = shape.ranks.gu if shape.defers else 0
@@ -256,7 +266,7 @@ class Activated(Step):
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
         """See Step."""
-        if shape.makes_m_again:
+        if shape.makes_m_again or self.place.enters:
             yield self._activated(shape, rows)
 
 

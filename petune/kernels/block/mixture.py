@@ -9,12 +9,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from petune.kernels.block.packed_linear import Rows, Sink
+from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.grouped import outer
 from petune.models.experts import RoutesHook, low_ranks_of
 from petune.models.tuned_linear import LowRank
 
-TENSORS = 8  # of a mixture among those of a block, in this order; an update's a and b behind its weight
+OF_MIXTURE = 8  # of a mixture among those of a block, in this order; an update's a and b behind its weight
 ROUTER, UP, DOWN, GATE = 0, 1, 4, 7
 
 

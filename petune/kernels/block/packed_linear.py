@@ -8,16 +8,16 @@ pass needs x, s and the gradient of y:
                          where W trains)
 
 No intermediate is ever as large as W. What trains gets its gradient in float32, whatever the dtype of the
-computation. x W^T and s b^T meet in float32 and are rounded once: within one product, where the weight has
+computation. Results and inputs may be scaled by vectors that train (petune/kernels/block/scaling.py), around
+all that. x W^T and s b^T meet in float32 and are rounded once: within one product, where the weight has
 room for b behind it, else in `Ops.linear_low`, or in the registers of an activation, whose result lies on no
 grid that the product was rounded to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -25,57 +25,15 @@ from torch import Tensor
 
 from petune.kernels.block.dense import Dense, matmul32
 from petune.kernels.block.linear import PackedWeight
+from petune.kernels.block.rows import Rows, Sink
+from petune.kernels.block.scaling import Shifts, columns_of, over_vector, scaled_inputs
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Added, Low
-from petune.models.tuned_linear import LowRank
+from petune.kernels.reference import Added, Low, wide
+from petune.models.tuned_linear import TENSORS, LowRank
 from petune.rng.dropout import Drop
 
 FOLDED = 64  # the largest rank that the element-wise kernels add or read on their way
 SUMMED = 32  # the largest rank whose gradients the backward pass of an activation sums on its way
-
-
-class Sink:
-    """Gradients of a block as its backward pass finds them, summed over tiles in float32."""
-
-    def __init__(self, needs: Sequence[bool]) -> None:
-        self.needs = needs
-        self.found: dict[object, Tensor] = {}
-
-    def add(self, key: object, value: Tensor | None) -> None:
-        """Add to what was found under `key`."""
-        if value is not None:
-            self.found[key] = self.found[key].add_(value) if key in self.found else value
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A matrix x that entered a linear: at hand, or made again from what a norm read. normed: total, rstd and
-    weight of an RMS norm."""
-
-    matrix: Callable[[], Tensor]
-    normed: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @staticmethod
-    def of(x: Tensor) -> Rows:
-        """The matrix itself."""
-        return Rows(lambda: x)
-
-    @staticmethod
-    def again(make: Callable[[], Tensor], normed: tuple[Tensor, Tensor, Tensor] | None = None) -> Rows:
-        """A matrix that is made when it is asked for, once."""
-        return Rows(cache(make), normed)
-
-    def times(self, ds: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """product(ds [m, r], x [m, k]): ds^T x [r, k] in float32, or that of an x some of whose elements are
-        zero.
-
-        x = total * rstd * weight need not be made for it: scaling the few columns of ds does the same, but in
-        float16, whose range ds * rstd may leave.
-        """
-        if self.normed is None or ds.dtype is torch.float16:
-            return product(ds, self.matrix())
-        total, rstd, weight = self.normed
-        return product(torch.mul(ds, rstd[:, None], out=torch.empty_like(ds)), total).mul_(weight)
 
 
 class Group:
@@ -94,7 +52,7 @@ class Group:
         ops: Ops,
         base: PackedWeight | None = None,
         drops: Sequence[Drop | None] = (),
-        factors: tuple[Tensor, Tensor] | None = None,
+        factors: Sequence[Tensor | None] = (),
         gates: bool = False,
     ) -> None:
         self.parts, self.first, self.ops = tuple(parts), first, ops
@@ -104,9 +62,21 @@ class Group:
         self.tuned = any(self.ranks)
         self.drops = tuple(drops) if any(drop is not None for drop in drops) else ()
         self.rows: slice | None = None  # which of the call's rows a tile is, for dropout
-        self.defers = gates and 0 < sum(self.ranks) <= FOLDED and (self.paired or len(parts) == 1)
+        first_part = self.parts[0]
+        self.entry = first_part.by if first_part.scaling == "inputs" else None  # what scales the input
+        a, b, self.columns = factors or (None, None, None)  # the last scales the result
         if self.tuned:
-            self.a, self.b = factors or (self._stacked(dtype), self._diagonal(dtype))
+            self.a, self.b = (
+                (self._stacked(dtype), self._diagonal(dtype)) if a is None or b is None else (a, b)
+            )
+        if not factors:
+            self.columns = columns_of(parts, self._factors_of)
+        self.defers = (
+            gates
+            and self.columns is None
+            and 0 < sum(self.ranks) <= FOLDED
+            and (self.paired or len(parts) == 1)
+        )
 
     def _stacked(self, dtype: torch.dtype) -> Tensor:
         """[sum of ranks, k]: the factors A, each times its scale."""
@@ -120,18 +90,28 @@ class Group:
     def _diagonal(self, dtype: torch.dtype) -> Tensor:
         """[sum of outputs, sum of ranks]: the factors B on the diagonal."""
         if len(self.parts) == 1:
-            assert self.parts[0].b is not None
-            return self.parts[0].b.to(dtype)
+            b = _upright(self.parts[0])
+            assert b is not None
+            return b.to(dtype).contiguous()
         out = torch.zeros(sum(self.widths), sum(self.ranks), dtype=dtype, device=self.parts[0].weight.device)
         for part, rows, columns in zip(self.parts, spans(self.widths), spans(self.ranks), strict=True):
-            if part.b is not None:
-                out[rows, columns] = part.b
+            if (b := _upright(part)) is not None:
+                out[rows, columns] = b
         return out
 
+    def _factors_of(self, at: int) -> tuple[Tensor, Tensor]:
+        ranks = spans(self.ranks)[at]
+        return self.a[ranks], self.b[spans(self.widths)[at], ranks]
+
     @property
-    def factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """a and b, to be handed to the same group later."""
-        return (self.a, self.b) if self.tuned else (None, None)
+    def factors(self) -> tuple[Tensor | None, ...]:
+        """a, b and what scales the result, to be handed to the same group later."""
+        return *((self.a, self.b) if self.tuned else (None, None)), self.columns
+
+    @cached_property
+    def shifts(self) -> Shifts | None:
+        """What is added to a scaled result, and taken off it on the way back; None for nothing."""
+        return None if self.columns is None else Shifts.of(self.parts, self.columns)
 
     @property
     def paired(self) -> bool:
@@ -152,7 +132,7 @@ class Group:
         k = self.parts[0].weight.shape[1]
         whole = (
             self.whole.inlet(len(x), sum(self.ranks))
-            if self.whole is not None and self.tuned and not self.defers
+            if self.whole is not None and self.tuned and not self.defers and self.columns is None
             else None
         )
         return (x.new_empty(len(x), k), None) if whole is None else (whole[:, :k], whole)
@@ -197,7 +177,12 @@ class Group:
         return self.product(x, s, inlet), s
 
     def product(self, x: Tensor, s: Tensor | None, inlet: Tensor | None = None) -> Tensor:
-        """x W^T + bias + s b^T, rounded once; without the update where it is `deferred`."""
+        """x W^T + bias + s b^T, scaled as the group is, rounded once; without the update where it is
+        `deferred`."""
+        if self.entry is not None:
+            x = scaled_inputs(x, self.entry)
+        if self.columns is not None:
+            return self._scaled(x, s, self.columns)
         if s is None or self.defers:
             return self.base(x)
         if self.whole is not None:
@@ -211,6 +196,20 @@ class Group:
                     x, part.weight, part.bias, (s[:, ranks], self.b[rows, ranks])
                 )
         return y
+
+    def _scaled(self, x: Tensor, s: Tensor | None, columns: Tensor) -> Tensor:
+        """columns * (x W^T + bias + s b^T) + shift."""
+        wholes = (
+            (self.whole,) if self.whole is not None else (Dense(one.weight, one.bias) for one in self.parts)
+        )
+        y, *rest = (one.linear32(x) for one in wholes)
+        y, shift = torch.cat([y, *rest], 1) if rest else y, None if self.shifts is None else self.shifts.shift
+        if s is not None:
+            low = s, (columns[:, None] * self.b).to(s.dtype)
+            summed: Tensor = self.ops.add_low(None if shift is None else shift.expand_as(y), y, low, columns)
+            return summed
+        y.mul_(columns)
+        return (y if shift is None else y.add_(shift)).to(x.dtype)
 
     def sum32(self, x: Tensor, s: Tensor | None) -> Tensor:
         """x W^T + bias + s b^T of a single linear, not rounded: float32, float64 for float64."""
@@ -231,6 +230,39 @@ class Group:
         return (s, None) if rank <= FOLDED else None
 
     # ------------------------------------------------------------ backward
+
+    def unscaled(self, sink: Sink, dy: Tensor, y: Tensor | None) -> Tensor:
+        """The gradient of x W^T + bias + s b^T from that of the result y, which is read where that is scaled;
+        adds those of what scales it, and of biases that are not scaled."""
+        if self.columns is None:
+            return dy
+        dz, sums = self.ops.unscale(dy, y, self.columns, None if self.shifts is None else self.shifts.own)
+        for at, (part, rows) in enumerate(zip(self.parts, spans(self.widths), strict=True)):
+            own = self.first + TENSORS * at
+            if part.by is not None and part.scales_outputs and sink.needs[own + 4]:
+                sink.add(own + 4, over_vector(sums[rows], part.by))
+            if part.scaling == "lengths" and sink.needs[own + 1]:
+                sink.add(own + 1, _column_sums(dy[:, rows]))
+        found: Tensor = dz
+        return found
+
+    def rescaled(self, db: Tensor | None) -> Tensor | None:
+        """dz^T s of dy^T s, a row for each result."""
+        return db if db is None or self.columns is None else db.mul_(self.columns[:, None])
+
+    def entered(self, x: Rows) -> Rows:
+        """What the weights are multiplied with, of what enters."""
+        entry = self.entry
+        return x if entry is None else Rows.again(lambda: scaled_inputs(x.matrix(), entry))
+
+    def unentered(self, sink: Sink, dx: Tensor, x: Rows) -> Tensor:
+        """The gradient of what enters, x, from that of what the weights are multiplied with; adds that of
+        what scales it."""
+        if self.entry is None:
+            return dx
+        dx, sums = self.ops.unscale(dx, x.matrix(), wide(self.entry).flatten())
+        sink.add(self.first + 4, sums.view(self.entry.shape))
+        return dx
 
     def dlow(self, dy: Tensor) -> Tensor | None:
         """ds = dy b alone."""
@@ -273,17 +305,16 @@ class Group:
         """Add the gradients of what trains; da = ds^T x, not scaled, and db = dy^T s where a kernel has made
         them already."""
         if s is not None and ds is not None:
-            sink.add((self.first, "a"), self._da(x, ds) if da is None else self._scaled_(da))
+            if any(sink.needs[self.first + TENSORS * at + 2] for at in self._tuned()):
+                sink.add((self.first, "a"), self._da(x, ds) if da is None else self._scaled_(da))
             sink.add((self.first, "b"), matmul32(dy.T, s) if db is None else db)
         for at, rows in enumerate(spans(self.widths)):
-            weight, bias = sink.needs[self.first + 4 * at : self.first + 4 * at + 2]
+            own = self.first + TENSORS * at
+            weight, bias = sink.needs[own : own + 2]
             if weight:
-                sink.add(self.first + 4 * at, matmul32(dy[:, rows].T, x.matrix()))
-            if bias:
-                sink.add(
-                    self.first + 4 * at + 1,
-                    dy[:, rows].sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)),
-                )
+                sink.add(own, matmul32(dy[:, rows].T, x.matrix()))
+            if bias and self.parts[at].scaling != "lengths":
+                sink.add(own + 1, _column_sums(dy[:, rows]))
 
     def _da(self, x: Rows, ds: Tensor) -> Tensor:
         """The gradients of the factors A, one below the other."""
@@ -310,16 +341,23 @@ class Group:
         for at, (part, rows, ranks) in enumerate(
             zip(self.parts, spans(self.widths), spans(self.ranks), strict=True)
         ):
-            own = self.first + 4 * at
-            values = [sink.found.get(own), sink.found.get(own + 1)]
-            values += (
-                [None, None]
-                if part.a is None or da is None or db is None
-                else [da[ranks], db[rows, ranks] if whole else db[rows]]
-            )
+            own = self.first + TENSORS * at
+            values = [sink.found.get(own + k) for k in range(TENSORS)]
+            if part.a is not None and db is not None:
+                mine = db[rows, ranks] if whole else db[rows]
+                values[2:4] = None if da is None else da[ranks], mine.T if part.turned else mine
             there = [sink.needs[own + k] and tensor is not None for k, tensor in enumerate(part.tensors)]
             found += [value if is_there else None for value, is_there in zip(values, there, strict=True)]
         return found
+
+
+def _upright(part: LowRank) -> Tensor | None:
+    """B [n, r] of a part."""
+    return part.b.T if part.turned and part.b is not None else part.b
+
+
+def _column_sums(dy: Tensor) -> Tensor:
+    return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
 
 
 def spans(sizes: Sequence[int]) -> list[slice]:

@@ -17,6 +17,7 @@ from petune.kernels.memory.op_cost import (
     low_rank,
     matmul,
     quantise,
+    unscale,
 )
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 
@@ -32,7 +33,16 @@ def bytes_within(shape: BlockShape, place: GroupPlace) -> int:
     """Bytes of a row within a product: its input in eight bits, its result in float32 where the update is
     added to it afterwards."""
     inputs, outputs, _ = shape.linears(place)
-    return inputs * shape.fp8 + 4 * outputs * _sums(shape, place)
+    entered = inputs * shape.itemsize * place.enters
+    return inputs * shape.fp8 + 4 * outputs * _sums(shape, place) + entered
+
+
+def bytes_within_back(shape: BlockShape, place: GroupPlace) -> int:
+    """Bytes of a row within the way back through a product: the gradient of the result before it was scaled,
+    which takes the place of the other unless that is the sum's too; and that of the input after."""
+    inputs, outputs, _ = shape.linears(place)
+    before = outputs if place.kind == "out" else max(0, outputs - inputs)
+    return (before * place.scaled + inputs * place.enters) * shape.itemsize
 
 
 def dropping(shape: BlockShape, place: GroupPlace) -> int:
@@ -54,9 +64,25 @@ def _factors(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
 
 
 def _sums(shape: BlockShape, place: GroupPlace) -> bool:
-    """Whether product and update meet in a sum of float32: neither in one product nor in the activation."""
+    """Whether product and update meet in a sum of float32, neither in one product nor in the activation; or
+    the product and what scales it."""
+    if place.scaled:
+        return True
     deferred = place.kind == "up" and shape.defers
     return shape.linears(place)[2] > 0 and not deferred and not shape.room(place)
+
+
+def _entry(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
+    """An input scaled."""
+    if place.enters:
+        yield "memory", Cost(0, 2 * shape.itemsize * rows * shape.linears(place)[0])
+
+
+def _lengths(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
+    """W a^T, of which the lengths of rows are made where an update is scaled."""
+    inputs, outputs, rank = shape.linears(place)
+    if place.scaled and rank:
+        yield "narrow", low_rank(outputs, inputs, rank / len(place.roles), shape.itemsize)
 
 
 def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
@@ -72,6 +98,8 @@ def updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charg
     """A product with a weight and its low-rank update."""
     inputs, outputs, rank = shape.linears(place)
     yield from _factors(shape, place)
+    yield from _lengths(shape, place)
+    yield from _entry(shape, place, rows)
     yield from _weighted(shape, rows, inputs + shape.room(place), outputs)
     if _sums(shape, place):
         yield (
@@ -85,6 +113,10 @@ def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Char
     trains."""
     inputs, outputs, rank = shape.linears(place)
     yield from _factors(shape, place)
+    if place.scaled:
+        yield "memory", unscale(rows, outputs, shape.itemsize)
+    for _ in range(2):  # what enters again, and its gradient
+        yield from _entry(shape, place, rows)
     both = rank > 0 and outputs > WIDE * inputs and (shape.room(place) > 0 or (shape.gated and not shape.fp8))
     # else dx and ds are one product: linears that share an input have room for b even where an activation
     # adds it

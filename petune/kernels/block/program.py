@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, cast
 
-from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate
+from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate, RotateBeside
 from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
-from petune.kernels.block.mixture import TENSORS
+from petune.kernels.block.mixture import OF_MIXTURE
 from petune.kernels.block.routed_steps import Combined, Dispatched
 from petune.kernels.block.router_steps import AddShared, Route
 from petune.kernels.block.schedule import Schedules
@@ -27,6 +27,7 @@ from petune.kernels.memory.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.reference import Act
 from petune.models.boundary import Connection
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, RoutedMlp, SubLayer
+from petune.models.tuned_linear import TENSORS
 
 Drawn = Literal["group", "drop", "bottleneck"]  # what has a dropout of its own
 
@@ -117,7 +118,7 @@ def of_shape(shape: BlockShape) -> Program:
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
     linears = len(program.bottlenecks) + sum(len(group.paths) for group in program.groups)
-    tensors = 4 * linears + TENSORS * len(program.mixtures) + 2 * len(program.norms)
+    tensors = TENSORS * linears + OF_MIXTURE * len(program.mixtures) + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(
@@ -129,8 +130,9 @@ def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
 def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
     """Which tensors of a block of that shape train: its weights, the factors of its updates."""
     roles = [role for group in program.groups for role in group.roles]
-    tuned = [shape.rank(role) > 0 for role in roles]
-    own = [need for lora in tuned for need in (shape.trained, shape.trained, lora, lora)]
+    scaled = {role for one in program.sublayers for role in one.scaled | one.entries}
+    tuned = [(shape.rank(role) > 0, role in scaled) for role in roles]
+    own = [need for lora, by in tuned for need in (shape.trained, shape.trained, lora, lora, by)]
     own += [True] * (4 * len(program.bottlenecks))
     for _ in program.mixtures:
         up, down = shape.routed.up > 0, shape.routed.down > 0
@@ -152,14 +154,15 @@ class _Build:
         self.bottlenecks: list[str] = []
         self.mixtures: list[RoutedMlp] = []
         self.order: list[Drawing] = []
+        self.scaled, self.entries = frozenset[Role](), frozenset[Role]()  # of the sub-layer in the making
         self.within: int | None = None  # the sub-layer cut across ranks that is being made
         self.inputs = [self.x]
-        self.linears_end = 4 * sum(_linears_of(sublayer.core) for sublayer in sublayers)
+        self.linears_end = TENSORS * sum(_linears_of(sublayer.core) for sublayer in sublayers)
         behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
         mixed = sum(isinstance(sublayer.core, RoutedMlp) for sublayer in sublayers)
         self.mixtures_begin = self.linears_end + 4 * behind
         # the place of the next norm's first tensor
-        self.tensors = self.mixtures_begin + TENSORS * mixed
+        self.tensors = self.mixtures_begin + OF_MIXTURE * mixed
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
@@ -188,6 +191,7 @@ class _Build:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
         core, out, after = sublayer.core, sublayer.norm_out, sublayer.norm_after_sum
         name = _named(core)
+        self.scaled, self.entries = sublayer.scaled, sublayer.entries
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
         # a norm behind the product reads it on the way back
         keep: Level | None = None if out is None else "projections"
@@ -197,16 +201,23 @@ class _Build:
             branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep)
         if out is not None:
             branch = self.norm(f"{name}.n", branch, out)
+        held = self.rescales and out is None and sublayer.connection is None
         if sublayer.drop is not None:
-            self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop)))
+            self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
             branch = f"{name}.dropped"
         normed, scale = read or after is not None, cast("float", sublayer.scale)
-        self.steps.append(Add(branch, x, f"{name}.r", normed, scale))
+        self.steps.append(Add(branch, x, f"{name}.r", normed, scale, held))
         return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
+
+    @property
+    def rescales(self) -> bool:
+        """Whether what the core gives is scaled, which reads it on the way back."""
+        return not self.scaled.isdisjoint(("o", "down"))
 
     def core(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """What its core makes of h."""
         core, behind = sublayer.core, len(self.bottlenecks) if sublayer.bottleneck else None
+        keep = "projections" if self.rescales else keep
         if isinstance(core, RoutedMlp):
             return self.routed(name, h, core, keep, behind)
         if isinstance(core, Mlp):
@@ -220,7 +231,7 @@ class _Build:
         self.steps.append(Enter(h, entered, number, connection))
         branch = self.core(name, entered, sublayer, None)
         self.within = None
-        self.steps.append(Leave(branch, left, number, connection, keep))
+        self.steps.append(Leave(branch, left, number, connection, keep, self.rescales))
         return left
 
     def bottleneck(self, n: str, y: str, sublayer: SubLayer, keep: Level | None) -> str:
@@ -254,9 +265,10 @@ class _Build:
 
     def group(self, kind: GroupKind, group: LinearGroup) -> GroupPlace:
         """The next group."""
-        first = 4 * sum(len(one.paths) for one in self.groups)
+        first = TENSORS * sum(len(one.paths) for one in self.groups)
         roles, paths = zip(*group.members, strict=True)
-        self.groups.append(GroupPlace(kind, roles, paths, first))
+        scaled, enters = not self.scaled.isdisjoint(roles), not self.entries.isdisjoint(roles)
+        self.groups.append(GroupPlace(kind, roles, paths, first, scaled, enters))
         self.order.append(
             Drawing(
                 "group", len(self.groups) - 1, self.within, "features" if kind in ("out", "down") else None
@@ -312,21 +324,20 @@ class _Build:
             if reads not in (*self.inputs, h):
                 self.inputs.append(reads)
             s, raw = f"{name}.s" if at == 0 else f"{name}.s_{roles}", f"{name}.{roles}"
-            turned = core.rotary or core.q_norm is not None
-            kept: Level | None = None if core.q_norm is None and (turned or traded) else "projections"
-            sources.append(
-                self.linears(
-                    self.group("in", group), reads, s, f"{raw}.raw" if turned else raw, kept, "projections"
-                )
-            )
+            turned, place = core.rotary or core.q_norm is not None, self.group("in", group)
+            gone = core.q_norm is None and (turned or traded) and not place.scaled
+            kept: Level | None = None if gone else "projections"
+            y = f"{raw}.raw" if turned else raw
+            sources.append(self.linears(place, reads, s, y, kept, "projections"))
         if core.q_norm is not None and core.k_norm is not None:
-            place, first = self.norm_place(core.q_norm)
+            own, first = self.norm_place(core.q_norm)
             self.norm_place(core.k_norm)
             step = NormHeads if core.q_norm.over == "head" else NormWidths
-            self.steps.append(step(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, place, first))
+            self.steps.append(step(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, own, first))
             sources = [raw]
         elif core.rotary:
-            self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads, not traded))
+            rotate = RotateBeside if place.scaled else Rotate
+            self.steps.append(rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads, not traded))
             sources = [raw]
         return sources
 
@@ -372,7 +383,7 @@ class _Build:
     def routed(self, name: str, h: str, core: RoutedMlp, keep: Level | None, behind: int | None) -> str:
         """d = the sum over the chosen experts, and the shared one."""
         at = len(self.mixtures)
-        own = h, at, self.mixtures_begin + TENSORS * at, self.made_by_norm(h)
+        own = h, at, self.mixtures_begin + OF_MIXTURE * at, self.made_by_norm(h)
         self.mixtures.append(core)
         route = Route(*own, name, core.chosen, bool(core.normed), core.rounded)
         way, low, u, d = route.routes, f"{name}.s", f"{name}.u", f"{name}.d"

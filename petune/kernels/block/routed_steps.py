@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from petune.kernels.block.mixture import DOWN, UP, learn
-from petune.kernels.block.packed_linear import Rows
 from petune.kernels.block.router_steps import OfMixture, widened
+from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Run, Values
 from petune.kernels.configs import Level
 from petune.kernels.grouped import Routes, combined, dgated, gated, product

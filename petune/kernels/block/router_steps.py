@@ -11,7 +11,7 @@ from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
 from petune.kernels.block.mixture import GATE, ROUTER
-from petune.kernels.block.packed_linear import Rows
+from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.grouped import routes_of

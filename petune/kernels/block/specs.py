@@ -26,6 +26,7 @@ from petune.models.spec import (
     LinearGroup,
     Mlp,
     Norm,
+    Role,
     RoutedMlp,
     Shape,
     StackRule,
@@ -33,7 +34,7 @@ from petune.models.spec import (
     child_of,
 )
 from petune.models.stack import Stack
-from petune.models.tuned_linear import bottleneck_of, linear_of
+from petune.models.tuned_linear import LowRank, TunedLinear, bottleneck_of, linear_of
 
 _ACT_KEYS = (
     "hidden_act",
@@ -63,6 +64,11 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     for core in (*cores, *(own.shared for own in mixed if own.shared)):
         if (stranger := _other_layer(block, core)) is not None:
             return stranger
+        if (strange := _shared_entry(block, core)) is not None:
+            return f"{strange} scales an input that other linears read"
+    for own in mixed:
+        if own.shared is not None and any(_scaled_roles(block, own.shared)):
+            return "the tuning scales what linears of its shared expert read or give"
     if (reason := next(filter(None, (_other_mixture(block, core) for core in mixed)), None)) is not None:
         return reason
     if mixed and getattr(config, "output_router_logits", False):
@@ -122,7 +128,7 @@ def _other_layer(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | N
         layer = block.get_submodule(path)
         known = low_ranks_of(layer) if role == "experts" else linear_of(layer)
         if known is None or (bottleneck_of(layer) is not None and path != core.region.leave):
-            return f"{path} is a {type(layer).__name__}"
+            return f"{path} is a {_kind(layer)}"
     return None
 
 
@@ -234,7 +240,10 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     connection = None if boundary is None else boundary.connection
     scale = getattr(block, sublayer.scale) if isinstance(sublayer.scale, str) else sublayer.scale
     features = 0 if part is None else part.features
-    sublayer = replace(sublayer, scale=scale, bottleneck=features, connection=connection)
+    scaled, entries = _scaled_roles(block, core)
+    sublayer = replace(
+        sublayer, scale=scale, bottleneck=features, scaled=scaled, entries=entries, connection=connection
+    )
     if sublayer.norm_first is not None and getattr(block, sublayer.norm_first):
         sublayer = replace(sublayer, norm_in=sublayer.norm_after_sum, norm_after_sum=None)
     if isinstance(core, Mlp):
@@ -254,6 +263,39 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     )
     core = replace(core, q_norm=q_norm, k_norm=k_norm, rotary=rotary)
     return replace(sublayer, core=replace(core, scale=scale, window=window, softcap=softcap))
+
+
+def _kind(layer: nn.Module) -> str:
+    """What to call a layer that is not fused."""
+    return layer.kind if isinstance(layer, TunedLinear) else type(layer).__name__
+
+
+def _scaled_roles(
+    block: nn.Module, core: Attention | Mlp | RoutedMlp
+) -> tuple[frozenset[Role], frozenset[Role]]:
+    """The roles of its linears whose results, and whose inputs, a method multiplies by what trains."""
+    if isinstance(core, RoutedMlp):
+        return frozenset(), frozenset()
+    found = ((role, child_of(block, path)) for role, path in core.region.sites.items())
+    parts = [(role, linear_of(hit[1])) for role, hit in found if hit is not None]
+    known = [(role, part) for role, part in parts if part is not None]
+    return (
+        frozenset(role for role, part in known if part.scales_outputs),
+        frozenset(role for role, part in known if part.scaling == "inputs"),
+    )
+
+
+def _shared_entry(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | None:
+    """A linear whose input is scaled for it alone, though others read it too; None where there is none."""
+    if isinstance(core, RoutedMlp):
+        return None
+    groups = (core.up,) if isinstance(core, Mlp) else core.groups
+    paths = [path for group in groups if len(group.members) > 1 for _, path in group.members]
+    return next((path for path in paths if _part(block, path).scaling == "inputs"), None)
+
+
+def _part(block: nn.Module, path: str) -> LowRank:
+    return cast("LowRank", linear_of(block.get_submodule(path)))
 
 
 def _present(block: nn.Module, group: LinearGroup) -> LinearGroup:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from petune.kernels.block.attention import How
 from petune.kernels.block.mixture import MixturePart
-from petune.kernels.block.packed_linear import Group, Rows, Sink
+from petune.kernels.block.packed_linear import Group
+from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.op_cost import (
@@ -231,14 +232,17 @@ class Normalize(Step):
 
 @dataclass(eq=False)
 class Drop(Step):
-    """y = drop(x), x itself where nothing drops out. at: which of the block's dropouts."""
+    """y = drop(x), x itself where nothing drops out. at: which of the block's dropouts. held: x is read on
+    the way back."""
 
     x: str
     y: str
     at: int
+    held: bool = False
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps, self.over = (self.x,), (self.y,), {}, self.x
+        self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
+        self.over = None if self.held else self.x
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -249,6 +253,10 @@ class Drop(Step):
         """See Step."""
         drop, dy = run.drops[self.at], run.grads.pop(self.y)
         run.grads[self.x] = dy if drop is None else drop(dy, run.rows)
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.y: shape.width * shape.itemsize} if self.held and shape.dropouts else {}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
@@ -262,14 +270,15 @@ class Drop(Step):
 
 @dataclass(eq=False)
 class Add(Step):
-    """y = x + scale branch, in place of the branch. normed: a norm reads y, so that its backward pass
-    does."""
+    """y = x + scale branch, in place of the branch unless that is held for the way back. normed: a norm reads
+    y, so that its backward pass does."""
 
     branch: str
     x: str
     y: str
     normed: bool = False
     scale: float = 1.0
+    held: bool = False
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = (
@@ -277,7 +286,7 @@ class Add(Step):
             (self.y,),
             {self.y: "projections"} if self.normed else {},
         )
-        self.over = self.branch
+        self.over = None if self.held else self.branch
 
     def fits(self, norm: Normalize) -> bool:
         """Whether one kernel makes the sum and its norm."""
@@ -286,13 +295,17 @@ class Add(Step):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         branch = v[self.branch]
-        v[self.y] = torch.add(v[self.x], branch, alpha=self.scale, out=branch)
+        v[self.y] = torch.add(v[self.x], branch, alpha=self.scale, out=None if self.held else branch)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
         dy = run.grads.pop(self.y)
         run.give(self.branch, dy if self.scale == 1 else dy * self.scale)
         run.give(self.x, dy)
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.y: shape.width * shape.itemsize} if self.held else {}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""

@@ -195,6 +195,11 @@ def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> 
     )
 
 
+def unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """dy and y read, dz written."""
+    return Cost(4 * rows * columns, 3 * itemsize * rows * columns)
+
+
 def linear_low(rows: float, inner: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
     """A matmul that writes float32, and `add_low`."""
     wider = Cost(0, (4 - itemsize) * rows * columns)

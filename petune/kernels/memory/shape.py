@@ -9,6 +9,7 @@ from typing import Literal
 
 from petune.kernels.block.packed_linear import FOLDED, SUMMED
 from petune.models.spec import Attention, Mlp, Norm, Role, SubLayer, linears
+from petune.models.tuned_linear import TENSORS
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,19 @@ GroupKind = Literal["in", "out", "up", "down"]
 @dataclass(frozen=True)
 class GroupPlace:
     """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
-    block's, four for each."""
+    block's, `TENSORS` for each. scaled: results are multiplied by what trains; enters: so are inputs."""
 
     kind: GroupKind
     roles: tuple[Role, ...]
     paths: tuple[str, ...]
     first: int
+    scaled: bool = False
+    enters: bool = False
 
     @property
     def tensors(self) -> tuple[int, ...]:
         """The places of its tensors."""
-        return tuple(range(self.first, self.first + 4 * len(self.paths)))
+        return tuple(range(self.first, self.first + TENSORS * len(self.paths)))
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class BlockShape:
         """Columns behind a group's input for its low-rank one, so that one product sums both."""
         return (
             0
-            if self.fp8 or place.kind == "out" or (place.kind == "up" and self.defers)
+            if self.fp8 or place.scaled or place.kind == "out" or (place.kind == "up" and self.defers)
             else self.linears(place)[2]
         )
 
@@ -218,7 +221,12 @@ class BlockShape:
     @property
     def defers(self) -> bool:
         """Whether the activation adds the update of gate | up, as petune.kernels.block.packed_linear says."""
-        return 0 < self.ranks.gu <= FOLDED and (not self.gated or self.ranks.gate == self.ranks.up)
+        scaled = any(one.scaled & {"gate", "up", "gate_up"} for one in self.sublayers)
+        return (
+            not scaled
+            and 0 < self.ranks.gu <= FOLDED
+            and (not self.gated or self.ranks.gate == self.ranks.up)
+        )
 
     @property
     def makes_m_again(self) -> bool:

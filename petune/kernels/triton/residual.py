@@ -103,7 +103,7 @@ def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tens
     return add_low(None if bias is None else bias.expand_as(product), product, low)
 
 
-def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
+def add_low(x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None) -> Tensor:
     """`petune.kernels.reference.add_low`, for any rank."""
     (rows, width), (s, b) = y.shape, low
     out = torch.empty((rows, width), dtype=s.dtype, device=y.device)
@@ -118,6 +118,7 @@ def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
             out,
             s,
             b,
+            columns,
             rows,
             width,
             0 if x is None else x.stride(0),
@@ -141,7 +142,7 @@ def _add_tile(dtype: torch.dtype) -> Tile:
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_low_kernel(
-    x, y, out, s, b, rows, width, x_stride, y_stride, s_stride, b_stride,
+    x, y, out, s, b, columns, rows, width, x_stride, y_stride, s_stride, b_stride,
     RANK: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(width, BN)
@@ -149,6 +150,8 @@ def _add_low_kernel(
     col = (tl.program_id(0) % tiles).to(tl.int64) * BN + tl.arange(0, BN)
     inside = (row < rows)[:, None] & (col < width)[None, :]
     value = tl.load(y + row[:, None] * y_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if columns is not None:
+        value *= tl.load(columns + col, mask=col < width, other=0.0)[None, :]
     if x is not None:
         value += tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     for start in range(0, RANK, R):
@@ -244,8 +247,16 @@ def variants() -> Iterator[Variant]:
         tile = _add_tile(dtype)
         signature = {
             name: kind if name in ("x", "out", "s", "b") else "i32" for name in _add_low_kernel.arg_names
-        } | {"y": "*fp32"}
-        for rank, absent in ((16, {}), (64, {"x": None}), (256, {})):
+        } | {"y": "*fp32", "columns": "*fp32"}
+        no_columns: dict[str, Any] = {"columns": None}
+        absences: tuple[tuple[int, dict[str, Any]], ...] = (
+            (16, no_columns),
+            (64, no_columns | {"x": None}),
+            (256, no_columns),
+            (16, {"x": None}),
+            (16, {}),
+        )
+        for rank, absent in absences:
             values = {"RANK": rank, "R": padded(min(rank, MAX_RANK)), "BM": tile.rows, "BN": tile.columns}
             yield _add_low_kernel, signature, values | absent, tile.warps, tile.stages
     signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "by": "*fp32", "width": "i32", "x_stride": "i32"}

@@ -30,6 +30,10 @@ TUNINGS: list[tuple[str, dict[str, Any]]] = [
     ("bert-classify", {"method": "adapter", "reduction": 4}),
     ("bart-seq2seq", {"method": "lora", "r": 4}),
     ("t5-gated", {"method": "side", "reduction": 4}),
+    ("llama-causal", {"method": "dora", "r": 4}),
+    ("bert-classify", {"method": "dora", "r": 4}),
+    ("t5-gated", {"method": "ia3"}),
+    ("gemma3-causal", {"method": "miss", "r": 8}),
 ]
 
 

@@ -31,6 +31,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "adapter": {"reduction": 4},
     "side": {"reduction": 2},
+    "dora": {"r": 4},
+    "ia3": {},
+    "miss": {"r": 12},
 }
 KEEPS = ("all", "projections", "attention", "input")
 

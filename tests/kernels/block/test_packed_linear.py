@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from petune.kernels import reference
 from petune.kernels.block.dense import Dense, matmul32
 from petune.kernels.block.linear import Bank
-from petune.kernels.block.packed_linear import Group, Rows, Sink, spans
+from petune.kernels.block.packed_linear import Group, spans
+from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.dispatch import reference_ops
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune

@@ -30,7 +30,7 @@ from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
 from petune.models.exchange import Exchanged, ExchangeKind, Rows
 from petune.models.spec import Norm, Role
-from petune.models.tuned_linear import BottleneckPart, LowRank
+from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank, Scaling
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, ROUTED, SHARED, VOCABULARY
 
 
@@ -236,8 +236,12 @@ def hollow() -> Ops:
     def rope_backward(*grads: Tensor) -> Tensor:
         return made(grads[0], len(grads[0]), sum(one.shape[1] * one.shape[2] for one in grads[:3]))
 
-    def add_low(x: Tensor | None, y: Tensor, low: Any) -> Tensor:
+    def add_low(x: Tensor | None, y: Tensor, low: Any, columns: Tensor | None = None) -> Tensor:
         return made(low[0], *y.shape)
+
+    def unscale(dy: Tensor, y: Tensor, columns: Tensor, own: Tensor | None = None) -> Any:
+        assert dy.shape == y.shape
+        return made(dy), made(dy, dy.shape[1], dtype=wide)
 
     def dropped_low(x: Tensor, a: Tensor, *_: Any) -> Tensor:
         return made(x, len(x), len(a))
@@ -260,6 +264,7 @@ def hollow() -> Ops:
         activate_backward=activate_backward,
         linear_low=linear_low,
         add_low=add_low,
+        unscale=unscale,
         dense_into=lambda *_: None,
         dropped_low=dropped_low,
         dropped_low_backward=dropped_low_backward,
@@ -284,6 +289,9 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     """A block of that shape without memory: its program, a pass of it, and which of its tensors train."""
     frozen = {"dtype": torch.bfloat16, "device": "meta"}
     program = of_shape(shape)
+    scalings: dict[Role, Scaling] = {}
+    for one in shape.sublayers:
+        scalings |= dict.fromkeys(one.scaled, "outputs") | dict.fromkeys(one.entries, "inputs")  # type: ignore[arg-type]
 
     def part(role: Role, place: GroupPlace) -> LowRank:
         inputs, outputs, _ = shape.linears(replace(place, roles=(role,)))
@@ -293,23 +301,31 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
             if rank
             else (None, None)
         )
-        return LowRank(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
+        weight, scaling = torch.empty(outputs, inputs, **frozen), scalings.get(role)  # type: ignore[arg-type]
+        by = (
+            None
+            if scaling is None
+            else torch.empty(inputs if scaling == "inputs" else outputs, device="meta")
+        )
+        return LowRank(weight, None, *factors, by=by, scaling=scaling)
 
     groups: list[Group] = []
     for place in program.groups:
         own = [part(role, place) for role in place.roles]
         k, rank = own[0].weight.shape[1], sum(0 if one.a is None else len(one.a) for one in own)
         whole = torch.empty(sum(len(one.weight) for one in own), k + rank, **frozen)  # type: ignore[arg-type]
-        base = Dense(whole[:, :k], None, whole if rank and place.kind != "out" else None)
+        room = rank > 0 and place.kind != "out" and not place.scaled
+        base = Dense(whole[:, :k], None, whole if room else None)
         groups.append(Group(own, torch.bfloat16, place.first, ops, base, gates=place.kind == "up"))
     norm = torch.empty(shape.width, **frozen)  # type: ignore[arg-type]
     norms = [(norm,) if one.kind == "rms" else (norm, norm) for one in program.norms]
     how = attending.How(shape.causal, 1.0, 1)
     angles = (torch.empty(1, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
-    linears = 4 * sum(len(place.paths) for place in program.groups)
+    linears = TENSORS * sum(len(place.paths) for place in program.groups)
     # linears have no bias
     needs = [
-        need and (place % 4 != 1 or place >= linears) for place, need in enumerate(needs_of(shape, program))
+        need and (place % TENSORS != 1 or place >= linears)
+        for place, need in enumerate(needs_of(shape, program))
     ]
     needs[-sum(map(len, norms)) :] = [False] * sum(map(len, norms))
     behind = [
@@ -387,6 +403,19 @@ def adapted(shape: BlockShape) -> BlockShape:
     return replace(shape, ranks=Ranks(), described=sublayers)
 
 
+def scaled(shape: BlockShape) -> BlockShape:
+    """The block with all results of its linears scaled, as DoRA's are."""
+    roles: frozenset[Role] = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
+    return replace(shape, described=tuple(replace(one, scaled=roles) for one in shape.sublayers))
+
+
+def ia3(shape: BlockShape) -> BlockShape:
+    """The block with keys, values and what enters down scaled, and nothing else that trains."""
+    attention, mlp = shape.sublayers
+    own = replace(attention, scaled=frozenset(("k", "v"))), replace(mlp, entries=frozenset(("down",)))
+    return replace(shape, ranks=Ranks(), described=own)
+
+
 def normed(shape: BlockShape) -> BlockShape:
     """The block with norms of the heads of queries and keys."""
     attention, mlp = shape.sublayers
@@ -439,7 +468,7 @@ class Nobody:
         return dx.contiguous()
 
     def leave(self, y: Tensor, own: bool = False) -> Tensor:
-        return y.contiguous()
+        return y.contiguous() if own else made(y)
 
     def leave_backward(self, dy: Tensor) -> Tensor:
         return dy
@@ -460,6 +489,8 @@ class Nobody:
         replace(BERT, ranks=Ranks(q=8, k=8, v=8, o=8, up=8, down=8)),
         adapted(LLAMA),
         adapted(BERT),
+        *(scaled(one) for one in (LLAMA, BERT, GEMMA, normed(LLAMA), cut(LLAMA))),
+        *(ia3(one) for one in (LLAMA, BERT, GEMMA)),
         GEMMA,
         replace(GEMMA, ranks=Ranks(), trained=True),
         cut(LLAMA),
@@ -489,6 +520,8 @@ class Nobody:
         "bert with all roles",
         "adapter",
         "bert's adapter",
+        *("dora", "bert, dora", "gemma, dora", "norms of heads, dora", "dora, cut"),
+        *("ia3", "bert, ia3", "gemma, ia3"),
         "gemma",
         "gemma, full",
         *("cut", "bert, cut", "adapter, cut", "gemma, cut"),

@@ -1,0 +1,76 @@
+"""What a group's results, or its inputs, are multiplied by: vectors that train (DoRA, (IA)^3).
+
+Of results, y = c * (x W^T + bias + s b^T) + shift, summed in float32 and rounded once. (IA)^3's c is its
+vector and there is no shift. DoRA's is m / ||W + b a||, the norm a constant, and shift = (1 - c) bias, as its
+bias is not scaled. With o = bias for DoRA and 0 for (IA)^3 the way back is
+
+        dz = c * dy        d vector = sum over rows of dy * (y - o), over the vector
+
+so that no product is made again and nothing is kept beside y; an entry that is exactly 0 has no gradient.
+Of inputs, x W^T becomes (x * l) W^T, with dl = the sum over rows of x * dx', dx = l * dx'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from petune.kernels.reference import wide
+from petune.models.row_lengths import lengths_of, squares_of
+from petune.models.tuned_linear import LowRank
+
+Factors = Callable[[int], tuple[Tensor, Tensor]]  # a with its scale, and b, of a part
+
+
+def columns_of(parts: Sequence[LowRank], factors: Factors) -> Tensor | None:
+    """c [sum of outputs], float32 or wider: ones where a part is not scaled; None where none is."""
+    if not any(part.by is not None and part.scales_outputs for part in parts):
+        return None
+    return torch.cat([_columns(part, at, factors) for at, part in enumerate(parts)])
+
+
+def _columns(part: LowRank, at: int, factors: Factors) -> Tensor:
+    if part.by is None or not part.scales_outputs:
+        dtype = torch.promote_types(part.weight.dtype, torch.float32)
+        return torch.ones(len(part.weight), dtype=dtype, device=part.weight.device)
+    by = wide(part.by).flatten()
+    if part.scaling == "outputs":
+        return by
+    squares = squares_of(part.weight) if part.squares is None else part.squares
+    lengths = lengths_of(squares, part.weight, *factors(at))
+    return by / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+
+
+class Shifts(NamedTuple):
+    """shift and o of the results of a group, [sum of outputs] each."""
+
+    shift: Tensor
+    own: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[LowRank], columns: Tensor) -> Shifts | None:
+        """Those of `parts`; None where both are zero."""
+        if not any(part.scaling == "lengths" and part.bias is not None for part in parts):
+            return None
+        own = [
+            columns.new_zeros(len(part.weight))
+            if part.bias is None or part.scaling != "lengths"
+            else part.bias.to(columns.dtype)
+            for part in parts
+        ]
+        biases = torch.cat(own)
+        return cls((1 - columns) * biases, biases)
+
+
+def over_vector(sums: Tensor, by: Tensor) -> Tensor:
+    """`sums` [n] over a vector, of its shape; 0 where that is 0."""
+    zero = by == 0
+    return (sums.view(by.shape) / wide(by).masked_fill(zero, 1)).masked_fill_(zero, 0)
+
+
+def scaled_inputs(x: Tensor, by: Tensor) -> Tensor:
+    """x * by, rounded to the dtype of x."""
+    return torch.mul(x, by.flatten(), out=torch.empty_like(x))
