@@ -50,7 +50,7 @@ from transformers import (
 from benchmarks.peers import LEARNING_RATE, SIZES, Steps, answer, heading, in_own_process, markdown, memory_of
 
 VARIANTS = ("petune", "eager", "before", "peft")
-METHODS = ("lora", "adapter", "side", "full")
+METHODS = ("lora", "dora", "ia3", "miss", "adapter", "side", "full")
 Sizes = dict[str, Any]
 
 
@@ -259,14 +259,7 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     if case.variant == "peft":
         import peft
 
-        config = peft.LoraConfig(
-            r=case.r,
-            lora_alpha=2 * case.r,
-            lora_dropout=case.dropout,
-            target_modules=linears,
-            target_parameters=experts or None,
-        )
-        return peft.get_peft_model(model, config)
+        return peft.get_peft_model(model, _of_peft(case, peft, linears, experts))
     if case.variant == "before":
         sys.path.insert(0, str(before))
     import petune
@@ -274,12 +267,25 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else "auto"}
     if case.base:
         settings["base_dtype"] = case.base
-    if case.method == "lora":
-        roles = (
-            ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
-        )
+    roles = (
+        ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
+    )
+    if case.method in ("lora", "dora"):
         settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}
+    if case.method == "miss":
+        settings |= {"r": case.r, "dropout": case.dropout, "targets": roles}
     return petune.wrap(model, method=case.method, **settings)
+
+
+def _of_peft(case: Case, peft: Any, linears: list[str], experts: list[str]) -> Any:
+    """peft's config of the same method; of (IA)^3 its own targets. experts: names of their weights."""
+    if case.method == "ia3":
+        return peft.IA3Config()
+    if case.method == "miss":
+        return peft.MissConfig(r=case.r, miss_dropout=case.dropout, target_modules=linears)
+    settings: dict[str, Any] = {"r": case.r, "lora_alpha": 2 * case.r, "lora_dropout": case.dropout}
+    settings |= {"target_modules": linears, "target_parameters": experts or None}
+    return peft.LoraConfig(**settings, use_dora=case.method == "dora")
 
 
 def batches(case: Case, vocabulary: int) -> list[tuple[dict[str, Tensor], int]]:

@@ -37,7 +37,9 @@ def read_by_peft(name: str, folder: Path, **changes: Any) -> Any:
 def parameters_of(theirs: nn.Module) -> dict[str, nn.Parameter]:
     """What trains in peft's model, by the key it has in a file."""
     return {
-        key.replace(".default", "").replace(".modules_to_save", ""): value
+        key.replace(".default", "")
+        .replace(".modules_to_save", "")
+        .replace("_vector.weight", "_vector"): value
         for key, value in theirs.named_parameters()
         if value.requires_grad and ".original_module." not in key
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import petune
 from petune.errors import UsageError
+from petune.kernels.configs import MemoryConfig
 from petune.methods import merge, merged_weights, tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.configs import DoraConfig
 from petune.methods.dora import DoraLinear
@@ -202,11 +203,13 @@ COLUMNS = {"r": 4, "targets": ["q", "k", "v", "up"]}
         ("galaxy", "llama-causal", COLUMNS),
     ],
 )
+@pytest.mark.parametrize("keep", [None, "all", "attention"])
 def test_on_two_ranks_it_trains_as_in_one_process(
-    backend: str, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    backend: str, name: str, settings: dict[str, Any], keep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """keep: what fused blocks keep; None: the model's own blocks."""
     monkeypatch.setitem(zoo.SETTINGS, "dora", settings)
     plan: ParallelPlan = BACKENDS[backend](name, 2)
-    check(
-        Case(name, "dora", plan, settings=settings_of(name, plan), passes=(3,), recompute=backend == "shard")
-    )
+    memory = None if keep is None else MemoryConfig(keep=keep)
+    own: dict[str, Any] = {"blocks": memory, "recompute": backend == "shard" and keep is None}
+    check(Case(name, "dora", plan, settings=settings_of(name, plan), passes=(3,), **own))

@@ -14,6 +14,7 @@ from torch import nn
 
 import petune
 from petune.errors import FileError, UsageError
+from petune.kernels.configs import MemoryConfig
 from petune.methods import merge, merged_weights, without_tuning, wrap
 from petune.methods.ia3 import Ia3Linear
 from petune.saving.export import save_merged
@@ -98,14 +99,19 @@ def test_a_scaled_input_that_others_read_gives_way_and_says_so(monkeypatch: pyte
     assert any("up_proj scales an input that other linears read" in line for line in said)
 
 
-@pytest.mark.parametrize(("backend", "name"), [("tp", "bert-classify"), ("galaxy", "llama-causal")])
-def test_cut_across_two_ranks_it_trains_as_in_one_process(
-    backend: str, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("keep", [None, "all", "attention"])
+@pytest.mark.parametrize(
+    ("backend", "name"), [("tp", "bert-classify"), ("galaxy", "llama-causal"), ("shard", "llama-causal")]
+)
+def test_on_two_ranks_it_trains_as_in_one_process(
+    backend: str, name: str, keep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """keep: what fused blocks keep, which scale no input that several read; None: the model's own blocks."""
     targets = ["k", "v", "o", "up", "down"]
-    monkeypatch.setitem(zoo.SETTINGS, "ia3", {"targets": targets, "inputs": ["up", "down"]})
-    plan = BACKENDS[backend](name, 2)
-    check(Case(name, "ia3", plan, settings=settings_of(name, plan), passes=(3,)))
+    inputs = ["down"] if keep and name.startswith("llama") else ["up", "down"]
+    monkeypatch.setitem(zoo.SETTINGS, "ia3", {"targets": targets, "inputs": inputs})
+    plan, memory = BACKENDS[backend](name, 2), None if keep is None else MemoryConfig(keep=keep)
+    check(Case(name, "ia3", plan, settings=settings_of(name, plan), passes=(3,), blocks=memory))
 
 
 @pytest.mark.parametrize(

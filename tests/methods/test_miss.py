@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import petune
 from petune.errors import FileError, UsageError
+from petune.kernels.configs import MemoryConfig
 from petune.methods import merge, merged_weights, without_tuning, wrap
 from petune.methods.configs import MissConfig
 from petune.methods.miss import MissLinear
@@ -88,13 +89,16 @@ def test_a_bf16_base_keeps_its_shards_in_float32() -> None:
     assert layer.miss_block.dtype == torch.float32 and layer(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("keep", [None, "attention"])
 @pytest.mark.parametrize(("backend", "name"), [("tp", NAME), ("pp-1f1b", "t5-seq2seq")])
 def test_on_two_ranks_it_trains_as_in_one_process(
-    backend: str, name: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, name: str, keep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """keep: what fused blocks keep; None: the model's own blocks."""
     monkeypatch.setitem(zoo.SETTINGS, "miss", {"r": 8, "targets": ["q", "k", "v"]})
     plan = BACKENDS[backend](name, 2)
-    check(Case(name, "miss", plan, settings=settings_of(name, plan), passes=(3,)))
+    memory = None if keep is None else MemoryConfig(keep=keep)
+    check(Case(name, "miss", plan, settings=settings_of(name, plan), passes=(3,), blocks=memory))
 
 
 def test_a_plan_that_cuts_rows_is_refused_before_a_model_is_loaded() -> None:

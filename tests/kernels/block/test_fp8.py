@@ -201,7 +201,9 @@ def test_unfused_forward_and_backward_are_those_of_the_fused_blocks(settings: di
     assert float(loss) == pytest.approx(float(expected), rel=1e-4)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert float((found[name] - value).norm()) < 0.02 * float(value.norm()), name
+        # scales' are sums over rows of what was quantised with q, k and v side by side here, one by one there
+        near = 0.05 if "ia3_l" in name else 0.02
+        assert float((found[name] - value).norm()) < near * float(value.norm()), name
     with torch.no_grad():
         one, two = (
             model.eval()(input_ids=torch.arange(24).view(2, 12), use_cache=False).logits

@@ -19,7 +19,7 @@ from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.dispatch import reference_ops
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
-from petune.models.tuned_linear import LowRank, low_rank_of
+from petune.models.tuned_linear import TENSORS, LowRank, low_rank_of
 from petune.rng.dropout import Drop
 
 M, K = 7, 12
@@ -85,7 +85,9 @@ def test_a_groups_values_and_gradients_are_autograds(case: str, dropped: bool, b
     drops = [draw_of(at) if dropped and part.a is not None else None for at, part in enumerate(parts)]
     x, dy = torch.randn(M, K), torch.randn(M, sum(WIDTHS))
     tensors = [None if one is None else one.detach().requires_grad_() for one in (x, *leaves(parts))]
-    made = [part.with_tensors(tensors[1 + 4 * at : 5 + 4 * at]) for at, part in enumerate(parts)]
+    made = [
+        part.with_tensors(tensors[1 + TENSORS * at : 1 + TENSORS * (at + 1)]) for at, part in enumerate(parts)
+    ]
     expected = oracle(made, drops, tensors[0])
     wanted = torch.autograd.grad(expected, [one for one in tensors if one is not None], dy)
 
@@ -94,7 +96,7 @@ def test_a_groups_values_and_gradients_are_autograds(case: str, dropped: bool, b
     group = Group(parts, torch.float64, 0, reference_ops(), base, drops)
     y, s = group(x)
     torch.testing.assert_close(y, expected.detach())
-    sink = Sink([True] * 12)
+    sink = Sink([True] * 3 * TENSORS)
     dx, ds = group.dproducts(dy)
     group.learn(sink, dy, Rows.of(x), s, ds)
     found = [one for one in (group.dupdated(dx, ds), *group.gradients(sink)) if one is not None]
@@ -111,7 +113,7 @@ def test_gradients_of_tiles_add_up(size: int, dropped: bool) -> None:
     x, dy = torch.randn(M, K), torch.randn(M, sum(WIDTHS))
     found = []
     for rows in (M, size):
-        group, sink = Group(parts, torch.float64, 0, reference_ops(), None, drops), Sink([True] * 12)
+        group, sink = Group(parts, torch.float64, 0, reference_ops(), None, drops), Sink([True] * 3 * TENSORS)
         for start in range(0, M, rows):
             group.rows = slice(start, min(start + rows, M))
             tile, grad = x[start : start + rows], dy[start : start + rows]
@@ -125,7 +127,7 @@ def test_gradients_of_tiles_add_up(size: int, dropped: bool) -> None:
 def test_what_does_not_train_gets_no_gradient() -> None:
     parts = parts_of((2, 3, 2), True)
     x, dy = torch.randn(M, K), torch.randn(M, sum(WIDTHS))
-    needs = [False, True, False, True] * 3
+    needs = [False, True, False, True, False] * 3
     group, sink = Group(parts, torch.float64, 0, reference_ops()), Sink(needs)
     _, s = group(x)
     group.learn(sink, dy, Rows.of(x), s, group.dlow(dy))
@@ -136,7 +138,7 @@ def test_gradients_leave_a_group_as_they_were_summed_in_float32() -> None:
     torch.set_default_dtype(torch.float32)
     part = LowRank(torch.randn(8, K).bfloat16(), None, torch.randn(2, K), torch.randn(8, 2), 2.0)
     x, dy = torch.randn(4096, K).bfloat16(), torch.randn(4096, 8).bfloat16()
-    group, sink = Group([part], torch.bfloat16, 0, reference_ops()), Sink([True, False, True, True])
+    group, sink = Group([part], torch.bfloat16, 0, reference_ops()), Sink([True, False, True, True, False])
     _, s = group(x)
     group.learn(sink, dy, Rows.of(x), s, group.dlow(dy))
     grads = group.gradients(sink)
@@ -145,6 +147,7 @@ def test_gradients_leave_a_group_as_they_were_summed_in_float32() -> None:
         None,
         torch.float32,
         torch.float32,
+        None,
     ]
 
 

@@ -46,6 +46,18 @@ def test_add_low_is_the_references(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("there", [False, True])
+def test_add_low_of_scaled_columns_is_the_references(dtype: torch.dtype, there: bool) -> None:
+    x, y = (matrix(65, 130, one, at, at == 1) for at, one in enumerate((dtype, torch.float32), 1))
+    low = (matrix(65, 16, dtype, 3), matrix(130, 16, dtype, 4))
+    given = x if there else None, y, low, matrix(1, 130, torch.float32, 5)[0]
+    exact = reference.add_low(*wider(given))  # type: ignore[misc]
+    assert_as_good(residual.add_low(*given), reference.add_low(*given), exact)
+    own = y.double() * given[3].double() + low[0].double() @ low[1].double().T
+    torch.testing.assert_close(exact, own + x.double() if there else own)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_linear_with_its_update_is_the_references(dtype: torch.dtype, biased: bool) -> None:
     x, weight = matrix(33, 40, dtype, 1, strided=True), matrix(130, 40, dtype, 2, strided=True)
