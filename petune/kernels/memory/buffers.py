@@ -184,10 +184,13 @@ def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> i
 
 def standing_bytes(shape: BlockShape) -> int:
     """Bytes that a block holds beside its parameters while a step runs: its factors stacked, in the dtype of
-    the computation, and the room for them behind frozen weights that are dense."""
+    the computation, and the room for them behind frozen weights that are dense and whose products are not
+    scaled."""
     ranks = shape.ranks
+    scaled = {place.kind for place in of_shape(shape).groups if place.scaled}
     up = ranks.gu * shape.gu if shape.gated or not shape.defers else 0
-    room = 0 if shape.fp8 or shape.made else ranks.qkv * shape.qkv + up + ranks.down * shape.width
+    rooms = {"in": ranks.qkv * shape.qkv, "up": up, "down": ranks.down * shape.width}
+    room = 0 if shape.fp8 or shape.made else sum(rooms[kind] for kind in rooms.keys() - scaled)
     return (_stacked(shape) + room) * shape.itemsize
 
 

@@ -118,6 +118,13 @@ def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
     assert buffers.standing_bytes(LLAMA) == 2 * (by_hand + room)
     assert buffers.standing_bytes(replace(LLAMA, fp8=True)) == 2 * by_hand
     assert buffers.standing_bytes(replace(LLAMA, made=0.516)) == 2 * by_hand
+    assert buffers.standing_bytes(scaled(LLAMA)) == 2 * by_hand
+
+
+def test_scaled_results_of_o_and_down_are_kept_where_projections_are() -> None:
+    """Beside those, 2 x 8 KiB; q, k and v before they are turned in the place of after."""
+    more = {keep: buffers.kept_bytes(scaled(LLAMA), keep) - buffers.kept_bytes(LLAMA, keep) for keep in KEEPS}
+    assert more == {"all": 16384, "projections": 16384, "attention": 0, "input": 0}
 
 
 def test_a_weight_in_eight_bits_is_there_turned_while_the_block_goes_back() -> None:
