@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods import lora
 from petune.methods.configs import DoraConfig
-from petune.models.frozen_weight import QuantisedWeight, bytes_in
 from petune.models.row_lengths import lengths_of, squares_of
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures, LowRank
@@ -31,11 +30,9 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
     fused form with dropout, which is a second product with the weight."""
 
     base = nn.Linear
-    additions = (*lora.LoraLayer.additions, "lora_magnitude_vector", "found")
+    additions = (*lora.LoraLayer.additions, "lora_magnitude_vector")
     of_rows = ("lora_magnitude_vector",)
     lora_magnitude_vector: nn.Parameter
-    # the squared lengths of the weight's rows, and of which weight
-    found: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @classmethod
     def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
@@ -47,7 +44,7 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
     def draw(self, name: str) -> None:
         """As LoRA's, and m: the norms of the rows as they are."""
         if name in self.of_rows:
-            self.lora_magnitude_vector.copy_(self._squares().sqrt())
+            self.lora_magnitude_vector.copy_(squares_of(self.weight).sqrt())
         else:
             super().draw(name)
 
@@ -79,17 +76,7 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         """||V|| [out], a constant to autograd, in the factors' dtype."""
         kind = "cpu" if self.weight.is_meta else self.weight.device.type  # of a model that is only planned
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            return lengths_of(self._squares(), self.weight, self.scale * self.lora_A, self.lora_B)
-
-    @torch.no_grad()
-    def _squares(self) -> Tensor:
-        """||W||^2 [out], found again where the weight has been moved or written since."""
-        if torch.compiler.is_compiling():
-            return squares_of(self.weight)
-        now = [(value.data_ptr(), value._version) for value in bytes_in(self.weight)]
-        if self.found is None or self.found[0] != now:
-            self.found = now, squares_of(self.weight)
-        return self.found[1]
+            return lengths_of(self.weight, self.scale * self.lora_A, self.lora_B)
 
     @property
     def kind(self) -> str:
@@ -103,14 +90,11 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         base = LowRank(lora.own(self, "weight"), lora.own(self, "bias"), scaling="lengths")
         if self.passes_by():
             return base
-        # a shard of a weight has no whole rows to ask
-        plain = type(base.weight.data) in (Tensor, QuantisedWeight)
         return base._replace(
             a=lora.own(self, "lora_A"),
             b=lora.own(self, "lora_B"),
             scale=self.scale,
             by=lora.own(self, "lora_magnitude_vector"),
-            squares=self._squares() if plain else None,
         )
 
     def _lengths(self) -> Tensor:

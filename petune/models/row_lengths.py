@@ -24,8 +24,10 @@ def squares_of(weight: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows in _rows(weight)]).square()
 
 
-def lengths_of(squares: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """||weight + b a|| [n] in the dtype of `squares`, which are `weight`'s; a [r, k], b [n, r]."""
+def lengths_of(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """||weight + b a|| [n]; a [r, k], b [n, r]. The weight's own lengths are found anew each time, as whoever
+    writes into its `data` leaves no trace."""
+    squares = squares_of(weight)
     a, b = a.to(squares.dtype), b.to(squares.dtype)
     return (squares + (b * (2 * _times(weight, a) + b @ (a @ a.T))).sum(1)).clamp_min(0).sqrt()
 

@@ -29,8 +29,7 @@ class LowRank(NamedTuple):
 
     weight [n, k], bias [n] or None; A [r, k] and B [n, r], both None without an update; scale and dropout are
     of the update. turned: b is B^T [r, n]. scaling: what `by`, a vector of n or k numbers of any shape,
-    multiplies, None for nothing; by is None while the tuning is passed by. squares [n]: the squared lengths
-    of the weight's rows, where `lengths` needs them and they are at hand.
+    multiplies, None for nothing; by is None while the tuning is passed by.
     """
 
     weight: Tensor
@@ -41,7 +40,6 @@ class LowRank(NamedTuple):
     dropout: float = 0.0
     by: Tensor | None = None
     scaling: Scaling | None = None
-    squares: Tensor | None = None
     turned: bool = False
 
     @property

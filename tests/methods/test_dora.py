@@ -66,6 +66,24 @@ def test_forward_and_gradients_follow_the_equation_with_a_constant_norm(bias: bo
     torch.testing.assert_close(merged, own, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.data.mul_(3),
+        lambda layer: setattr(layer.weight, "data", 3 * layer.weight.data),
+        lambda layer: setattr(layer, "weight", nn.Parameter(3 * layer.weight.detach())),
+        lambda layer: layer.weight.detach().copy_(3 * layer.weight.detach()),
+    ],
+    ids=["written past autograd", "moved", "replaced", "written"],
+)
+def test_lengths_are_those_of_the_weight_as_it_is(change: Any) -> None:
+    form = tuned(nn.Linear(10, 6))
+    form.row_norms()
+    change(form)
+    expected = (form.weight + 5 / 3 * form.lora_B @ form.lora_A).norm(dim=1)
+    torch.testing.assert_close(form.row_norms(), expected.detach())
+
+
 def test_a_row_of_zeros_stays_one_and_trains_nothing_to_nan() -> None:
     layer = nn.Linear(5, 4)
     with torch.no_grad():

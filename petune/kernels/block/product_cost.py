@@ -79,9 +79,10 @@ def _entry(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge
 
 
 def _lengths(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
-    """W a^T, of which the lengths of rows are made where an update is scaled."""
+    """What the lengths of rows are made of where an update is scaled: W's own, and W a^T."""
     inputs, outputs, rank = shape.linears(place)
     if place.scaled and rank:
+        yield "memory", Cost(2 * inputs * outputs, shape.itemsize * inputs * outputs)
         yield "narrow", low_rank(outputs, inputs, rank / len(place.roles), shape.itemsize)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.reference import wide
-from petune.models.row_lengths import lengths_of, squares_of
+from petune.models.row_lengths import lengths_of
 from petune.models.tuned_linear import LowRank
 
 Factors = Callable[[int], tuple[Tensor, Tensor]]  # a with its scale, and b, of a part
@@ -39,8 +39,7 @@ def _columns(part: LowRank, at: int, factors: Factors) -> Tensor:
     by = wide(part.by).flatten()
     if part.scaling == "outputs":
         return by
-    squares = squares_of(part.weight) if part.squares is None else part.squares
-    lengths = lengths_of(squares, part.weight, *factors(at))
+    lengths = lengths_of(part.weight, *factors(at))
     return by / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
 
 

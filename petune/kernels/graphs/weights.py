@@ -45,13 +45,9 @@ class Weights:
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
         self.lay = self.addresses()
-        linears = [part for own in parts for group in own.groups for part in group]
-        self.scaled: list[tuple[object, ...]] = [
-            (part.scale, part.dropout, id(part.squares)) for part in linears
+        self.scaled: list[tuple[object, float]] = [
+            (part.scale, part.dropout) for own in parts for group in own.groups for part in group
         ]
-        # weights of which a recording reads what was made of them before
-        self.read_before = [part.weight for part in linears if part.squares is not None]
-        self.versions = self._versions()
         self.scaled += [(part.activation, part.dropout) for own in parts for part in own.bottlenecks]
         self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
         self.recorded = (
@@ -73,13 +69,8 @@ class Weights:
                 return False
             self.guards = guards
         return (
-            self.addresses() == self.lay
-            and self._versions() == self.versions
-            and [value.requires_grad for value in self.all] == self.recorded[2]
+            self.addresses() == self.lay and [value.requires_grad for value in self.all] == self.recorded[2]
         )
-
-    def _versions(self) -> list[int]:
-        return [weight._version for weight in self.read_before]
 
     def addresses(self) -> list[int]:
         """Where the tensors lie now."""
@@ -93,7 +84,7 @@ class Weights:
     @cached_property
     def drops(self) -> bool:
         """Whether anything drops out."""
-        return any(dropout for _, dropout, *_ in self.scaled) or any(
+        return any(dropout for _, dropout in self.scaled) or any(
             training and any(others) for training, *others in self.modes
         )
 
