@@ -267,9 +267,7 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else "auto"}
     if case.base:
         settings["base_dtype"] = case.base
-    roles = (
-        ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
-    )
+    roles = ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
     if case.method in ("lora", "dora"):
         settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}
     if case.method == "miss":

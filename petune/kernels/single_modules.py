@@ -128,9 +128,9 @@ def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> 
     `petune::lora_linear`, cannot have it.
     """
     if not torch.compiler.is_compiling():
-        y: Tensor = _LoraLinear.apply(x, *part.tensors, part.scale, ops, how)  # type: ignore[no-untyped-call]
+        y: Tensor = _LoraLinear.apply(x, *part.tensors[:4], part.scale, ops, how)  # type: ignore[no-untyped-call]
         return y
-    y = torch_ops.lora_linear(_matrix(x), *part.tensors, part.scale)
+    y = torch_ops.lora_linear(_matrix(x), *part.tensors[:4], part.scale)
     return y.view(*x.shape[:-1], part.weight.shape[0])
 
 

@@ -33,8 +33,8 @@ from petune.errors import MachineError, UsageError
 from petune.estimate.footprint import first_trained
 from petune.estimate.forecast import Sketch, sketch
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.program import remade
 from petune.kernels.configs import KEEPS, OFFLOADS
+from petune.kernels.memory.shaped_program import remade
 from petune.methods.configs import METHODS
 from petune.models.experts import weights_of
 from petune.models.spec import Role, Site, StackName, find_sites

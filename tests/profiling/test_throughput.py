@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import bert_peers, ceiling, peers
 from petune.errors import UsageError
 from petune.estimate.forecast import sketch
-from petune.kernels.block.program import of_shape, remade
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory.shape import BlockShape
+from petune.kernels.memory.shaped_program import of_shape, remade
 from petune.profiling.throughput import (
     ALL,
     CHECKPOINT,

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log
 
-from petune.kernels.block.program import Program, needs_of, of_shape
+from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Action, Section
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
 from petune.kernels.memory.op_cost import Cost, Operation, Work, adamw, costing, cross_entropy_, matmul
 from petune.kernels.memory.shape import BlockShape
+from petune.kernels.memory.shaped_program import needs_of, of_shape
 
 Keep = Level
 Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from petune.kernels.block.program import Program, needs_of, of_shape
+from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Pass, Section
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
 from petune.kernels.memory.shape import BlockShape
+from petune.kernels.memory.shaped_program import needs_of, of_shape
 
 # blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
 STREAMED_BLOCKS = 3

@@ -14,9 +14,10 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block import unpad
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.layout import Layout
-from petune.kernels.block.program import Program, compiled, needs_of, of_shape
+from petune.kernels.block.program import Program, compiled
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.memory.shape import BlockShape
+from petune.kernels.memory.shaped_program import needs_of, of_shape
 from petune.models import family_of
 from petune.models.exchange import Exchange, Exchanged, ExchangeKind
 from petune.models.stack import own_stacks

@@ -17,13 +17,14 @@ from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import Group
-from petune.kernels.block.program import Program, Sizes, compiled, remade
+from petune.kernels.block.program import Program, Sizes, compiled
 from petune.kernels.block.steps import Run
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import NAMES, Ops, reference_ops
+from petune.kernels.memory.shaped_program import remade
 from petune.models import bert, llama
 from petune.models.spec import Attention
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_linear import TENSORS, LowRank
 
 HEADS, KV, DIM, WIDTH, COLUMNS, TOKENS = 4, 2, 6, 20, 28, 12
 KEEPS: tuple[Level, ...] = ("all", "projections", "attention", "input")
@@ -138,7 +139,7 @@ def run_of(program: Program, ops: Ops) -> Run:
 def needs_of(program: Program) -> list[bool]:
     """Which tensors train: the factors of LoRA."""
     linears = sum(len(place.paths) for place in program.groups)
-    return [at % 4 > 1 for at in range(4 * linears)] + [False] * sum(
+    return [at % TENSORS in (2, 3) for at in range(TENSORS * linears)] + [False] * sum(
         1 if one.kind == "rms" else 2 for one in program.norms
     )
 

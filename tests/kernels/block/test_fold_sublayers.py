@@ -137,7 +137,9 @@ def folded(
     with torch.no_grad():
         y, kept = fold.forward(program, run, inputs, keep, tile)
         grads = fold.backward(program, run, dy, kept, needs, [True] * len(inputs), keep, tile)
-    tensors = [value for group in layers for one in group for value in (one.weight, one.bias, None, None)]
+    tensors = [
+        value for group in layers for one in group for value in (one.weight, one.bias, None, None, None)
+    ]
     tensors += inner
     tensors += [value for one in program.norms for value in block.get_submodule(one.path).parameters()]
     found = {names[id(value)]: run.sink.found[at] for at, value in enumerate(tensors) if value is not None}

@@ -188,11 +188,11 @@ def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_
     torch.manual_seed(0)
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.fuse.say", said.append)
-    model = petune.wrap(MODELS["llama"](), method="dora", kernels="reference")
+    model = petune.wrap(MODELS["llama"](), method="dora", dropout=0.1, kernels="reference")
     assert not blocks(model) and any("DoraLinear" in line for line in said)
     assert type(model.model.norm).__name__ != "LlamaRMSNorm"
     with pytest.raises(UsageError, match="no block"):
-        petune.wrap(MODELS["llama"](), method="dora", kernels="reference", base_dtype="fp8")
+        petune.wrap(MODELS["llama"](), method="dora", dropout=0.1, kernels="reference", base_dtype="fp8")
 
 
 @pytest.mark.parametrize("padded", [True, False])

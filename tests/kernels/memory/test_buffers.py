@@ -22,12 +22,13 @@ from petune.kernels.block.dense import Dense
 from petune.kernels.block.mixture import MixturePart
 from petune.kernels.block.packed_linear import SUMMED, Group
 from petune.kernels.block.part import Part
-from petune.kernels.block.program import Program, needs_of, of_shape
+from petune.kernels.block.program import Program
 from petune.kernels.block.steps import Run
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
+from petune.kernels.memory.shaped_program import needs_of, of_shape
 from petune.models.exchange import Exchanged, ExchangeKind, Rows
 from petune.models.spec import Norm, Role
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank, Scaling

@@ -1,0 +1,42 @@
+"""The program of a block of which only the sizes are known, and what follows from it for a plan of memory."""
+
+from __future__ import annotations
+
+from petune.kernels.block.attention_steps import Attend
+from petune.kernels.block.linear_steps import Activated, Product
+from petune.kernels.block.mixture import OF_MIXTURE
+from petune.kernels.block.program import Program, Sizes, compiled
+from petune.kernels.configs import Level
+from petune.kernels.memory.shape import BlockShape
+from petune.models.spec import Role
+from petune.models.tuned_linear import TENSORS
+
+
+def of_shape(shape: BlockShape) -> Program:
+    """The program of a block of that shape."""
+    return compiled(shape.sublayers, Sizes(shape.heads, shape.kv_heads, shape.head_dim, "silu", 1e-6))
+
+
+def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
+    """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
+    linears = len(program.bottlenecks) + sum(len(group.paths) for group in program.groups)
+    tensors = TENSORS * linears + OF_MIXTURE * len(program.mixtures) + 2 * len(program.norms)
+    back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
+    steps = [action.step for section in back.sections for action in section.actions if not action.back]
+    roles = frozenset(
+        role for step in steps if isinstance(step, Product | Activated) for role in step.place.roles
+    )
+    return roles, any(isinstance(step, Attend) for step in steps)
+
+
+def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
+    """Which tensors of a block of that shape train: its weights, the factors of its updates."""
+    roles = [role for group in program.groups for role in group.roles]
+    scaled = {role for one in program.sublayers for role in one.scaled | one.entries}
+    tuned = [(shape.rank(role) > 0, role in scaled) for role in roles]
+    own = [need for lora, by in tuned for need in (shape.trained, shape.trained, lora, lora, by)]
+    own += [True] * (4 * len(program.bottlenecks))
+    for _ in program.mixtures:
+        up, down = shape.routed.up > 0, shape.routed.down > 0
+        own += [shape.trained, shape.trained, up, up, shape.trained, down, down, shape.trained]
+    return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))
