@@ -89,6 +89,19 @@ def test_norms_of_single_heads_train_as_in_one_process() -> None:
     check(case("qwen3-causal", "full", BACKENDS["tp"]("qwen3-causal", 2), steps=1, passes=(3,)))
 
 
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, marks=() if (at + turn) % 3 == 0 else long)
+        for at, backend in enumerate(BACKENDS)
+        for turn, name in enumerate(("bert-classify", "bart-seq2seq"))
+    ],
+)
+def test_adapters_at_norms_train_as_in_one_process(backend: str, name: str) -> None:
+    kind = (("kind", "pfeiffer"),)
+    check(case(name, "adapter", BACKENDS[backend](name, 2), steps=1, tuning=kind))
+
+
 # Each plan that cuts or shards with one family here, with all of them in the long part.
 CUTTING = {
     name: plan

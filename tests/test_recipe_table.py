@@ -111,6 +111,11 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {  # over what the recipe of family and
 VARIANTS: dict[str, dict[str, Any]] = {  # of a family's recipe of lora
     "rslora": {"method": {"name": "lora", "r": 64, "alpha": 16, "rslora": True}},
     "qlora": {"base_dtype": "nf4", "kernels": "reference"},  # as a CPU can, too
+    "dora": {"method": "dora"},
+}
+KINDS: dict[str, dict[str, Any]] = {  # of a recipe: other settings of its method
+    "bert_adapter_pfeiffer": {"name": "adapter", "kind": "pfeiffer", "activation": "relu"},
+    "bart_side_only": {"name": "side", "end": "paper"},
 }
 SHAPES: dict[str, dict[str, Any]] = {  # random weights: a config and a tokenizer lie beside the recipe
     "qwen3_moe_lora": {
@@ -125,6 +130,7 @@ NAMES = [
     "llama_full_streamed",
     "t5_side_cache",
     *(f"llama_{variant}" for variant in VARIANTS),
+    *KINDS,
     *OTHER_TASKS,
     *SHAPES,
     *TOGETHER,
@@ -162,6 +168,8 @@ def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
         row |= STREAMED
     elif over == ["cache"]:
         row["cache"] = True
+    elif name in KINDS:
+        row["method"] = KINDS[name]
     elif name in OTHER_TASKS:
         row |= OTHER_TASKS[name]
     elif over:

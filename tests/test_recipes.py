@@ -7,6 +7,8 @@ does in one.
 
 from __future__ import annotations
 
+import re
+import runpy
 import shutil
 from functools import cache
 from pathlib import Path
@@ -14,13 +16,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoConfig, BertModel
+from transformers import AutoConfig, AutoModelForCausalLM, BertModel
 
-from petune.demo import minilm_folder
+import petune
+from petune.demo import minilm_folder, model_path
 from petune.errors import UsageError
 from petune.models.loading import AUTO, Head
 from petune.parallel import ALONE
-from petune.recipe import load_recipe, shipped_recipes
+from petune.recipe import load_recipe, recipe_folder, shipped_recipes
 from petune.run.build import plan_of
 from petune.tasks import TASKS, pad_token_id
 from tests.group_pool import assert_same_but_for_rounding, ranks
@@ -89,6 +92,25 @@ def test_a_shipped_recipe_trains_and_merges(name: str, tmp_path: Path):
     with torch.no_grad():
         found, expected = merged(**inputs), trained.speaker.model(**inputs)
         assert torch.allclose(found[0], expected[0], atol=1e-4)  # logits, or the states of no head
+
+
+def test_the_script_of_two_adapters_leaves_both_and_each_is_best_on_its_own_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = recipe_folder() / "llama_two_adapters.py"
+    monkeypatch.setattr("sys.argv", [str(script), "12", str(tmp_path / "both")])
+    names = runpy.run_path(str(script), run_name="__main__")
+    table = re.findall(r"loss on \w+ ([\d.]+)", capsys.readouterr().out)
+    unseen, seen = (list(map(float, table[at : at + 2])) for at in (0, 2))
+    assert unseen[0] < seen[0] and seen[1] < unseen[1]
+    again = petune.load(AutoModelForCausalLM.from_pretrained(model_path("tiny-llama")), tmp_path / "both")
+    x = torch.tensor([[9, 10, 11]] * 2)
+    with (
+        torch.no_grad(),
+        petune.per_row(again, ["seen", "unseen"]),
+        petune.per_row(names["model"], ["seen", "unseen"]),
+    ):
+        assert torch.equal(again(x).logits, names["model"](x).logits)
 
 
 # ---------------------------------------------------------------- several processes

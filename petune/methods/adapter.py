@@ -8,6 +8,11 @@ It stands at the linear a sub-layer leaves by, before the sub-layer's own residu
 included; of a mixture of experts behind the whole of it. `up` starts at zero, so a wrapped model computes
 exactly what the base did. The model's own dropout after that linear therefore acts on the adapter's output
 too. An adapter is not linear in x: it cannot be merged.
+
+Pfeiffer's kind (MAD-X, Pfeiffer et al. 2020, arXiv:2005.00052) has one adapter for each block. It reads what the
+block would give, LN(y + x), and adds to y, before the same norm:
+
+        s = y + x;      out = LN(s + up(act(down(LN(s)))))  y: the MLP's output, x: what the block adds it to
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
-from petune.models.spec import CutKind, Family, RoutedMlp, Split, find_sites
+from petune.models.spec import CutKind, Family, Mlp, RoutedMlp, Split, find_sites, stack_paths
 from petune.models.tuned_linear import (
     BottleneckPart,
     KeptFeatures,
@@ -95,24 +100,21 @@ class Bottleneck(TunedLayer):
 
     def adapted(self, y: Tensor) -> Tensor:
         """y [..., width] behind the bottleneck and its own residual, in the dtype of y."""
-        if not self.active:
-            return y
-        inner = _ACTIVATIONS[self.activation](self.adapter_down(y.to(self.adapter_down.weight.dtype)))
-        return cast("Tensor", y + self.adapter_up(F.dropout(inner, self.dropout, self.training))).to(y.dtype)
+        return (y + self.update(y)).to(y.dtype) if self.active else y
+
+    def update(self, x: Tensor) -> Tensor:
+        """What the bottleneck makes of x [..., width], in its own dtype."""
+        inner = _ACTIVATIONS[self.activation](self.adapter_down(x.to(self.adapter_down.weight.dtype)))
+        return cast("Tensor", self.adapter_up(F.dropout(inner, self.dropout, self.training)))
 
 
-class AdapterMixture(Bottleneck, TunedOfAnyClass):
-    """A mixture of experts followed by a bottleneck adapter, behind the first of what the module gives."""
+class AdapterOfAnyClass(Bottleneck, TunedOfAnyClass):
+    """A module that is no linear, with a bottleneck."""
 
     @property
     def weights(self) -> tuple[str, ...]:
         """None: an adapter changes no weight."""
         return ()
-
-    def forward(self, *args: Any, **settings: Any) -> Any:
-        """The mixture, then the bottleneck with its own residual."""
-        found = cast("Any", super()).forward(*args, **settings)
-        return (self.adapted(found[0]), *found[1:]) if isinstance(found, tuple) else self.adapted(found)
 
     def weight_changes(self) -> dict[str, WeightChange]:
         """Raises UsageError: see AdapterLinear."""
@@ -121,6 +123,25 @@ class AdapterMixture(Bottleneck, TunedOfAnyClass):
     def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Raises UsageError: see AdapterLinear."""
         raise _unmergeable()
+
+
+class AdapterNorm(AdapterOfAnyClass):
+    """The norm behind the sum of a sub-layer, with a bottleneck before it that reads what it gives."""
+
+    def forward(self, total: Tensor) -> Tensor:
+        """The sum [..., width] with the bottleneck's update in it, normed."""
+        norm = cast("Any", super()).forward
+        normed: Tensor = norm(total)
+        return norm((total + self.update(normed)).to(total.dtype)) if self.active else normed
+
+
+class AdapterMixture(AdapterOfAnyClass):
+    """A mixture of experts followed by a bottleneck adapter, behind the first of what the module gives."""
+
+    def forward(self, *args: Any, **settings: Any) -> Any:
+        """The mixture, then the bottleneck with its own residual."""
+        found = cast("Any", super()).forward(*args, **settings)
+        return (self.adapted(found[0]), *found[1:]) if isinstance(found, tuple) else self.adapted(found)
 
 
 def _unmergeable() -> UsageError:
@@ -162,20 +183,53 @@ class AdapterLinear(Bottleneck, TunedLinear, nn.Linear):
 def apply(
     model: nn.Module, family: Family | None, config: AdapterConfig, also_train: tuple[str, ...]
 ) -> None:
-    """Put an adapter after the way out of every region, and behind a whole mixture. Raises UsageError for a
-    reduction wider than the hidden width."""
+    """Put adapters where their kind has them. Raises UsageError for a reduction wider than the hidden width,
+    and for Pfeiffer's in blocks that have no norm behind their sums."""
     assert family is not None
+    if config.kind == "pfeiffer":
+        _at_norms(model, family, config)
+        return
     cores = [one.core for rule in family.stacks.values() for one in rule.sublayers]
     shared = [one.shared.region for one in cores if isinstance(one, RoutedMlp) and one.shared]
     for site in find_sites(model, family):
         if site.role == "experts":
             name = site.name.removesuffix(site.region.leave) + site.region.enter
-            mixture = AdapterMixture.for_class(type(model.get_submodule(name))).of(model.get_submodule(name))
-            width = family.shape(cast("Any", model).config).width
-            like = next(site.module.parameters())
-            model.set_submodule(name, mixture.begin(width, like, config, name))
+            _widen(model, AdapterMixture, name, next(site.module.parameters()), family, config)
         elif site.leaves and site.region not in shared:
             model.set_submodule(site.name, tune(cast("nn.Linear", site.module), config, site.name))
+
+
+def _at_norms(model: nn.Module, family: Family, config: AdapterConfig) -> None:
+    """Put an adapter at the norm behind every MLP's sum. Raises UsageError, with the model as it was."""
+    found: dict[str, nn.Module] = {}
+    for stack, path in stack_paths(model, family).items():
+        for at, block in model.get_submodule(path).named_children():
+            layers = family.stacks[stack].sublayers_in(block)
+            mlp = next((one for one in layers if isinstance(one.core, Mlp)), layers[-1])
+            norm = mlp.norm_after_sum
+            ahead = mlp.norm_first is not None and getattr(block, mlp.norm_first)
+            if norm is None or ahead:
+                what = f"adapters of kind pfeiffer stand at the norm behind an MLP's sum, which {family.name}"
+                remedy = "set kind: houlsby"
+                raise UsageError(f"{what} has not here", where=f"{path}.{at}", remedy=remedy)
+            found[f"{path}.{at}.{norm.path}"] = block.get_submodule(norm.path)
+    for name, module in found.items():
+        _widen(model, AdapterNorm, name, cast("Any", module).weight, family, config)
+
+
+def _widen(
+    model: nn.Module,
+    form: type[AdapterOfAnyClass],
+    name: str,
+    like: Tensor,
+    family: Family,
+    config: AdapterConfig,
+) -> None:
+    """Put the form of a module that is no linear in its place. like: a weight beside it."""
+    module = model.get_submodule(name)
+    width = family.shape(cast("Any", model).config).width
+    tuned = form.for_class(type(module)).of(module)
+    model.set_submodule(name, tuned.begin(width, like, config, name))
 
 
 def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:

@@ -140,8 +140,15 @@ class MissConfig(MethodConfig):
 @dataclass(frozen=True)
 class AdapterConfig(MethodConfig):
     """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention
-    and MLP."""
+    and MLP; kind pfeiffer (Pfeiffer et al. 2020, arXiv:2005.00052) has one for each block."""
 
+    kind: str = field(
+        default="houlsby",
+        metadata={
+            "choices": ("houlsby", "pfeiffer"),
+            "doc": "houlsby: after attention and MLP; pfeiffer: at the norm behind the MLP's sum alone",
+        },
+    )
     reduction: int = field(default=16, metadata={"ge": 1, "doc": "hidden width over bottleneck width"})
     activation: str = field(
         default="silu",

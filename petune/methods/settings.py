@@ -60,6 +60,7 @@ class MissSettings(Shared, total=False):
 class AdapterSettings(Shared, total=False):
     """Of adapter."""
 
+    kind: str
     reduction: int
     activation: str
     dropout: float

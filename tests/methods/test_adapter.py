@@ -13,7 +13,7 @@ from torch import nn
 import petune
 from petune.errors import UsageError
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
-from petune.methods.adapter import AdapterLinear, tune
+from petune.methods.adapter import AdapterLinear, AdapterNorm, tune
 from petune.methods.configs import AdapterConfig
 from tests.methods.zoo import ADAPTED, MOE, batch, frozen, gradients, prompt, stir, tiny
 
@@ -197,3 +197,78 @@ def test_an_adapter_stands_behind_a_whole_mixture_and_comes_back(name: str, tmp_
     assert torch.equal(copy.deepcopy(again)(**inputs).logits, found.logits)
     with without_tuning(model):
         assert torch.equal(model(**inputs).logits, expected)
+
+
+# ------------------------------------------------------------------ Pfeiffer's kind
+
+NORMS = {
+    "bert-classify": ["bert.encoder.layer.{}.output.LayerNorm"],
+    "bart-seq2seq": ["model.encoder.layers.{}.final_layer_norm", "model.decoder.layers.{}.final_layer_norm"],
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_pfeiffers_adapters_stand_at_the_norm_behind_each_mlp_and_start_as_the_base(name: str) -> None:
+    inputs = batch(name)
+    expected = tiny(name)(**inputs).logits
+    model = wrap(tiny(name), "adapter", kind="pfeiffer", reduction=4, also_train=())
+    assert torch.equal(model(**inputs).logits, expected)
+    found = {key for key, module in model.named_modules() if isinstance(module, AdapterNorm)}
+    assert found == {place.format(index) for place in NORMS[name] for index in range(2)}
+    stir(model, std=0.1)
+    assert float((model(**inputs).logits - expected).detach().abs().max()) > 1e-3
+    with without_tuning(model):
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_a_block_with_pfeiffers_adapter_follows_the_paper_in_float64() -> None:
+    """MAD-X: the adapter reads the normed sum of the MLP and what it is added to, and adds to the MLP."""
+    model = tiny("bert-classify").double()
+    wrap(model, "adapter", kind="pfeiffer", reduction=4, activation="relu", also_train=())
+    stir(model, std=0.1)
+    block = model.bert.encoder.layer[0]
+    norm, made = block.output.LayerNorm, block.output.LayerNorm.tuned()
+    assert {value.dtype for value in made.values()} == {torch.float64}
+    twin = {key: value.detach().clone().requires_grad_() for key, value in made.items()}
+    torch.manual_seed(2)
+    x, upstream = torch.randn(2, 2, 5, 64, dtype=torch.float64)
+    inner = block.intermediate(x)
+    y = F.linear(inner, block.output.dense.weight, block.output.dense.bias)
+    layer_norm = lambda total: F.layer_norm(total, (64,), norm.weight, norm.bias, norm.eps)  # noqa: E731
+    low = F.relu(layer_norm(y + x) @ twin["adapter_down.weight"].T + twin["adapter_down.bias"])
+    expected = layer_norm(y + low @ twin["adapter_up.weight"].T + twin["adapter_up.bias"] + x)
+    found = block.output(inner, x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (found * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    for key, value in made.items():
+        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_pfeiffers_adapters_come_back_from_their_files(tmp_path: Path) -> None:
+    inputs = batch("bart-seq2seq")
+    model = wrap(tiny("bart-seq2seq"), "adapter", kind="pfeiffer", reduction=4, dropout=0.1)
+    stir(model)
+    expected = model(**inputs).logits
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny("bart-seq2seq"), tmp_path / "tuned")
+    assert torch.equal(again.eval()(**inputs).logits, expected)
+    assert torch.equal(copy.deepcopy(again)(**inputs).logits, expected)
+    with pytest.raises(UsageError, match="adapter cannot be merged"):
+        petune.merge(again)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-causal", "t5-seq2seq", "gemma3-causal", "opt-causal", "mixtral-causal"]
+)
+def test_blocks_without_a_norm_behind_their_mlp_refuse_pfeiffers_kind(name: str) -> None:
+    model = tiny(name)
+    with pytest.raises(UsageError, match="which .* has not here") as refused:
+        wrap(model, "adapter", kind="pfeiffer", reduction=4)
+    assert "kind: houlsby" in str(refused.value)
+    assert torch.equal(model(**batch(name)).logits, tiny(name)(**batch(name)).logits)
+
+
+def test_blocks_with_pfeiffers_adapters_are_not_fused_and_the_reason_names_the_norm() -> None:
+    with pytest.raises(UsageError, match="its norm AdapterNormOfLayerNorm"):
+        wrap(tiny("bert-classify"), "adapter", kind="pfeiffer", reduction=4, kernels="reference")

@@ -82,6 +82,7 @@ class Case:
     recompute: bool = False
     dropout: float = 0.0
     settings: tuple[tuple[str, Any], ...] = ()
+    tuning: tuple[tuple[str, Any], ...] = ()  # go over those of the method
     passes: tuple[int, ...] = PASSES
     longest: int = 13
     steps: int = 2
@@ -122,6 +123,7 @@ def _built(case: Case) -> nn.Module:
     dropouts = dict.fromkeys(DROPOUTS[case.family] if case.dropout else (), case.dropout)
     model = tiny(case.name, **(dropouts | dict(case.settings))).to(case.dtype)
     own = {"dropout": case.dropout} if case.dropout and case.method != "full" else {}
+    own |= dict(case.tuning)
     torch.manual_seed(3)
     tune(model, make_config(case.method, SETTINGS[case.method] | own))
     stir(model, std=0.1)
