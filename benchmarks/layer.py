@@ -41,7 +41,8 @@ def layers(dtype: torch.dtype) -> dict[str, nn.Module]:
     nn.init.normal_(ours.lora_B, std=0.02)
     held = nn.Sequential(copy.deepcopy(plain))
     theirs = peft.get_peft_model(
-        held, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["0"])  # type: ignore[arg-type]
+        held,
+        peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["0"]),  # type: ignore[arg-type]
     ).base_model.model[0]
     with torch.no_grad():
         theirs.lora_A["default"].weight.copy_(ours.lora_A)
@@ -95,7 +96,9 @@ def wrapped(method: str) -> dict[str, Callable[[], Any]]:
 
 def main() -> int:
     """The table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--wraps", type=int, default=3, help="turns of wrapping")

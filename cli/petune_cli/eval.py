@@ -38,7 +38,7 @@ def evaluate(
         found = keep_answers(run.folder, run, answers, metric or ())
         if json:
             return show_json(found)
-        for line in score_table(found["scores"]):
+        for line in [*score_table(found["scores"]), *(f"note      {line}" for line in run.dense_base)]:
             echo(line)
         return echo(f"{len(found['rows'])} held-out rows; each answer: petune report {run.folder}")
     scores = run.eval()

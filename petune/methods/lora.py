@@ -24,6 +24,7 @@ from petune.errors import UsageError
 from petune.methods import lora_experts, pissa, token_rows
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora_experts import LoraExperts
+from petune.methods.lora_node import fits, lora_linear
 from petune.methods.targets import by_layer, in_blocks, select_layers
 from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
@@ -161,6 +162,11 @@ class LoraLinear(LoraLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The base map plus the update."""
+        held = self._parameters
+        weight, bias, a, b = (held.get(name) for name in ("weight", "bias", "lora_A", "lora_B"))
+        plain = self.merged or not self.active or (self.training and self.dropout > 0)
+        if not plain and weight is not None and a is not None and b is not None and fits(x, weight, bias, a):
+            return lora_linear(x, weight, bias, a, b, self.scale)
         y = F.linear(x, self.weight, self.bias)
         return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
 

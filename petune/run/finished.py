@@ -209,10 +209,18 @@ class Run:
             | {"before": before, "after": after, "held_out": rows}
             | ({} if same else {"last": after, "head_only": None})
         )
-        said = {"warnings": shortcomings(found), "notes": undecided(found)}
+        said = {"warnings": shortcomings(found), "notes": [*self.dense_base, *undecided(found)]}
         scores = {"base": before, "tuned": after, "rows": rows, **said}
         checkpoint.write_json(self.folder / "eval.json", scores)
         return scores
+
+    @property
+    def dense_base(self) -> list[str]:
+        """That base and tuned model are asked here beside other weights than they trained beside, where they
+        are."""
+        kind = self.recipe.base_dtype
+        why = f"trained beside a base in {kind}, and scored beside the dense one of its files: base and tuned"
+        return [] if kind is None else [f"{why} model differ from the run's by what {kind} rounds away"]
 
     def _score(self, model: nn.Module, prepared: Prepared) -> dict[str, float]:
         task, place, units = prepared.task, self.speaker.place, prepared.encoded.eval

@@ -433,8 +433,11 @@ def test_a_run_on_a_quantised_base_is_scored_beside_its_dense_base(tmp_path: Pat
     values = settings(tmp_path, kernels="reference", epochs=1.0)
     plain = run(values | {"out": str(tmp_path / "plain")})
     held = run(values | {"out": str(tmp_path / "held"), "base_dtype": "int8"})
-    base = load_run(held.folder).eval()["base"]
+    scored = load_run(held.folder).eval()
+    base = scored["base"]
     assert base == pytest.approx(plain.summary["before"], rel=1e-6)
+    assert "trained beside a base in int8, and scored beside the dense one" in scored["notes"][0]
+    assert not any("scored beside" in line for line in plain.eval()["notes"])
     assert base["loss"] != pytest.approx(held.summary["before"]["loss"], rel=1e-6)
 
 
