@@ -6,7 +6,8 @@ Each row is the shipped recipe of its family and method, cut to a few minutes: s
 rate is the recipe's; where there is no recipe, and for full fine-tuning, it is the best of three for the
 first seed (`grid` of petune sweep). Each run is a process of its own, so its peak is its own; seconds are of
 the processor, so other programs on the machine do not count. With --folder a second call goes on with what is
-there. Prints Markdown tables and whether default LoRA ends within 1 % of the tuned full fine-tuning.
+there. Prints Markdown tables, of which `python -m benchmarks.pictures` draws the picture of docs/methods.md
+once they are there, and whether default LoRA ends within 1 % of the tuned full fine-tuning.
 """
 
 from __future__ import annotations

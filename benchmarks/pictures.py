@@ -7,6 +7,8 @@ that the cost model counts. A test compares.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -270,11 +272,58 @@ def fewer_bytes() -> str:
     return _svg("the values of a number in nf4, int8 and fp8", LINE_AT + LINE_LONG + 160, top + 16, body)
 
 
+# ---------------------------------------------------------------- methods, compared
+
+NUMBER = r"([\d.]+)"
+TABLE = re.compile(rf"^\| (\w+) \| [\d.]+ \| {NUMBER} \({NUMBER} to {NUMBER}\) \| {NUMBER} \|", re.MULTILINE)
+PLOT_WIDE, PLOT_HIGH, MARGIN = 460, 240, 46
+DECADES = (0.1, 1, 10, 100)
+
+
+def compared() -> str:
+    """The loss of each method on the tiny Llama over the share that trains, as the table of docs/methods.md
+    has them: a mark for the mean, a line over the seeds."""
+    page = (FOLDER.parent / "methods.md").read_text(encoding="utf-8")
+    rows = TABLE.findall(page.partition("## Side by side")[2].partition("| bert")[0])
+    found = {name: tuple(map(float, numbers)) for name, *numbers in rows}
+    low, high = (edge(one[at] for one in found.values()) for edge, at in ((min, 1), (max, 2)))
+    low, high = low - 0.1 * (high - low), high + 0.1 * (high - low)
+
+    def across(share: float) -> float:
+        return MARGIN + (PLOT_WIDE - 2 * MARGIN) * (math.log10(share) + 1) / 3
+
+    def up(loss: float) -> float:
+        return PLOT_HIGH - MARGIN - (PLOT_HIGH - 1.5 * MARGIN) * (loss - low) / (high - low)
+
+    floor = up(low)
+    body = [f'<path d="M{MARGIN},{up(high):.1f}V{floor:.1f}H{PLOT_WIDE - MARGIN}"/>']
+    for share in DECADES:
+        label = (
+            f'<text x="{across(share):.1f}" y="{floor + LINE:.1f}" text-anchor="middle">{share:g} %</text>'
+        )
+        body += [f'<path d="M{across(share):.1f},{floor:.1f}v4"/>', label]
+    for loss in (4.0, 4.1, 4.2, 4.3, 4.4):
+        y = f'y="{up(loss) + 4:.1f}"'
+        body.append(f'<text x="{MARGIN - 6}" {y} text-anchor="end">{loss:.1f}</text>')
+    for name, (mean, least, most, share) in found.items():
+        place = across(share)
+        body.append(f'<path class="arrow" d="M{place:.1f},{up(least):.1f}V{up(most):.1f}"/>')
+        body.append(f'<rect class="trains" x="{place - 3:.1f}" y="{up(mean) - 3:.1f}" width="6" height="6"/>')
+        over = 22 if name == "lora" else 4  # of which dora is the near neighbour
+        body.append(
+            f'<text x="{place - 8:.1f}" y="{up(mean) + over - 8:.1f}" text-anchor="end">{name}</text>'
+        )
+    middle = f'<text x="{PLOT_WIDE / 2:g}" y="{PLOT_HIGH - 8}" text-anchor="middle">'
+    body.append(f"{middle}share of the parameters that trains; upwards: held-out loss</text>")
+    return _svg("loss of each method over the share that trains", PLOT_WIDE, PLOT_HIGH, body)
+
+
 def pictures() -> dict[str, str]:
     """Every picture by the name of its file."""
     found = {f"{name}.svg": text for name, text in methods()}
     found |= {f"plan-{name}.svg": text for name, text in plans()}
-    return found | {"memory.svg": memory(), "fewer-bytes.svg": fewer_bytes()}
+    own = {"memory.svg": memory(), "fewer-bytes.svg": fewer_bytes(), "methods.svg": compared()}
+    return found | own
 
 
 if __name__ == "__main__":

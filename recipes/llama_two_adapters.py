@@ -38,8 +38,8 @@ for name in texts:
     model = petune.add(model, name, r=8)
 optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=5e-3)
 draw = torch.Generator().manual_seed(0)
-for step in range(steps):
-    names = [name for name in texts for _ in range(4)]
+for _ in range(steps):
+    names = [name for name in texts for at in range(4)]
     chosen = torch.randint(64, 1000, (len(names),), generator=draw).tolist()  # the first 64 are held out
     losses(names, [texts[name][at] for name, at in zip(names, chosen, strict=True)]).sum().backward()
     optimizer.step()

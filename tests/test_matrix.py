@@ -92,7 +92,7 @@ def test_norms_of_single_heads_train_as_in_one_process() -> None:
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        pytest.param(backend, name, marks=() if (at + turn) % 3 == 0 else long)
+        pytest.param(backend, name, marks=() if (at + turn) % 6 == 0 else long)
         for at, backend in enumerate(BACKENDS)
         for turn, name in enumerate(("bert-classify", "bart-seq2seq"))
     ],

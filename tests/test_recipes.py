@@ -94,7 +94,7 @@ def test_a_shipped_recipe_trains_and_merges(name: str, tmp_path: Path):
         assert torch.allclose(found[0], expected[0], atol=1e-4)  # logits, or the states of no head
 
 
-def test_the_script_of_two_adapters_leaves_both_and_each_is_best_on_its_own_rows(
+def test_each_of_two_adapters_is_best_on_its_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = recipe_folder() / "llama_two_adapters.py"

@@ -9,8 +9,8 @@ included; of a mixture of experts behind the whole of it. `up` starts at zero, s
 exactly what the base did. The model's own dropout after that linear therefore acts on the adapter's output
 too. An adapter is not linear in x: it cannot be merged.
 
-Pfeiffer's kind (MAD-X, Pfeiffer et al. 2020, arXiv:2005.00052) has one adapter for each block. It reads what the
-block would give, LN(y + x), and adds to y, before the same norm:
+Pfeiffer's kind (MAD-X, Pfeiffer et al. 2020, arXiv:2005.00052) has one adapter for each block. It reads what
+the block would give, LN(y + x), and adds to y, before the same norm:
 
         s = y + x;      out = LN(s + up(act(down(LN(s)))))  y: the MLP's output, x: what the block adds it to
 """

@@ -208,7 +208,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_pfeiffers_adapters_stand_at_the_norm_behind_each_mlp_and_start_as_the_base(name: str) -> None:
+def test_pfeiffers_adapters_stand_at_norms_and_start_as_the_base(name: str) -> None:
     inputs = batch(name)
     expected = tiny(name)(**inputs).logits
     model = wrap(tiny(name), "adapter", kind="pfeiffer", reduction=4, also_train=())
@@ -221,7 +221,7 @@ def test_pfeiffers_adapters_stand_at_the_norm_behind_each_mlp_and_start_as_the_b
         assert torch.equal(model(**inputs).logits, expected)
 
 
-def test_a_block_with_pfeiffers_adapter_follows_the_paper_in_float64() -> None:
+def test_pfeiffers_adapter_follows_the_paper_in_float64() -> None:
     """MAD-X: the adapter reads the normed sum of the MLP and what it is added to, and adds to the MLP."""
     model = tiny("bert-classify").double()
     wrap(model, "adapter", kind="pfeiffer", reduction=4, activation="relu", also_train=())
@@ -261,14 +261,14 @@ def test_pfeiffers_adapters_come_back_from_their_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["llama-causal", "t5-seq2seq", "gemma3-causal", "opt-causal", "mixtral-causal"]
 )
-def test_blocks_without_a_norm_behind_their_mlp_refuse_pfeiffers_kind(name: str) -> None:
+def test_blocks_without_such_a_norm_refuse_pfeiffers_kind(name: str) -> None:
     model = tiny(name)
-    with pytest.raises(UsageError, match="which .* has not here") as refused:
+    with pytest.raises(UsageError, match=r"which .* has not here") as refused:
         wrap(model, "adapter", kind="pfeiffer", reduction=4)
     assert "kind: houlsby" in str(refused.value)
     assert torch.equal(model(**batch(name)).logits, tiny(name)(**batch(name)).logits)
 
 
-def test_blocks_with_pfeiffers_adapters_are_not_fused_and_the_reason_names_the_norm() -> None:
+def test_why_pfeiffers_adapters_are_not_fused_is_said() -> None:
     with pytest.raises(UsageError, match="its norm AdapterNormOfLayerNorm"):
         wrap(tiny("bert-classify"), "adapter", kind="pfeiffer", reduction=4, kernels="reference")

@@ -1,0 +1,109 @@
+"""A LoRA linear as one node: what its operations would give, what it keeps, and where it is not taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.methods.configs import LoraConfig
+from petune.methods.lora import LoraLayer, tune
+
+
+def layers() -> dict[str, nn.Module]:
+    """Frozen linears, as `wrap` leaves them."""
+    torch.manual_seed(0)
+    made = {"linear": nn.Linear(10, 6), "without bias": nn.Linear(10, 6, bias=False)}
+    return {name: layer.requires_grad_(False) for name, layer in made.items()}
+
+
+def entry(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(3)
+    return torch.randn(4, 7, 10).to(dtype)
+
+
+def tuned(layer: nn.Module, r: int = 3, alpha: float = 5) -> LoraLayer:
+    torch.manual_seed(1)
+    form = tune(layer, LoraConfig(r=r, alpha=alpha))
+    with torch.no_grad():
+        for factor in form.tuned().values():
+            factor.normal_()
+    return form
+
+
+def written_out(layer: LoraLayer, x: Tensor) -> Tensor:
+    """What the node of a linear stands for."""
+    y = F.linear(x, layer.weight, layer.bias)
+    return (y + layer.update(x)).to(y.dtype)
+
+
+@pytest.mark.parametrize("kind", ["linear", "without bias"])
+@pytest.mark.parametrize("shape", [(4, 7, 10), (5, 10), (1, 10), (10,), (0, 10), (2, 0, 10)], ids=str)
+def test_a_linear_computes_what_its_operations_would(kind: str, shape: tuple[int, ...]) -> None:
+    form = tuned(layers()[kind].double(), r=3, alpha=5)
+    x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    y, expected = form(x), written_out(form, x)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(form(x), expected, rtol=1e-12, atol=1e-12)
+    inputs, upstream = [x, form.lora_A, form.lora_B], torch.randn_like(y)
+    for ours, theirs in zip(
+        torch.autograd.grad(y, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("asked", ["x", "lora_A", "lora_B"])
+def test_a_linear_gives_the_gradient_of_what_alone_trains(asked: str) -> None:
+    form = tuned(layers()["linear"].double()).requires_grad_(False)
+    x = entry(torch.float64)
+    wanted = x if asked == "x" else form.get_parameter(asked)
+    wanted.requires_grad_()
+    (ours,), (theirs,) = (
+        torch.autograd.grad(y.square().sum(), wanted) for y in (form(x), written_out(form, x))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_on_a_bf16_base_the_sum_is_rounded_once() -> None:
+    form = tuned(layers()["linear"].bfloat16())
+    x = entry(torch.bfloat16).requires_grad_()
+    expected = (F.linear(x, form.weight, form.bias).float() + form.update(x)).bfloat16()
+    y = form(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2**-8, atol=1e-6)
+    exact = tuned(layers()["linear"].bfloat16().double())
+    for name in exact.tuned():
+        with torch.no_grad():
+            exact.get_parameter(name).copy_(form.get_parameter(name))
+    wide, upstream = x.detach().double().requires_grad_(), torch.randn_like(y)
+    dx, *found = torch.autograd.grad(y, [x, form.lora_A, form.lora_B], upstream)
+    oracle = torch.autograd.grad(exact(wide), [wide, exact.lora_A, exact.lora_B], upstream.double())
+    torch.testing.assert_close(dx.double(), oracle[0], rtol=2**-6, atol=2**-6 * float(oracle[0].abs().max()))
+    for one, other in zip(found, oracle[1:], strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+def test_a_linear_keeps_its_input_and_r_numbers_a_row() -> None:
+    form = tuned(nn.Linear(64, 48).requires_grad_(False), r=3)
+    x = torch.randn(20, 64, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        form(x)
+    own = {one.data_ptr() for one in (x, *form.parameters())}
+    assert x.data_ptr() in {one.data_ptr() for one in kept}
+    assert sum(one.numel() for one in kept if one.data_ptr() not in own) == 3 * 20
+
+
+def test_a_linear_goes_its_long_way_where_somebody_looks_on() -> None:
+    form = tuned(layers()["linear"])
+    x = entry()
+    rows = torch.func.vmap(form)(x)
+    torch.testing.assert_close(rows, written_out(form, x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert form(x).dtype == written_out(form, x).dtype == torch.bfloat16
+    form.weight.requires_grad_()
+    form(x).sum().backward()
+    assert form.weight.grad is not None
