@@ -32,6 +32,7 @@ from petune.recipe import load_recipe, recipe_folder
 from petune.run.build import prepare
 from petune.run.finished import Run
 from petune.run.reporting import PlainReporter
+from petune.run.rows import texts_of
 from petune.tasks import DataConfig, Labelled, Tagged, load_rows
 from petune.tasks.configs import METRICS
 from petune.tasks.metrics import entities
@@ -152,8 +153,9 @@ def tags() -> bool:
     cutting."""
     run = train("bert_lora_tokens", head_only=False)
     prepared = prepare(run.recipe)
-    known = [(row.tokens, row.tags) for row in prepared.rows.train if isinstance(row, Tagged)]
-    rows = {row.where: row for row in prepared.rows.eval if isinstance(row, Tagged)}
+    texts = texts_of(run.recipe, "tokens", prepared.rows.labels, run.objects)
+    known = [(row.tokens, row.tags) for row in texts.train if isinstance(row, Tagged)]
+    rows = {row.where: row for row in texts.eval if isinstance(row, Tagged)}
     guesses = dict(zip(rows, tag_by_neighbours(known, [row.tokens for row in rows.values()]), strict=True))
     right = found = true = 0
     for example in prepared.encoded.eval:

@@ -7,13 +7,17 @@ import fcntl
 import os
 import re
 import socket
+import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from petune.errors import MachineError
 from petune.files.safetensors import writing
 from petune.log import warn
+
+WAIT_S = 0.1  # between two looks at a lock that is waited for
 
 
 class RunLock:
@@ -103,7 +107,57 @@ class RunLock:
             _held.discard(self)
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+class WaitingLock:
+    """A lock that whoever comes later waits for: `take` it or `wait`, then `with lock: ...`. The kernel drops
+    it when the process ends.
+
+    On a file system without flock nobody waits. Raises MachineError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    def take(self) -> bool:
+        """Take the lock if nobody holds it; whether it is ours now."""
+        with writing(self.path):
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return False
+            except OSError as error:
+                if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                    os.close(fd)
+                    raise
+            if not os.path.lexists(self.path) or not os.path.samestat(os.fstat(fd), os.lstat(self.path)):
+                os.close(fd)  # whoever held it has removed it meanwhile
+                return False
+        self._fd = fd
+        _held.add(self)
+        return True
+
+    def wait(self) -> None:
+        """Take the lock as soon as it is free. Signals are heard meanwhile."""
+        while not self.take():
+            time.sleep(WAIT_S)
+
+    def __enter__(self) -> WaitingLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd is not None:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = None
+            _held.discard(self)
+
+
+_held: weakref.WeakSet[RunLock | WaitingLock] = weakref.WeakSet()
 
 
 def _let_go() -> None:

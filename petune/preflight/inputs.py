@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from petune.errors import DataError, FileError, PetuneError, RecipeError, UsageError
 from petune.estimate.forecast import Sketch, sketch
+from petune.log import human
 from petune.models.loading import kind_of, load_tokenizer, packs, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
-from petune.run.build import plan_of, positions_of, prepare
+from petune.run.build import Prepared, plan_of, positions_of, prepare
+from petune.run.rows import shelf_of
 from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
 
 _Found = TypeVar("_Found")
@@ -135,6 +137,15 @@ class Preview:
     examples: tuple[str, ...]
 
 
+def _where_kept(prepared: Prepared) -> list[str]:
+    """Where tokenized rows are kept, and how to be rid of them."""
+    kept, shelf = prepared.encoded.kept, shelf_of(prepared.recipe)
+    if kept is None or shelf is None:
+        return []
+    room = f"{human(shelf.used())} of at most {human(shelf.most)} used there"
+    return [f"tokenized rows are kept in {kept}; {room}; to clear it: rm -r {shelf.folder}"]
+
+
 def preview(recipe: Recipe, number: int) -> Preview:
     """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
     prepared = prepare(recipe)
@@ -145,6 +156,7 @@ def preview(recipe: Recipe, number: int) -> Preview:
         *prepared.encoded.report.lines(),
         "tokens before cutting, and rows of so many",
         *prepared.encoded.report.chart(),
+        *_where_kept(prepared),
     )
     shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
     return Preview(

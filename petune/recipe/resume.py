@@ -24,6 +24,8 @@ _DO_NOT_CHANGE_NUMBERS = (
         "head_only",
         "timeout",
         "cache_folder",
+        "rows_cache",
+        "rows_cache_gib",
     ),
     *("device", "gradient_checkpointing", "kernels", "memory", "parallel"),
 )

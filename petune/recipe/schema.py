@@ -152,6 +152,16 @@ class Recipe(BaseModel):
     cache_folder: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="cache: folder that keeps it for other runs; null: in the run folder until its end"
     )
+    rows_cache: Annotated[str, Field(min_length=1)] = Field(
+        "auto",
+        description=(
+            "folder that keeps tokenized rows for all ranks of a host and for later runs; auto: the user's"
+            " cache folder, from 4 MiB of data on; off: every process makes its own"
+        ),
+    )
+    rows_cache_gib: Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)] = Field(
+        50.0, description="rows_cache: GiB that it may take; what was unused longest is deleted"
+    )
     parallel: SkipValidation[ParallelConfig] = Field(
         ParallelConfig(),
         description=(

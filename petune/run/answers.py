@@ -11,6 +11,7 @@ from petune.files.safetensors import write_json
 from petune.methods import without_tuning
 from petune.run.build import prepare
 from petune.run.finished import Run
+from petune.run.rows import texts_of
 from petune.tasks.answer_metrics import metric_named, scores
 from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Preference, Row, Tagged
 
@@ -35,7 +36,8 @@ def before_and_after(run: Run, count: int, metrics: Sequence[str] = ()) -> dict[
     for name in metrics:
         metric_named(name)  # before the models are asked, which takes longer
     prepared = prepare(run.recipe, run.labels, run.objects)
-    asked = [_question(row, prepared.task.name) for row in prepared.rows.eval[:count]]
+    rows = texts_of(run.recipe, prepared.task.name, prepared.rows.labels, run.objects).eval
+    asked = [_question(row, prepared.task.name) for row in rows[:count]]
     if not asked:
         raise UsageError("the run has no held-out rows", where="--answers", remedy="give data.eval")
     answers = {"tuned": [run.speaker.ask(prompt) for prompt, _ in asked]}
@@ -46,11 +48,11 @@ def before_and_after(run: Run, count: int, metrics: Sequence[str] = ()) -> dict[
             answers["base"] = [run.speaker.ask(prompt) for prompt, _ in asked]
     wanted = [expected for _, expected in asked]
     usual = ("exact_match", "rouge_l") if prepared.task.over_vocabulary else ("exact_match",)
-    rows = zip(asked, answers["base"], answers["tuned"], strict=True)
+    answered = zip(asked, answers["base"], answers["tuned"], strict=True)
     return {
         "rows": [
             {"prompt": _text(prompt), "expected": expected, "base": before, "tuned": after}
-            for (prompt, expected), before, after in rows
+            for (prompt, expected), before, after in answered
         ],
         "scores": {name: scores(answers[name], wanted, metrics or usual) for name in ("base", "tuned")},
     }

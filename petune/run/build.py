@@ -46,18 +46,17 @@ from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
 from petune.run.objective import balance_of, embed_objective, objective_of
 from petune.run.objects import NO_OBJECTS, Objects
+from petune.run.rows import rows_of
 from petune.run.streaming import refuse_unstreamable, stream, streams
 from petune.saving.load import load
 from petune.tasks import (
     TASKS,
     Encoded,
-    Rows,
+    RowFacts,
     Task,
     check_fit,
     detect_format,
-    encode,
     infer_task,
-    load_rows,
 )
 
 
@@ -70,7 +69,7 @@ class Prepared:
     config: Any
     task: Task
     tokenizer: PreTrainedTokenizerBase
-    rows: Rows
+    rows: RowFacts
     encoded: Encoded
     objects: Objects = NO_OBJECTS
 
@@ -150,19 +149,10 @@ def prepare(
     name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder, objects.data), kind)
     check_fit(name, kind, recipe.data.packing, packs(config))
     labels = labels or (objects.labels if TASKS[name].names_classes else None)
-    rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels, objects=objects.data)
     tokenizer = (
         load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
     )
-    encoded = encode(
-        rows,
-        name,
-        tokenizer,
-        recipe.data,
-        model_kind=kind,
-        max_positions=positions_of(config),
-        vocab_size=config.vocab_size,
-    )
+    rows, encoded = rows_of(recipe, name, config, positions_of(config), tokenizer, labels, objects)
     return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects)
 
 

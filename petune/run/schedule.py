@@ -42,13 +42,14 @@ def units_of_step(step: int, steps: Steps, seed: int) -> list[int]:
     """Which units step `step` (from 0) trains on: a slice of the permutation that seed and epoch alone
     determine."""
     epoch, index = divmod(step, steps.per_epoch)
-    return list(_order(seed, epoch, steps.units)[index * steps.per_step : (index + 1) * steps.per_step])
+    found = _order(seed, epoch, steps.units)[index * steps.per_step : (index + 1) * steps.per_step]
+    return [int(unit) for unit in found]
 
 
 @lru_cache(maxsize=1)
-def _order(seed: int, epoch: int, units: int) -> tuple[int, ...]:
+def _order(seed: int, epoch: int, units: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return tuple(map(int, torch.randperm(units, generator=generator)))
+    return torch.randperm(units, generator=generator)
 
 
 def learning_rate(step: int, steps: Steps, peak: float, schedule: str) -> float:

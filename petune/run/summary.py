@@ -46,6 +46,7 @@ def header_lines(
         f"method   {method}",
         f"data     task {prepared.task.name}; {'; '.join(rows.notes)}",
         *(f"         {line}" for line in prepared.encoded.report.lines()),
+        *([] if (kept := prepared.encoded.kept) is None else [f"         tokenized rows are in {kept}"]),
         (
             f"steps    {steps.total:,} of {steps.per_step} {units}, peak lr {recipe.learning_rate:g},"
             f" {recipe.schedule}"

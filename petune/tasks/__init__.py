@@ -22,10 +22,11 @@ from petune.tasks.load import detect_format, infer_task, load_rows
 from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
 from petune.tasks.registry import TASKS, Task, check_fit
 from petune.tasks.report import DataReport, render, spans
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Rows, Tagged, Text
+from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, RowFacts, Rows, Tagged, Text
 
 if TYPE_CHECKING:
     from petune.tasks.batch import collate
+    from petune.tasks.kept import Asked, Shelf, rows_and_examples
     from petune.tasks.loss import class_weights, count, loss_sum, trained_positions
     from petune.tasks.metrics import Scorer
 
@@ -36,12 +37,16 @@ NEED_TORCH = {
     "loss_sum": "loss",
     "trained_positions": "loss",
     "Scorer": "metrics",
+    "Asked": "kept",
+    "Shelf": "kept",
+    "rows_and_examples": "kept",
 }
 
 __all__ = [
     "METRICS",
     "OBJECT",
     "TASKS",
+    "Asked",
     "Conversation",
     "DataConfig",
     "DataObject",
@@ -52,8 +57,10 @@ __all__ = [
     "Message",
     "Pair",
     "Row",
+    "RowFacts",
     "Rows",
     "Scorer",
+    "Shelf",
     "Table",
     "Tagged",
     "Task",
@@ -73,6 +80,7 @@ __all__ = [
     "make_coder",
     "pad_token_id",
     "render",
+    "rows_and_examples",
     "spans",
     "take_rows",
     "trained_positions",

@@ -8,8 +8,9 @@ for, and it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petune.errors import DataError, FileError, UsageError
@@ -18,10 +19,11 @@ from petune.tasks.chat import prompt_of
 from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
 from petune.tasks.examples import Coder, Example, whole_tokenizer
 from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
-from petune.tasks.packing import pack
-from petune.tasks.registry import check_fit, find_task
+from petune.tasks.packing import packed
+from petune.tasks.registry import Task, check_fit, find_task
 from petune.tasks.report import DataReport, histogram, percentile
-from petune.tasks.rows import Message, Rows
+from petune.tasks.rows import Message, Row, Rows
+from petune.tasks.table import Examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +32,7 @@ MASKS = (
     f"masks on {SHARE:.0%} of the tokens ({HIDDEN:.0%} hidden, {EXCHANGED:.0%} exchanged), chosen anew at"
     " every step"
 )
+PORTION = 4096  # rows that are tokenized before they go into a table
 ENDLESS = 10**6  # tokenizers without a limit say a number beyond this
 
 
@@ -37,14 +40,16 @@ ENDLESS = 10**6  # tokenizers without a limit say a number beyond this
 class Encoded:
     """Examples ready to be collated; `train` holds packed sequences if the config says so, `eval` never does.
 
-    `masking` (mlm) says that what is trained is chosen anew at every step: see `drawn`.
+    `masking` (mlm) says that what is trained is chosen anew at every step: see `drawn`. `kept`: the folder
+    they are read from, see petune.tasks.kept.
     """
 
-    train: list[Example]
-    eval: list[Example]
+    train: Sequence[Example]
+    eval: Sequence[Example]
     report: DataReport
     packed: bool
     masking: Masking | None = None
+    kept: Path | None = None
 
     def drawn(self, examples: Sequence[Example], key: str) -> list[Example]:
         """The examples of one step with the masks that belong to `key`; the same ones for a task without."""
@@ -73,16 +78,17 @@ def encode(
     check_fit(task, model_kind, config.packing)
     labels, segments = rows.labels, model_kind == "encoder"
     coder = make_coder(tokenizer, config, max_positions=max_positions, labels=labels, segments=segments)
-    work = find_task(task).encode
     with whole_tokenizer(tokenizer):
-        sides = [work(side, coder) for side in (rows.train, rows.eval)]
+        sides = [
+            _Side.of(_portions(side, coder, find_task(task)), vocab_size) for side in (rows.train, rows.eval)
+        ]
     for side in sides:
         _check_ids(side, vocab_size)
-    train, held_out = ([example for example in side if example.trained] for side in sides)
-    _check_left(sides[0], train, coder, "train")
-    if sides[1]:
-        _check_left(sides[1], held_out, coder, "eval")
-    report = _report(sides, train, held_out, coder, task)
+    _check_left(sides[0], coder, "train")
+    if sides[1].rows:
+        _check_left(sides[1], coder, "eval")
+    report = _report(sides[0], sides[1], coder, task)
+    train, held_out = (side.left for side in sides)
     if config.chunk:
         held = f"held out {len(rows.eval):,} into {len(held_out):,}"
         joined = f"documents joined and cut into windows: {len(rows.train):,} into {len(train):,}, {held}"
@@ -91,11 +97,60 @@ def encode(
         encoded = Encoded(
             train, [], replace(report, notes=(MASKS, *report.notes)), packed=False, masking=masking_of(coder)
         )
-        return replace(encoded, eval=encoded.drawn(held_out, "held out"))
+        return replace(encoded, eval=Examples.of(encoded.drawn(held_out, "held out")))
     if not config.packing:
         return Encoded(train, held_out, report, packed=False)
-    bins = pack(train, coder.limit)
+    bins = Examples.of(packed(train, train.sizes(), coder.limit))
     return Encoded(bins, held_out, replace(report, bins=len(bins)), packed=True)
+
+
+def _portions(rows: Sequence[Row], coder: Coder, task: Task) -> Iterator[list[Example]]:
+    """The examples of some rows at a time; of windows, which are cut from all documents, at once. Without
+    rows too the encoder is asked, as it may refuse the tokenizer."""
+    size = max(1, len(rows)) if coder.config.chunk else PORTION
+    for start in range(0, max(1, len(rows)), size):
+        yield task.encode(rows[start : start + size], coder)
+
+
+@dataclass
+class _Side:
+    """What became of the rows of one side. left: those with something to train, in a table. lengths: of all
+    texts, before cutting. targets: trained tokens of those left. lost: the first with nothing to train;
+    beyond: the first with a token beyond the vocabulary."""
+
+    left: Examples = field(default_factory=Examples)
+    rows: int = 0
+    lengths: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    cut: int = 0
+    tokens: int = 0
+    lost: Example | None = None
+    beyond: Example | None = None
+
+    @classmethod
+    def of(cls, portions: Iterable[list[Example]], vocab_size: int | None) -> _Side:
+        """The side that comes in these portions."""
+        side, batches = cls(), []
+        for portion in portions:
+            side.rows += len(portion)
+            side.lengths += [text.length for example in portion for text in example.texts]
+            side.cut += sum(example.cut for example in portion)
+            targets = [example.trained for example in portion]
+            left = [example for example, trained in zip(portion, targets, strict=True) if trained]
+            if side.lost is None and len(left) < len(portion):
+                side.lost = portion[targets.index(0)]
+            side.targets += filter(None, targets)
+            side.tokens += sum(example.tokens for example in left)
+            if vocab_size is not None and side.beyond is None:
+                side.beyond = next((one for one in portion if _highest(one) >= vocab_size), None)
+            batches += Examples.of(left).batches
+        side.left = Examples(batches)
+        return side
+
+
+def _highest(example: Example) -> int:
+    labels = example.labels if isinstance(example.labels, list) else []
+    return max((*example.input_ids, *labels, *map(_highest, example.others)), default=0)
 
 
 def make_coder(
@@ -159,59 +214,52 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _check_ids(examples: Sequence[Example], vocab_size: int | None) -> None:
-    if vocab_size is None:
-        return
-    for example in (text for each in examples for text in each.texts):
-        labels = example.labels if isinstance(example.labels, list) else []
-        if (top := max((*example.input_ids, *labels), default=0)) >= vocab_size:
-            raise FileError(
-                "the tokenizer does not belong to the model: a token has no row in the embedding",
-                where=example.where,
-                expected=f"ids below {vocab_size}",
-                found=str(top),
-                remedy="take the tokenizer of this model",
-            )
+def _check_ids(side: _Side, vocab_size: int | None) -> None:
+    if side.beyond is not None:
+        raise FileError(
+            "the tokenizer does not belong to the model: a token has no row in the embedding",
+            where=side.beyond.where,
+            expected=f"ids below {vocab_size}",
+            found=str(_highest(side.beyond)),
+            remedy="take the tokenizer of this model",
+        )
 
 
-def _check_left(all_: Sequence[Example], left: Sequence[Example], coder: Coder, side: str) -> None:
-    if len(left) * 2 >= len(all_) and left:
+def _check_left(side: _Side, coder: Coder, name: str) -> None:
+    number, left = side.rows, len(side.left)
+    if left * 2 >= number and left:
         return
-    lost = next(example for example in all_ if not example.trained)
+    assert side.lost is not None
     other = "left" if coder.config.truncation == "right" else "right"
     raise DataError(
-        f"{len(all_) - len(left)} of {len(all_)} rows to {side} have no trained token after cutting to"
+        f"{number - left} of {number} rows to {name} have no trained token after cutting to"
         f" {coder.limit} tokens",
-        where=lost.where,
-        found=f"{max(text.length for text in lost.texts)} tokens in the first of them",
+        where=side.lost.where,
+        found=f"{max(text.length for text in side.lost.texts)} tokens in the first of them",
         remedy=f"raise data.max_length, or cut the other side: data.truncation={other}",
     )
 
 
-def _report(
-    sides: Sequence[list[Example]], train: list[Example], held_out: list[Example], coder: Coder, task: str
-) -> DataReport:
-    lengths = [text.length for example in sides[0] for text in example.texts]
-    tokens = sum(example.tokens for example in train)
-    targets = [example.trained for example in train] if task == "seq2seq" else []
+def _report(train: _Side, held_out: _Side, coder: Coder, task: str) -> DataReport:
+    targets = train.targets if task == "seq2seq" else []
     return DataReport(
-        rows=len(train),
-        eval_rows=len(held_out),
-        p50=percentile(lengths, 0.5),
-        p95=percentile(lengths, 0.95),
-        longest=max(lengths, default=0),
+        rows=len(train.left),
+        eval_rows=len(held_out.left),
+        p50=percentile(train.lengths, 0.5),
+        p95=percentile(train.lengths, 0.95),
+        longest=max(train.lengths, default=0),
         limit=coder.limit,
-        truncated=sum(example.cut for example in sides[0]),
-        dropped=len(sides[0]) - len(train),
-        eval_dropped=len(sides[1]) - len(held_out),
-        tokens=tokens,
-        trained=None if task in ("classify", "mlm", "embed") else sum(example.trained for example in train),
+        truncated=train.cut,
+        dropped=train.rows - len(train.left),
+        eval_dropped=held_out.rows - len(held_out.left),
+        tokens=train.tokens,
+        trained=None if task in ("classify", "mlm", "embed") else sum(train.targets),
         target_p50=percentile(targets, 0.5) if targets else None,
         target_longest=max(targets) if targets else None,
         bins=None,
         truncation=coder.config.truncation,
-        notes=(*_answers(train, task), *_notes(coder.tokenizer)),
-        lengths=histogram(lengths),
+        notes=(*_answers(train.left, task), *_notes(coder.tokenizer)),
+        lengths=histogram(train.lengths),
     )
 
 

@@ -8,7 +8,7 @@ in use (pass use_cache=False).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from petune.tasks.examples import Example
 
@@ -16,17 +16,22 @@ from petune.tasks.examples import Example
 def pack(examples: Sequence[Example], limit: int) -> list[Example]:
     """Bins of at most `limit` tokens, in the order of their first example. Each example must fit by
     itself."""
+    return list(packed(examples, [len(example.input_ids) for example in examples], limit))
+
+
+def packed(examples: Sequence[Example], sizes: Sequence[int], limit: int) -> Iterator[Example]:
+    """The same of examples whose sizes are known."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for index in sorted(range(len(examples)), key=lambda i: (-len(examples[i].input_ids), i)):
-        size = len(examples[index].input_ids)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = sizes[index]
         place = bisect_left(room, (size, -1))
         left, number = room.pop(place) if place < len(room) else (limit, len(bins))
         if number == len(bins):
             bins.append([])
         bins[number].append(index)
         insort(room, (left - size, number))
-    return [join([examples[index] for index in sorted(chosen)]) for chosen in sorted(bins, key=min)]
+    return (join([examples[index] for index in sorted(chosen)]) for chosen in sorted(bins, key=min))
 
 
 def join(samples: Sequence[Example]) -> Example:

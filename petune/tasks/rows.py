@@ -97,6 +97,16 @@ Row = Labelled | Tagged | Pair | Conversation | Text | Preference | Anchored
 
 
 @dataclass(frozen=True)
+class RowFacts:
+    """What a run must know of its rows once they are tokenized; see Rows."""
+
+    labels: tuple[str, ...] | None
+    format: str
+    notes: tuple[str, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Rows:
     """Every row of a run.
 
@@ -110,6 +120,11 @@ class Rows:
     format: str
     notes: tuple[str, ...]
     sha256: str
+
+    @property
+    def facts(self) -> RowFacts:
+        """All but the rows themselves."""
+        return RowFacts(self.labels, self.format, self.notes, self.sha256)
 
 
 def content(row: Row) -> str:

@@ -57,6 +57,17 @@ class Source:
             return bool(self.train if side == "train" else self.held_out)
         return next(iter(self.records(side, Faults(skip=False))), None) is not None
 
+    def files(self) -> list[Path]:
+        """Every file that rows are read from; none for rows given from Python."""
+        if self.saved:
+            return sorted(path for path in self.saved.rglob("*") if path.is_file())
+        if self.hub:
+            name, config, split = self.hub
+            found = _hub_load(name, config, split)
+            splits = [found] if split else list(found.values())
+            return sorted({Path(one["filename"]) for each in splits for one in each.cache_files})
+        return [*self.train, *self.held_out]
+
     def records(self, side: str, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
         """The records of one side, "train" or "eval"; with `whole` a text file is one."""
         if self.hub:

@@ -393,7 +393,8 @@ def test_a_masked_row_among_others_counts_for_nothing(tmp_path: Path):
     made = quiet_training(tmp_path, "llama", "lora", batch_size=1, accumulate=4)
     first = petune.run.step.units_of_step(0, made.steps, 0)[0]
     unit = made.units[first]
-    made.units[first] = Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length)
+    masked = Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length)
+    made.units = [masked if at == first else other for at, other in enumerate(made.units)]
     other = [batch for batch in made.micro_batches(0) if count(batch)]
     assert len(other) == 3
     expected = sum(float(loss_sum(forward(made.model, batch), batch, "causal")[0]) for batch in other) / sum(

@@ -1,0 +1,57 @@
+"""The rows of a run: tokenized, from where they are kept or made now; or as texts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from petune.models.loading import kind_of
+from petune.recipe import Recipe
+from petune.run.objects import Objects
+from petune.tasks import Asked, Encoded, RowFacts, Rows, Shelf, load_rows, rows_and_examples
+
+
+def rows_of(
+    recipe: Recipe,
+    task: str,
+    config: Any,
+    max_positions: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    labels: tuple[str, ...] | None,
+    objects: Objects,
+) -> tuple[RowFacts, Encoded]:
+    """The rows of a recipe for a model of `config`, tokenized, and what is known of them. Raises as
+    `load_rows` and `encode`."""
+    asked = Asked(
+        recipe.data,
+        task,
+        recipe.folder,
+        tokenizer,
+        kind_of(config),
+        max_positions,
+        config.vocab_size,
+        recipe.seed,
+        labels,
+        objects.data,
+    )
+    return rows_and_examples(asked, shelf_of(recipe))
+
+
+def shelf_of(recipe: Recipe) -> Shelf | None:
+    """Where tokenized rows are kept for other processes and runs; None where they are not."""
+    said, most = recipe.rows_cache, round(recipe.rows_cache_gib * 2**30)
+    if said == "off":
+        return None
+    if said != "auto":
+        return Shelf(Path(said).expanduser(), most, all=True)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return Shelf(home / "petune" / "rows", most)
+
+
+def texts_of(recipe: Recipe, task: str, labels: tuple[str, ...] | None, objects: Objects) -> Rows:
+    """The rows as they were read, with their texts, which tokenized ones are without."""
+    given = objects.data
+    return load_rows(recipe.data, task, recipe.folder, seed=recipe.seed, labels=labels, objects=given)
