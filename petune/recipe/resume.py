@@ -33,7 +33,12 @@ KEYS_THAT_CHANGE_NUMBERS: tuple[str, ...] = tuple(
     key for key in Recipe.model_fields if key not in _DO_NOT_CHANGE_NUMBERS
 )
 # Settings that do, of keys that do not, and what they were before there was a setting.
-_CHANGE_NUMBERS_WITHIN: Mapping[KeyPath, Any] = {("memory", "stream"): "none"}
+_CHANGE_NUMBERS_WITHIN: Mapping[KeyPath, Any] = {
+    ("memory", "stream"): "none",
+    ("data", "stream"): False,
+    ("data", "window"): 10_000,
+    ("data", "held_out"): None,
+}
 
 
 def differences(

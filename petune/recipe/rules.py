@@ -22,6 +22,7 @@ from petune.parallel.configs import (
 )
 from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
 from petune.recipe.schema import Recipe
+from petune.recipe.stream_rules import STREAM_RULES
 from petune.recipe.task_rules import TASK_RULES, Rule
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import METRICS
@@ -281,6 +282,7 @@ RULES = (
     ),
     *STREAMED,
     *CACHED,
+    *(Rule(*row) for row in STREAM_RULES),
     Rule(
         ("base_dtype", "parallel"),
         lambda recipe: (

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from petune.models.loading import kind_of
 from petune.recipe import Recipe
 from petune.run.objects import Objects
-from petune.tasks import Asked, Encoded, RowFacts, Rows, Shelf, load_rows, rows_and_examples
+from petune.tasks import Asked, Encoded, RowFacts, Rows, Shelf, load_rows, rows_and_examples, stream_rows
 
 
 def rows_of(
@@ -25,6 +25,18 @@ def rows_of(
 ) -> tuple[RowFacts, Encoded]:
     """The rows of a recipe for a model of `config`, tokenized, and what is known of them. Raises as
     `load_rows` and `encode`."""
+    if recipe.data.stream:
+        return stream_rows(
+            recipe.data,
+            task,
+            recipe.folder,
+            tokenizer,
+            model_kind=kind_of(config),
+            max_positions=max_positions,
+            vocab_size=config.vocab_size,
+            seed=recipe.seed,
+            objects=objects.data,
+        )
     asked = Asked(
         recipe.data,
         task,

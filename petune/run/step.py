@@ -36,7 +36,7 @@ from petune.run.evaluate import scoring
 from petune.run.expert_load import ExpertLoad
 from petune.run.progress import Progress
 from petune.run.references import referred, refuse_unreferable
-from petune.run.schedule import learning_rate, plan_steps, units_of_step
+from petune.run.schedule import Steps, learning_rate, plan_steps, units_of_step
 from petune.run.spikes import SpikeRule, refuse_non_finite, spike_fault, spike_record
 from petune.run.summary import explain_memory, peak_memory
 from petune.tasks import Example, class_weights, collate, count, pad_token_id
@@ -111,8 +111,7 @@ class Step:
         self.model, self.tuned = self.runner.model, self.runner.tuned
         plan = self.runner.plan  # a rank of others than replicas sees other tokens, or other blocks
         self.load = ExpertLoad(self.runner.modules if plan.tp == plan.pp == 1 else ())
-        rows = recipe.batch_size * recipe.accumulate
-        self.steps = plan_steps(len(self.units), rows, recipe.epochs, recipe.max_steps, recipe.warmup)
+        self.steps = self._plan_steps(recipe.batch_size * recipe.accumulate)
         self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)
 
@@ -123,6 +122,13 @@ class Step:
         return (
             None if weights is None else torch.tensor(weights, dtype=torch.float64, device=self.place.device)
         )
+
+    def _plan_steps(self, rows: int) -> Steps:
+        recipe = self.recipe
+        if self.prepared.encoded.stream is not None and recipe.max_steps is not None:
+            # how many rows there are nobody knows: the whole run counts as one epoch
+            return plan_steps(rows * recipe.max_steps, rows, 1, recipe.max_steps, recipe.warmup)
+        return plan_steps(len(self.units), rows, recipe.epochs, recipe.max_steps, recipe.warmup)
 
     def _note_whole(self, model: nn.Module, mesh: Mesh) -> None:
         """What can be said of the tuned model only before it is cut."""
@@ -167,7 +173,11 @@ class Step:
         """What step `step` (from 0) trains on, over all replicas; masks are drawn here, for all of it,
         whatever the plan."""
         seed = self.recipe.seed
-        units = [self.units[index] for index in units_of_step(step, self.steps, seed)]
+        stream = self.prepared.encoded.stream
+        if stream is not None:
+            units = stream.examples(step * self.steps.per_step, self.steps.per_step)
+        else:
+            units = [self.units[index] for index in units_of_step(step, self.steps, seed)]
         return self.prepared.encoded.drawn(units, f"seed {seed} step {step}")
 
     def batches(self, units: Sequence[Example], size: int) -> Iterator[Batch | None]:

@@ -23,6 +23,7 @@ from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
 from petune.tasks.registry import TASKS, Task, check_fit
 from petune.tasks.report import DataReport, render, spans
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, RowFacts, Rows, Tagged, Text
+from petune.tasks.streamed import stream_rows
 
 if TYPE_CHECKING:
     from petune.tasks.batch import collate
@@ -82,6 +83,7 @@ __all__ = [
     "render",
     "rows_and_examples",
     "spans",
+    "stream_rows",
     "take_rows",
     "trained_positions",
 ]

@@ -102,7 +102,20 @@ class DataConfig:
         },
     )
     max_rows: int | None = field(
-        default=None, metadata={"ge": 1, "doc": "at most this many rows of each side, sampled by content"}
+        default=None,
+        metadata={
+            "ge": 1,
+            "doc": "at most this many rows of each side, sampled by content; of a stream the first",
+        },
+    )
+    stream: bool = field(
+        default=False, metadata={"doc": "read rows from their files as steps need them; needs max_steps"}
+    )
+    window: int = field(
+        default=10_000, metadata={"ge": 1, "doc": "stream: rows that are read at a time and shuffled"}
+    )
+    held_out: int | None = field(
+        default=None, metadata={"ge": 1, "doc": "stream: hold out the first so many distinct rows"}
     )
 
 

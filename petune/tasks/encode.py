@@ -28,6 +28,8 @@ from petune.tasks.table import Examples
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from petune.tasks.streamed import Streamed
+
 MASKS = (
     f"masks on {SHARE:.0%} of the tokens ({HIDDEN:.0%} hidden, {EXCHANGED:.0%} exchanged), chosen anew at"
     " every step"
@@ -41,7 +43,8 @@ class Encoded:
     """Examples ready to be collated; `train` holds packed sequences if the config says so, `eval` never does.
 
     `masking` (mlm) says that what is trained is chosen anew at every step: see `drawn`. `kept`: the folder
-    they are read from, see petune.tasks.kept.
+    they are read from, see petune.tasks.kept. `stream`: where the rows to train on come from, of which
+    `train` holds the first then.
     """
 
     train: Sequence[Example]
@@ -50,12 +53,16 @@ class Encoded:
     packed: bool
     masking: Masking | None = None
     kept: Path | None = None
+    stream: Streamed | None = None
 
     def drawn(self, examples: Sequence[Example], key: str) -> list[Example]:
         """The examples of one step with the masks that belong to `key`; the same ones for a task without."""
         if self.masking is None:
             return list(examples)
-        return [self.masking.draw(example, f"{key} row {number}") for number, example in enumerate(examples)]
+        return [
+            self.masking.draw(example, f"{key} row {number}") if example.trained else example
+            for number, example in enumerate(examples)
+        ]
 
 
 def encode(
