@@ -134,9 +134,10 @@ class Runner:
         total: float,
         key: int | None = None,
         meanwhile: Callable[[], None] | None = None,
+        whole: bool = True,
     ) -> float:
         """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on
-        every rank.
+        every rank; unless `whole` of this replica alone, which `clip` sums.
 
         `batches` are this replica's, as many on each where dp is sharded, as all gather weights together;
         `total` counts the trained tokens of all replicas; `key` is what dropout is drawn from; `meanwhile` is
@@ -153,11 +154,11 @@ class Runner:
         self._complete()
         if meanwhile is not None:
             meanwhile()
-        if self.plan.dp == 1:
+        if self.plan.dp == 1 or not whole:
             return float(loss)
-        whole = torch.tensor([float(loss)], dtype=torch.float64, device=self.mesh.device)
-        dist.all_reduce(whole, group=self.mesh.groups["dp"])
-        return float(whole)
+        summed = torch.tensor([float(loss)], dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(summed, group=self.mesh.groups["dp"])
+        return float(summed)
 
     def _through_stages(self, pipeline: Pipeline, batch: Batch, total: float, key: int | None) -> float:
         """One batch through the pipeline. torch takes gradients it finds on sharded stages for leftovers of a
@@ -218,25 +219,32 @@ class Runner:
 
     def clip(self, max_norm: float | None) -> float:
         """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they
-        exceed it.
+        exceed it. See `clip_with_loss`."""
+        return self.clip_with_loss(max_norm, 0.0)[0]
+
+    def clip_with_loss(self, max_norm: float | None, loss: float) -> tuple[float, float]:
+        """What `clip` gives, and the losses of all replicas summed, in one exchange. loss: of this replica.
 
         Streamed ones have been used by then, and are not scaled; without a backward pass in this step their
         norm is not a number.
         """
         if self.streamed is not None:
-            return float(self.streamed.grad_norm) if self.streamed.updated else math.nan
+            return float(self.streamed.grad_norm) if self.streamed.updated else math.nan, loss
         grads = {name: local(value.grad) for name, value in self.tuned.items() if value.grad is not None}
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for name, value in grads.items():
             norm = value.norm(dtype=torch.promote_types(value.dtype, torch.float32)).double()
             squares += norm.to(squares.device) ** 2 / self._copies(name)
         if self.plan.world > 1:
-            dist.all_reduce(squares)
+            own = squares.new_tensor(loss if self.speaks else 0.0)
+            both = torch.stack([squares, own])
+            dist.all_reduce(both)
+            squares, loss = both[0], float(both[1])
         total = math.sqrt(float(squares))
         process_group.check()  # the gradients of this step are those of all ranks
         if grads and max_norm is not None and math.isfinite(total) and total > max_norm:
             torch._foreach_mul_(list(grads.values()), max_norm / (total + 1e-6))
-        return total
+        return total, loss
 
     def _copies(self, name: str) -> int:
         """How many ranks hold the same piece of a tuned tensor."""
@@ -275,6 +283,16 @@ class Runner:
         )
         dist.all_reduce(whole)
         return [float(value) for value in whole]
+
+    def meet(self, values: Sequence[float], flags: Sequence[bool]) -> tuple[list[float], list[bool]]:
+        """What `sum` gives of `values` and `any` of `flags`, in one exchange."""
+        if self.plan.world == 1:
+            return list(values), list(flags)
+        own = [float(value) * self.speaks for value in values] + [float(flag) for flag in flags]
+        whole = torch.tensor(own, dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(whole)
+        found = whole.tolist()
+        return found[: len(values)], [bool(flag) for flag in found[len(values) :]]
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank raised it."""

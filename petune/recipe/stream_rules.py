@@ -42,6 +42,12 @@ def _only(name: str) -> _Row:
 
 STREAM_RULES: tuple[_Row, ...] = (
     (
+        ("data.stream", "task"),
+        lambda recipe: not _data(recipe, "stream") or recipe.task not in ("prefer", "embed"),
+        "rows of several texts are not streamed yet",
+        "set data.stream: false",
+    ),
+    (
         ("data.stream", "max_steps"),
         lambda recipe: not _data(recipe, "stream") or recipe.max_steps is not None,
         "a stream has no known end",

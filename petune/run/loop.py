@@ -118,7 +118,8 @@ class Loop:
         if self._evaluation_due() and self.progress.scored_step != self.progress.step:
             self._after_step()  # a stop, or the loss of a rank, cut this evaluation off
         while self.progress.step < self.steps.total and not self._ended_early():
-            self.check_stop()
+            self.saver.has_lost_folder()
+            self.step.check = self.stop.noted()
             self.saver.snapshots.check()
             first = not self.step.audit.updates
             with phase("first step, which prepares the kernels") if first else nullcontext():

@@ -70,8 +70,17 @@ class StopRequest:
         if self.name is not None:
             raise StopNow
 
+    def noted(self) -> Callable[[Callable[[Sequence[bool]], list[bool]]], None]:
+        """`check` as things stand now: a signal that comes later is heeded by the next one."""
+        name = self.name
+
+        def check(anyone: Callable[[Sequence[bool]], list[bool]]) -> None:
+            if anyone([name is not None])[0]:
+                raise StopAsked(name or "another process")
+
+        return check
+
     def check(self, anyone: Callable[[Sequence[bool]], list[bool]] = list) -> None:
         """Raise StopAsked if a stop has been asked for, here or in any process: `anyone` says so, and each of
         them must call this."""
-        if anyone([self.name is not None])[0]:
-            raise StopAsked(self.name or "another process")
+        self.noted()(anyone)

@@ -42,6 +42,7 @@ from petune.run.summary import explain_memory, peak_memory
 from petune.tasks import Example, class_weights, collate, count, pad_token_id
 
 _T = TypeVar("_T")
+Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it
 Generators = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -87,7 +88,9 @@ class Step:
     Each process of a group has one. described: the method in words; trained and all parameters. fingerprint:
     of the whole base, as all ranks agreed on it; None in one process. frozen: digest of the whole model's
     frozen tensors on the main one of several ranks, None elsewhere. base: what an activation cache knows the
-    backbone by, None without one. audit: watches nothing until it is replaced by `make_audit`.
+    backbone by, None without one. check: may end the run before a step; it is given what says whether any
+    process wants that, which is asked together with the count of trained tokens. audit: watches nothing
+    until it is replaced by `make_audit`.
     """
 
     def __init__(self, prepared: Prepared, mesh: Mesh | None = None) -> None:
@@ -97,6 +100,7 @@ class Step:
         self.keeper: Keeper = KeepsNothing()
         self.progress, self.audit = Progress(), Audit({}, {})
         self.cache: ActivationCache | None = None
+        self.check: Callable[[Anyone], None] = _nobody
         self.units, self.held_out = prepared.encoded.train, prepared.encoded.eval
         self.texts = len(self.units[0].texts)  # rows of the model that make an example
         seed_others(recipe.seed)
@@ -236,22 +240,23 @@ class Step:
     def take(self) -> dict[str, Any]:
         """Forward and backward over the next step's micro-batches, clip, update. Returns the record to log.
 
-        Raises TrainingFault, before the update, when loss or gradient is not finite, when no label of the
-        step is trained and for a spike that ends the run; where updates are made inside the backward pass, a
-        gradient that is not finite is found after them.
+        Raises what `check` does, before anything is done; TrainingFault, before the update, when loss or
+        gradient is not finite, when no label of the step is trained and for a spike that ends the run; where
+        updates are made inside the backward pass, a gradient that is not finite is found after them.
         """
         began, number, runner = time.perf_counter(), self.progress.step, self.runner
         process_group.at_step(number)
+        micro = self.micro_batches(number)
+        total = self._count(micro, self.check)
         self.look_at_cache()
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
         state.set_rate(self.optimizer, lr)
         for module in runner.modules:
             module.train()
-        micro = self.micro_batches(number)
         with self.explain_memory("forward and backward pass"):
-            loss = self.passes(micro, number)
-        norm = runner.clip(self.recipe.clip)
+            own = self._passes(micro, number, total, whole=False)
+        norm, loss = runner.clip_with_loss(self.recipe.clip, own)
         refuse_non_finite(
             loss, norm, number + 1, lambda: self._places(number), made=runner.streamed is not None
         )
@@ -274,13 +279,27 @@ class Step:
 
         Raises TrainingFault where no label is trained.
         """
-        total = self.runner.sum([sum(count(_real(batch), self.weights, self.texts) for batch in micro)])[0]
+        return self._passes(micro, number, self._count(micro, _nobody), whole=True)
+
+    def _count(self, micro: Sequence[Batch], check: Callable[[Anyone], None]) -> float:
+        """The trained tokens of a step, over all replicas."""
+        own, found = sum(count(_real(batch), self.weights, self.texts) for batch in micro), [0.0]
+
+        def anyone(flags: Sequence[bool]) -> list[bool]:
+            found[:], raised = self.runner.meet([own], flags)
+            return raised
+
+        check(anyone)
+        return found[0]
+
+    def _passes(self, micro: Sequence[Batch], number: int, total: float, *, whole: bool) -> float:
         if not total:
             remedy = "look at the rows with petune data"
             raise TrainingFault(
                 "every label of this step is masked", where=f"step {number + 1}", remedy=remedy
             )
-        return self.runner.backward(micro, total, self._dropout_key(number), self.keeper.begin)
+        key, meanwhile = self._dropout_key(number), self.keeper.begin
+        return self.runner.backward(micro, total, key, meanwhile, whole)
 
     def _update(self) -> None:
         self.audit.after_backward()
@@ -326,6 +345,10 @@ class Step:
             "tokens_per_s": round(tokens / max(seconds, 1e-9), 1),
             **({} if load is None else {"expert_load": round(load, 3)}),
         }
+
+
+def _nobody(anyone: Anyone) -> None:
+    anyone([])
 
 
 def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

@@ -18,6 +18,7 @@ import pytest
 
 import petune.files.atomic
 import petune.run.build
+import petune.tasks.kept
 from petune.errors import Stopped
 from petune.files.manifest import check_folder
 from petune.parallel.launch import beats, process_group
@@ -166,7 +167,7 @@ def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(
     monkeypatch.setattr(beats, "LOOKS", 48)
 
     def train(recipe: dict[str, Any]) -> None:
-        load = petune.run.build.load_rows
+        load = petune.tasks.kept.load_rows
 
         def lasting(*arguments: Any, **named: Any) -> Any:
             if process_group.started()[0] == rank:
@@ -177,7 +178,7 @@ def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(
                 time.sleep(0.001)
             return load(*arguments, **named)
 
-        petune.run.build.load_rows = lasting
+        petune.tasks.kept.load_rows = lasting
         run(recipe)
 
     recipe = small(tmp_path, "bert", "lora", parallel=PLANS["dp"])
