@@ -91,6 +91,7 @@ LONG_FILES = (
     "petune/parallel/launch/launcher.py",
     "petune/parallel/launch/process_group.py",
     "petune/parallel/plan.py",
+    "petune/parallel/runner.py",
     "petune/profiling/throughput.py",
     "petune/rng/dropout.py",
     "petune/saving/export.py",

@@ -144,7 +144,7 @@ def test_stages_hold_a_base_in_eight_bits_as_one_process_does(
 @pytest.mark.parametrize(
     ("plan", "method", "reason"),
     [
-        ("shard", {"name": "dora", "r": 2}, "is a Dora"),
+        ("shard", {"name": "dora", "r": 2, "dropout": 0.1}, "is a Dora"),
     ],
 )
 def test_single_modules_are_fused_where_no_block_is_under_a_plan(

@@ -16,6 +16,13 @@ KINDS = {
     "labels of tokens": lambda n: Example([5] * n, [MASKED] + [7] * (n - 1), f"d:{n}", n + 3),
     "a class": lambda n: Example([n, 2], n % 3, f"d:{n}", 2, token_types=[0, 1]),
     "a target": lambda n: Example([1] * n, [4, 2], "d:ü", n, has_target=True),
+    "several texts": lambda n: Example(
+        [1] * n,
+        [MASKED] + [2] * (n - 1),
+        f"d:{n}",
+        n,
+        others=(Example([3] * (n + 1), [MASKED] * n + [4], f"d:{n}", n + 9), Example([5], [6], f"d:{n}", 1)),
+    ),
     "packed": lambda n: Example([3] * n, [MASKED] * n, "d:1", n, positions=list(range(n))),
 }
 
@@ -34,7 +41,7 @@ def test_a_table_holds_the_examples_that_were_put_in(
         assert [found[at] for at in range(-8, 8)] == given * 2
         assert found[2:7:2] == given[2:7:2]
         assert len(found) == 8
-        assert found.sizes() == [len(one.input_ids) for one in given]
+        assert found.sizes() == [sum(len(text.input_ids) for text in one.texts) for one in given]
         with pytest.raises(IndexError):
             found[8]
 
