@@ -205,17 +205,17 @@ def _ahead(
     """A product of `m` sorted rows with its low-rank update."""
     if rank:
         yield "narrow", grouped(m, inputs, rank, experts.number, itemsize)
-    yield "matmul", grouped(m, inputs + rank, outputs, experts.number, itemsize)
+    yield "grouped", grouped(m, inputs + rank, outputs, experts.number, itemsize)
 
 
 def _back(
     experts: Experts, m: float, inputs: int, outputs: int, rank: int, trained: bool, itemsize: int
 ) -> Iterator[Charge]:
     """The way back through it, with the gradients of what trains."""
-    yield "matmul", grouped(m, outputs + rank, inputs, experts.number, itemsize)
+    yield "grouped", grouped(m, outputs + rank, inputs, experts.number, itemsize)
     if rank:
         yield "narrow", grouped(m, outputs, rank, experts.number, itemsize)
         for columns in (inputs, outputs):
             yield "narrow", grouped(m, columns, rank, experts.number, itemsize)
     if trained:
-        yield "matmul", grouped(m, outputs, inputs, experts.number, itemsize)
+        yield "grouped", grouped(m, outputs, inputs, experts.number, itemsize)

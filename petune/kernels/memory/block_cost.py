@@ -24,6 +24,8 @@ from petune.kernels.memory.shaped_program import needs_of, of_shape
 Keep = Level
 Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length
 NARROW = 0.75  # the share of the memory's rate that a product with few ranks reaches
+# the share of the matmuls' rate that those of 128 experts reach, about 512 rows each (benchmarks/grouped.py)
+GROUPED = 0.68
 
 # ------------------------------------------------------------------ devices
 
@@ -50,6 +52,7 @@ class Rates:
         rate = {
             "matmul": self.matmul,
             "matmul_fp8": self.matmul_fp8,
+            "grouped": self.matmul * GROUPED,
             "attention": _interpolated(self.attention, sequence),
             "attention_backward": _interpolated(self.attention_backward, sequence),
         }

@@ -13,8 +13,8 @@ from math import sqrt
 from typing import Literal
 
 # Of operation: which rate bounds it. Narrow: a product that reads or writes a large matrix and has few ranks,
-# on the memory's side.
-Kind = Literal["matmul", "matmul_fp8", "attention", "attention_backward", "narrow", "memory"]
+# on the memory's side. Grouped: products of rows in groups with weights of their own.
+Kind = Literal["matmul", "matmul_fp8", "grouped", "attention", "attention_backward", "narrow", "memory"]
 
 
 @dataclass(frozen=True)
