@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -172,14 +173,38 @@ def plan(run: RunFiles) -> Markup:
         for key in ("blocks", "heads", "columns", "tokens", "rows")
         if any(rank.get(key) for rank in ranks)
     ]
+    heard = _heard(run.ranks)
     rows = [
-        (str(at), *(setting(rank.get(key)) for key in keys), *([size(peaks[at])] if at in peaks else []))
+        (
+            str(at),
+            *(setting(rank.get(key)) for key in keys),
+            *([size(peaks[at])] if at in peaks else []),
+            *(heard.get(at, ("",) * len(HEARD)) if heard else ()),
+        )
         for at, rank in enumerate(ranks)
     ]
-    heads = ("rank", *keys, *(["peak memory"] if peaks else []))
+    heads = ("rank", *keys, *(["peak memory"] if peaks else []), *(HEARD if heard else ()))
     words = f"{found.get('words')}: what each process holds."
     holds = table(heads, rows, caption=words, numbers=range(2, len(heads)))
     return section("Parallel plan", holds, _schedule(run))
+
+
+HEARD = ("device", "step", "s a step", "peak so far", "heard")  # of a rank of a run in progress
+
+
+def _heard(told: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
+    """What ranks last said of themselves, by rank; of those that the first rank hears."""
+    at, ranks = told.get("at"), told.get("ranks")
+    since = max(0.0, time.time() - at) if is_number(at) else 0.0
+    found = {}
+    for one in ranks if isinstance(ranks, list) else ():
+        if not isinstance(one, Mapping) or not all(map(is_number, map(one.get, ("rank", "age_s", "step")))):
+            continue
+        work = one.get("work")
+        seconds, peak, device = work if isinstance(work, list) and len(work) == 3 else (None, None, "")
+        age = f"{one['age_s'] + since:.0f} s ago"
+        found[int(one["rank"])] = str(device), figure(one["step"] + 1), figure(seconds), size(peak), age
+    return found
 
 
 def _schedule(run: RunFiles) -> Markup:

@@ -88,6 +88,11 @@ class RunFiles:
         return self._json("forecast.json")
 
     @cached_property
+    def ranks(self) -> dict[str, Any]:
+        """How the ranks of a run in progress are, and when that was; empty for every other."""
+        return self._json("ranks.json") if self.state == "running" else {}
+
+    @cached_property
     def answers(self) -> dict[str, Any]:
         """Held-out rows with the answers of the untouched base and the tuned model."""
         return self._json("answers.json")

@@ -27,7 +27,10 @@ from petune.report.words import figure
 HOST = "127.0.0.1"
 FRAGMENT = "fragment"  # in place of the page: what is inside it
 _OVERLAID = 8  # runs in progress whose curves the first page shows
-_CHANGING = ("metrics.jsonl", "summary.json", "setup.json", "eval.json", "answers.json", "forecast.json")
+_CHANGING = (
+    *("metrics.jsonl", "summary.json", "setup.json", "ranks.json"),
+    *("eval.json", "answers.json", "forecast.json"),
+)
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",

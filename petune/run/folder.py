@@ -45,7 +45,7 @@ _RESOLVED, _SUMMARY, _REPLACING = "resolved.yaml", "summary.json", ".replacing"
 _LASTING = ("recipe.yaml", _RESOLVED, _REPLACING)
 _PASSING = (
     *(*APPENDED, _SUMMARY, "env.json", "setup.json", "loss.png", "eval.json", "README.md", "best"),
-    *("report.html", "forecast.json", "answers.json"),
+    *("report.html", "forecast.json", "answers.json", "ranks.json"),
 )
 ACTIVATIONS = "activations"  # of frozen blocks, until the run is done
 _WRITTEN = ("checkpoints", "tuned", ACTIVATIONS)  # by the run, which holds the lock

@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from petune.errors import Stopped
 from petune.log import phase
 from petune.parallel import Mesh
 from petune.parallel.launch import process_group
-from petune.run import distributed
+from petune.run import distributed, rank_health
 from petune.run.activations import caching
 from petune.run.build import Prepared
 from petune.run.callbacks import Callbacks
@@ -66,8 +66,18 @@ class Loop:
 
     def run(self, resume: bool | str | Path, allow_change: Collection[str] = ()) -> None:
         """From wherever the run stands to its end. Raises Stopped after a signal, once the state is saved."""
-        with self.saver.working(), caching(self.step, self.folder.path, self.reporter.note):
+        with (
+            self.saver.working(),
+            caching(self.step, self.folder.path, self.reporter.note),
+            self._ranks_told(),
+        ):
             self._run(resume, allow_change)
+
+    def _ranks_told(self) -> AbstractContextManager[None]:
+        """How the ranks are, told to pages of the run by the first of several."""
+        if self.runner.plan.world == 1 or not self.runner.mesh.main:
+            return nullcontext()
+        return rank_health.told(self.folder.path, lambda: self.folder.is_lost(self.saver.run_id))
 
     def _run(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
         self.allow_change = allow_change

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def test_a_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
     for title in ("Curves", "Evaluation", "Data", "What was asked", "Memory", "Environment", "Commands"):
         assert title in page.text
     assert "Warnings" not in page.text and "cannot be shown" not in page.text
+
+
+@pytest.mark.parametrize(
+    "told", ["[]", '{"ranks": 3}', '{"at": "x", "ranks": [{"rank": "1"}, 7, {"rank": 1}]}']
+)
+def test_a_run_in_progress_shows_how_its_ranks_are_as_far_as_that_is_known(told: str, tmp_path: Path) -> None:
+    ranks = [{"blocks": "decoder 0-3"}, {"blocks": "decoder 4-7"}]
+    facts = {"plan": {"words": "pp 2", "world": 2, "ranks": ranks}}
+    folder = write_run(tmp_path / "run", finished=False, facts=facts)
+    heard = [
+        {"rank": 0, "age_s": 0.0, "step": 2, "work": [0.5, 3 << 30, "cuda:0"]},
+        {"rank": 1, "age_s": 42.0, "step": 1, "work": None},
+    ]
+    write_json(folder / "ranks.json", {"at": time.time(), "ranks": heard})
+    with RunLock(folder):
+        text = parsed(folder).text
+        assert re.search(r"cuda:0 3 .* 4[2-9] s ago", text[text.index("Parallel plan") :]), text
+        (folder / "ranks.json").write_text(told)
+        assert "decoder 4-7" in (text := parsed(folder).text) and "cuda:0" not in text
+    write_json(folder / "ranks.json", {"at": time.time(), "ranks": heard})
+    assert "cuda:0" not in parsed(folder).text
 
 
 def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
