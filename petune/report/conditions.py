@@ -196,7 +196,7 @@ def _heard(told: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
     """What ranks last said of themselves, by rank; of those that the first rank hears."""
     at, ranks = told.get("at"), told.get("ranks")
     since = max(0.0, time.time() - at) if is_number(at) else 0.0
-    found = {}
+    found: dict[int, tuple[str, ...]] = {}
     for one in ranks if isinstance(ranks, list) else ():
         if not isinstance(one, Mapping) or not all(map(is_number, map(one.get, ("rank", "age_s", "step")))):
             continue
