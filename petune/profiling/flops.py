@@ -86,6 +86,7 @@ FORMULAS = {  # what torch's registry lacks, counts in newer releases only, or c
         for way, formula in (("", _attention), ("_backward", _attention_backward))
     },
     aten.addmm: _addmm,
+    aten.addmm_: _addmm,
     aten._flash_attention_forward: _flash,
     aten._flash_attention_backward: _flash_backward,
 }

@@ -65,6 +65,7 @@ class FakeRun:
 
     folder: Path
     recipe: Any
+    dense_base: Any = ()
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     session: FakeChat = field(default_factory=FakeChat)
     verify_base: bool = False

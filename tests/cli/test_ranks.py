@@ -78,7 +78,7 @@ def test_the_bar_has_ranks_below_it_where_there_is_a_plan(monkeypatch: pytest.Mo
 @pytest.mark.forks
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
 def test_a_plan_shows_its_ranks_on_a_terminal_and_lines_in_a_pipe(tmp_path: Path, terminal: bool) -> None:
-    changes = {"epochs": 100, "max_steps": 20, "save_every": 100, "eval_every": 100, "report": False}
+    changes = {"epochs": 100, "max_steps": 120, "save_every": 500, "eval_every": 500, "report": False}
     recipe = as_yaml(tmp_path / "mine.yaml", settings(tmp_path, parallel="dp", **changes))
     ours, theirs = pty.openpty() if terminal else os.pipe()
     if terminal:
@@ -93,7 +93,7 @@ def test_a_plan_shows_its_ranks_on_a_terminal_and_lines_in_a_pipe(tmp_path: Path
     rows = re.findall(
         r"(?m)^ *([01]) +cpu .*?of rows +(\d+) +(\d+\.\d\d) +(\S+ \wiB) +(here|\d+\.\d s ago)", shown
     )
-    assert "20/20" in shown and ("━" in shown) == terminal and ("grad" in shown) != terminal
+    assert "120/120" in shown and ("━" in shown) == terminal and ("grad" in shown) != terminal
     if not terminal:
         assert not rows and "\x1b" not in said
         return

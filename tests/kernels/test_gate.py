@@ -20,7 +20,7 @@ from tests.kernels.gate import SHARED, Compiled, gate, modules
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_kernel_compiles_and_fits_and_attention_spills_no_register() -> None:
+def test_every_kernel_compiles_and_fits_and_attention_of_narrow_heads_spills_nothing() -> None:
     found = gate()
     assert {row.kernel.partition(".")[0] for row in found} <= {name.rpartition(".")[2] for name in modules()}
     assert [f"{row.kernel} sm_{row.arch} {row.constexprs}: {row.error}" for row in found if row.error] == []
@@ -29,8 +29,10 @@ def test_every_kernel_compiles_and_fits_and_attention_spills_no_register() -> No
     assert len({row.kernel for row in attention}) == 4
     # before it, forms of 64 columns spill up to 32 bytes
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
-        # what it keeps in registers stays there, on Hopper
-        assert [row for row in attention if row.arch == 90 and row.spilled] == []
+        # what it keeps in registers stays there, on Hopper; of wider heads the two sums of a backward pass do
+        # not, and are twice as fast all the same with half the warps (benchmarks/RESULTS.md)
+        narrow = [row for row in attention if row.arch == 90 and "D=64 " in row.constexprs]
+        assert narrow and [row for row in narrow if row.spilled] == []
 
 
 FAULTY = """

@@ -21,6 +21,7 @@ from petune.estimate.forecast import sketch
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import of_shape, remade
+from petune.profiling.flops import FORMULAS
 from petune.profiling.throughput import (
     ALL,
     CHECKPOINT,
@@ -40,7 +41,7 @@ from tests.small_runs import settings, write_model
 from tests.written_recipes import recipe_of
 
 ROOT = Path(__file__).parents[2]
-MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
+MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm}
 
 
 def example(tokens: int, **changes: Any) -> Example:
@@ -60,7 +61,7 @@ def dispatched(model: Any, tokens: int) -> int:
     """FLOP of the matrix products torch dispatches in a step of the blocks, attention's own left out, the
     input needing a gradient."""
     hidden = torch.randn(1, tokens, 64, requires_grad=True)
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
     with counter:
         model(inputs_embeds=hidden).last_hidden_state.sum().backward()
     return sum(count for kind, count in counter.get_flop_counts()["Global"].items() if kind in MATMULS)

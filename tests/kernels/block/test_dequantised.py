@@ -110,11 +110,11 @@ def test_blocks_that_are_unfused_or_decline_a_call_compute_the_same(base_dtype: 
     unfuse(other)
     inputs = batch("llama-causal")
     (loss, found), (expected, wanted) = gradients(other, inputs), gradients(plain, inputs)
-    assert torch.equal(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # unfused LoRA sums in another order
     assert_same_gradients(found, wanted, 1e-6)
     with torch.no_grad():
         one, two = (model.eval()(**inputs, use_cache=True).logits for model in (held, plain))
-    assert torch.equal(one, two)
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("base_dtype", NAMES)

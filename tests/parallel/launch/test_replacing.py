@@ -88,7 +88,8 @@ def die() -> None:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the launcher says."""
     lines: list[str] = []
-    monkeypatch.setattr("petune.run.distributed.say", lines.append)
+    for place in ("distributed", "train"):
+        monkeypatch.setattr(f"petune.run.{place}.say", lines.append)
     return lines
 
 
