@@ -85,6 +85,8 @@ def test_a_plan_shows_its_ranks_on_a_terminal_and_lines_in_a_pipe(tmp_path: Path
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     words = [sys.executable, "-c", "from petune_cli.main import app; app()", "train", str(recipe)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES"):  # of another terminal
+        environment.pop(name, None)
     with subprocess.Popen(words, stdout=theirs, stderr=theirs, env=environment) as running:
         os.close(theirs)
         said = _read(ours)
