@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from petune.parallel.launch.beats import Health
 
 ROWS = 16  # ranks that are shown at the most
-LATE_S = 3.0  # without a beat, from when on a rank is shown in red
 HEADS = ("rank", "device", "holds", "step", "s/step", "peak memory", "heard")
 
 
@@ -45,14 +44,16 @@ def panel(health: Sequence[Health], ranks: Sequence[Mapping[str, Any]]) -> Table
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    first = sorted(health, key=lambda one: (one.age_s < LATE_S, one.rank))[:ROWS]
+    from petune.parallel.launch.beats import SILENT_S
+
+    first = sorted(health, key=lambda one: (one.age_s < SILENT_S, one.rank))[:ROWS]
     shown = sorted(first, key=lambda one: one.rank)
     more = len(ranks) - len(shown)
     caption = f"and {more} more, of whom none is late" if more > 0 else None
     table = Table(*HEADS, box=SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False)
     for one in shown:
         holds = share(ranks[one.rank]) if one.rank < len(ranks) else ""
-        table.add_row(*cells(one, holds), style="red" if one.age_s >= LATE_S else None)
+        table.add_row(*cells(one, holds), style="red" if one.age_s >= SILENT_S else None)
     return table
 
 

@@ -12,6 +12,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from petune.errors import MachineError
 from petune.files.safetensors import writing
@@ -67,15 +68,12 @@ class RunLock:
         ended."""
         owner = os.pread(fd, 400, 0).decode(errors="replace").strip()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = _locked(fd)
         except BlockingIOError:
             self._refuse(owner)
-        except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-                raise
-            if owner and not _has_ended(owner):
-                self._refuse(owner)
-        if not os.path.lexists(self.path) or not os.path.samestat(os.fstat(fd), os.lstat(self.path)):
+        if not alone and owner and not _has_ended(owner):
+            self._refuse(owner)
+        if not _is_at(fd, self.path):
             os.close(fd)
             return
         if owner:
@@ -85,7 +83,7 @@ class RunLock:
         self._fd = fd
         _held.add(self)
 
-    def _refuse(self, owner: str) -> None:
+    def _refuse(self, owner: str) -> NoReturn:
         remedy = f"wait for it, end it, or give another `out`; if it cannot be running, delete {self.path}"
         raise MachineError(
             f"another run is using this folder: {owner or 'unknown process'}",
@@ -123,15 +121,14 @@ class WaitingLock:
         with writing(self.path):
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _locked(fd)
             except BlockingIOError:
                 os.close(fd)
                 return False
-            except OSError as error:
-                if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-                    os.close(fd)
-                    raise
-            if not os.path.lexists(self.path) or not os.path.samestat(os.fstat(fd), os.lstat(self.path)):
+            except OSError:
+                os.close(fd)
+                raise
+            if not _is_at(fd, self.path):
                 os.close(fd)  # whoever held it has removed it meanwhile
                 return False
         self._fd = fd
@@ -155,6 +152,23 @@ class WaitingLock:
             os.close(self._fd)
             self._fd = None
             _held.discard(self)
+
+
+def _locked(fd: int) -> bool:
+    """Lock an open file; False on a file system without flock. Raises BlockingIOError for one that is locked
+    already."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+            raise
+        return False
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one at `path` still."""
+    return os.path.lexists(path) and os.path.samestat(os.fstat(fd), os.lstat(path))
 
 
 _held: weakref.WeakSet[RunLock | WaitingLock] = weakref.WeakSet()

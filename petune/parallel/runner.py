@@ -276,13 +276,7 @@ class Runner:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums of what the ranks that speak have counted, on every rank."""
-        if self.plan.world == 1:
-            return list(values)
-        whole = torch.tensor(
-            [float(value) * self.speaks for value in values], dtype=torch.float64, device=self.mesh.device
-        )
-        dist.all_reduce(whole)
-        return [float(value) for value in whole]
+        return self.meet(values, ())[0]
 
     def meet(self, values: Sequence[float], flags: Sequence[bool]) -> tuple[list[float], list[bool]]:
         """What `sum` gives of `values` and `any` of `flags`, in one exchange."""
@@ -296,11 +290,7 @@ class Runner:
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank raised it."""
-        if self.plan.world == 1:
-            return list(flags)
-        whole = torch.tensor([float(flag) for flag in flags], device=self.mesh.device)
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
-        return [bool(flag) for flag in whole]
+        return self.meet((), flags)[1]
 
     def gather(self, value: float) -> list[float]:
         """Every rank's value, in the order of ranks."""

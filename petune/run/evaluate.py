@@ -108,6 +108,18 @@ def scorer_of(recipe: Recipe, task: Task, labels: Sequence[str] = (), rows: Sequ
     return PreferenceScorer(recipe.prefer) if task.name == "prefer" else Scorer(task.name, labels)
 
 
+def answered(
+    ask: Ask, rows: Iterable[Batch | None], check: Callable[[], None]
+) -> Iterator[tuple[Tensor, Batch]]:
+    """The logits of each batch, with the batch beside them, without rows that count for nothing. `check` runs
+    before each batch and may raise; None is a batch this process has no part in."""
+    for batch in rows:
+        check()
+        logits = None if batch is None else ask(batch)
+        if batch is not None and logits is not None:
+            yield real_rows(logits, to_device(batch, logits.device))
+
+
 def scored(
     ask: Ask,
     rows: Iterable[Batch | None],
@@ -115,14 +127,9 @@ def scored(
     add: Add = _unchanged,
     check: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """What `scorer` is when it has seen all `rows`. `check` runs before each batch and may raise; None is a
-    batch this process has no part in. Raises TrainingFault when a score is not finite."""
-    for batch in rows:
-        check()
-        logits = None if batch is None else ask(batch)
-        if batch is None or logits is None:
-            continue
-        logits, batch = real_rows(logits, to_device(batch, logits.device))
+    """What `scorer` is when it has seen all `rows`, which are asked as by `answered`. Raises TrainingFault
+    when a score is not finite."""
+    for logits, batch in answered(ask, rows, check):
         scorer.look(logits, batch)
     whole = scorer.whole(add(scorer.numbers()))
     scores = whole.result()

@@ -17,7 +17,7 @@ from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.wrapped import tuning
 from petune.parallel import Batch
-from petune.run.evaluate import Add, Ask, real_rows, to_device
+from petune.run.evaluate import Add, Ask, answered
 from petune.tasks import Example
 from petune.tasks.prefer_loss import text_scores, token_losses
 
@@ -36,12 +36,7 @@ def referred(
     the numbers of their texts; `add` and `check` as in `evaluate.scored`."""
     found = [0.0] * sum(len(unit.texts) for unit in units)
     begun = 0
-    for batch in rows:
-        check()
-        logits = None if batch is None else ask(batch)
-        if batch is None or logits is None:
-            continue
-        logits, batch = real_rows(logits, to_device(batch, logits.device))
+    for logits, batch in answered(ask, rows, check):
         scores, _ = text_scores(token_losses(logits, batch), batch["labels"])
         places = batch["rows"].tolist() if "rows" in batch else range(begun, begun + len(scores))
         begun += len(scores)

@@ -268,7 +268,7 @@ class Step:
         if found is not None and not trained:
             back = self._leave_out(found, number, generators)
         seconds = time.perf_counter() - began
-        process_group.worked(seconds, peak_memory(self.place.device), str(self.place.device))
+        process_group.worked(seconds, partial(peak_memory, self.place.device), str(self.place.device))
         record = self._record(loss, norm, lr, seconds, trained)
         if found is not None:
             record |= spike_record(self.recipe.on_spike, found, self._places(number), back)

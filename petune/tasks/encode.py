@@ -90,7 +90,7 @@ def encode(
             _Side.of(_portions(side, coder, find_task(task)), vocab_size) for side in (rows.train, rows.eval)
         ]
     for side in sides:
-        _check_ids(side, vocab_size)
+        refuse_beyond(side.beyond, vocab_size)
     _check_left(sides[0], coder, "train")
     if sides[1].rows:
         _check_left(sides[1], coder, "eval")
@@ -148,11 +148,18 @@ class _Side:
                 side.lost = portion[targets.index(0)]
             side.targets += filter(None, targets)
             side.tokens += sum(example.tokens for example in left)
-            if vocab_size is not None and side.beyond is None:
-                side.beyond = next((one for one in portion if _highest(one) >= vocab_size), None)
+            if side.beyond is None:
+                side.beyond = beyond(portion, vocab_size)
             batches += Examples.of(left).batches
         side.left = Examples(batches)
         return side
+
+
+def beyond(examples: Iterable[Example], vocab_size: int | None) -> Example | None:
+    """The first with a token beyond the vocabulary, or None."""
+    return (
+        None if vocab_size is None else next((one for one in examples if _highest(one) >= vocab_size), None)
+    )
 
 
 def _highest(example: Example) -> int:
@@ -221,13 +228,14 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _check_ids(side: _Side, vocab_size: int | None) -> None:
-    if side.beyond is not None:
+def refuse_beyond(example: Example | None, vocab_size: int | None) -> None:
+    """Raise FileError for what `beyond` has found."""
+    if example is not None:
         raise FileError(
             "the tokenizer does not belong to the model: a token has no row in the embedding",
-            where=side.beyond.where,
+            where=example.where,
             expected=f"ids below {vocab_size}",
-            found=str(_highest(side.beyond)),
+            found=str(_highest(example)),
             remedy="take the tokenizer of this model",
         )
 

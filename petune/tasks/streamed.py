@@ -13,15 +13,15 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petune.errors import DataError, FileError, UsageError
+from petune.errors import DataError, UsageError
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
-from petune.tasks.encode import Encoded, encode, make_coder
+from petune.tasks.encode import Encoded, beyond, encode, make_coder, refuse_beyond
 from petune.tasks.examples import Coder, Example, whole_tokenizer
 from petune.tasks.formats import Layout, detect
 from petune.tasks.objects import DataObject
@@ -68,18 +68,9 @@ class Streamed:
         if self._last is None or self._last[0] != (first, count):
             with whole_tokenizer(self.coder.tokenizer):
                 found = self.task.encode(self._rows(first, count), self.coder)
-            self._check_ids(found)
+            refuse_beyond(beyond(found, self.vocab_size), self.vocab_size)
             self._last = (first, count), found
         return self._last[1]
-
-    def _check_ids(self, examples: Sequence[Example]) -> None:
-        for one in examples:
-            labels = one.labels if isinstance(one.labels, list) else []
-            highest = max((*one.input_ids, *labels), default=0)
-            if self.vocab_size is not None and highest >= self.vocab_size:
-                what = "the tokenizer does not belong to the model: a token has no row in the embedding"
-                expected, remedy = f"ids below {self.vocab_size}", "take the tokenizer of this model"
-                raise FileError(what, where=one.where, expected=expected, found=str(highest), remedy=remedy)
 
     # ------------------------------------------------------------ the order
 
@@ -118,7 +109,7 @@ class Streamed:
 
     def one_pass(self) -> Iterator[Row]:
         """The good rows of one pass over the files, at most `max_rows`."""
-        rows = (row for row in read(self.source, "train", self.layout, self.task.name, self.config))
+        rows = read(self.source, "train", self.layout, self.task.name, self.config)
         return itertools.islice((row for row in rows if identity(row) not in self.held), self.config.max_rows)
 
 

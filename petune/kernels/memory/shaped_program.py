@@ -19,8 +19,8 @@ def of_shape(shape: BlockShape) -> Program:
 
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
-    linears = len(program.bottlenecks) + sum(len(group.paths) for group in program.groups)
-    tensors = TENSORS * linears + OF_MIXTURE * len(program.mixtures) + 2 * len(program.norms)
+    tensors = TENSORS * sum(len(group.paths) for group in program.groups)
+    tensors += 4 * len(program.bottlenecks) + OF_MIXTURE * len(program.mixtures) + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -229,10 +229,10 @@ def at_step(step: int) -> None:
         _session.pulse.own.step = step
 
 
-def worked(seconds: float, peak: int, device: str) -> None:
+def worked(seconds: float, peak: Callable[[], int], device: str) -> None:
     """Note what the last step took here, and the most bytes held: rank 0 shows it, where ranks are few."""
     if _session is not None and _session.place.world <= beats.SHOWN:
-        _session.pulse.own.work = round(seconds, 3), peak, device
+        _session.pulse.own.work = round(seconds, 3), peak(), device
 
 
 def health() -> list[Health]:
