@@ -27,9 +27,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.crossings import leave_to_long
 from tests.marks import marks_of
+
+# The same examples on every machine; `make test-long` draws fresh ones (--hypothesis-profile=default).
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 PETUNE = str(Path(__file__).parent.parent / "petune")
 COMPILERS = ("/torch/_inductor/", "/torch/_dynamo/", "/torch/_functorch/")  # they read caches of their own

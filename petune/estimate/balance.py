@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 from petune.errors import MachineError, UsageError
@@ -70,18 +72,48 @@ def partition(total: int, ranks: int, cost: Callable[[int, int, int], float], wh
 
 
 def _filled(total: int, ranks: int, cost: Callable[[int, int, int], float], limit: float) -> list[int] | None:
-    """Units in order, each rank with as many as it does within the limit; None where some are left."""
-    counts, start = [], 0
+    """Units in order, each rank with what it does within the limit, the first ones with the most; None where
+    some are left.
+
+    As many as a rank can is not always best: the next has to begin with a unit that is small enough for it.
+    So every place is followed where a rank can begin.
+    """
+
+    def fits(rank: int, start: int, end: int) -> bool:
+        return _within(cost(rank, start, end), limit)
+
+    starts = [[range(1)]]
     for rank in range(ranks):
-        end = start + 1
-        if not _within(cost(rank, start, end), limit):
-            return None
-        most = total - (ranks - 1 - rank)
-        while end < most and _within(cost(rank, start, end + 1), limit):
-            end += 1
+        starts.append(_ends(starts[-1], total - (ranks - 1 - rank), partial(fits, rank)))
+    end, counts = total, []
+    if not any(total in one for one in starts[-1]):
+        return None
+    for places in reversed(starts[:-1]):
+        start = max(min(one[-1], end - 1) for one in places if one[0] < end)
         counts.append(end - start)
-        start = end
-    return counts if start == total else None
+        end = start
+    return counts[::-1]
+
+
+def _ends(starts: list[range], most: int, fits: Callable[[int, int], bool]) -> list[range]:
+    """Where a rank can end, at `most` at the latest, that begins at one of the starts; ranges in order."""
+
+    def furthest(start: int) -> int:
+        return start + bisect_left(range(start + 1, most + 1), True, key=lambda end: not fits(start, end))
+
+    ends: list[range] = []
+    for places in starts:
+        start = places[0]
+        while start <= places[-1]:
+            # Every unit up to the furthest end fits alone, so the rank can begin at each of them.
+            last = max(start, min(furthest(start) - 1, places[-1]))
+            first, stop = start + 1, furthest(last) + 1
+            if ends and first <= ends[-1].stop:  # which is never beyond this one
+                first = ends.pop().start
+            if first < stop:
+                ends.append(range(first, stop))
+            start = last + 1
+    return ends
 
 
 def _within(seconds: float, limit: float) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from petune.errors import MachineError, UsageError
@@ -45,6 +45,7 @@ def test_no_other_division_is_done_sooner(speeds: list[float], total: int, most:
     st.lists(st.floats(0.2, 8), min_size=2, max_size=3),
     st.integers(2, 8),
 )
+@example([1, 1, 2, 1], [1, 0.5, 1], 2)  # the first leaves a unit that it has time for
 def test_no_other_stretches_are_done_sooner(work: list[float], speeds: list[float], most: int) -> None:
     def cost(rank: int, start: int, end: int) -> float:
         return sum(work[start:end]) / speeds[rank] if end - start <= most else math.inf
