@@ -11,6 +11,7 @@ from petune.kernels.fuse import fuse, fused_blocks
 from petune.methods import tune
 from petune.methods.configs import make_config
 from petune.models import family_of
+from petune.models.quantise import quantise_blocks
 from tests.methods.zoo import SETTINGS, tiny
 
 MODELS = {
@@ -44,7 +45,9 @@ def of_blocks(model: str, method: str, base: str | None, notes: Notes, **changes
     made = tiny(model, **changes)
     try:
         tune(made, make_config(method, SETTINGS.get(method, {})))
-        done = fuse(made, family_of(made), "reference", base_dtype=base)  # type: ignore[arg-type]
+        if base is not None:
+            quantise_blocks(made, family_of(made), base)
+        done = fuse(made, family_of(made), "reference")
     except PetuneError as error:
         found = error.problems[0]
         reason = shortened(found.found or found.what)

@@ -69,7 +69,7 @@ def of_plan(plan: Any, asked: dict[str, Any], notes: Notes) -> str:
 ASKED: dict[str, dict[str, Any]] = {
     "fused blocks": {},
     "`memory`": {"memory": "input"},
-    "`base_dtype`": {"base_dtype": "nf4"},
+    "fused over `base_dtype`": {"base_dtype": "nf4"},
     "`cache: true` (side)": {"method": "side", "cache": True},
 }
 

@@ -110,7 +110,7 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {  # over what the recipe of family and
 }
 VARIANTS: dict[str, dict[str, Any]] = {  # of a family's recipe of lora
     "rslora": {"method": {"name": "lora", "r": 64, "alpha": 16, "rslora": True}},
-    "qlora": {"base_dtype": "nf4", "kernels": "reference"},  # as a CPU can, too
+    "qlora": {"base_dtype": "nf4"},
     "dora": {"method": "dora"},
 }
 KINDS: dict[str, dict[str, Any]] = {  # of a recipe: other settings of its method

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -164,9 +163,11 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
         tune(model, recipe.method)
         for parameter in () if streams(recipe) else tuned_parameters(model).values():
             parameter.data = parameter.data.float()
-        if recipe.base_dtype is not None and family is not None:
-            with suppress(UsageError):  # what a run would refuse is said where blocks are fused
+        if recipe.base_dtype is not None:
+            try:
                 quantise_blocks(model, family, recipe.base_dtype)
+            except UsageError as error:
+                raise placed(error, recipe) from None
     work = Pass(
         rows=recipe.batch_size * task.texts,
         tokens=_tokens(recipe, config, family),
@@ -180,6 +181,17 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
         streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
     )
     return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)
+
+
+def placed(error: UsageError, recipe: Recipe) -> UsageError:
+    """The same, where the recipe has the key it is about."""
+    keys = [one.where or "memory" for one in error.problems]
+    return UsageError(
+        [
+            replace(one, what=f"{key}: {one.what}", where=recipe.where(key))
+            for key, one in zip(keys, error.problems, strict=True)
+        ]
+    )
 
 
 def _shallow(config: Any, blocks: int) -> Any:

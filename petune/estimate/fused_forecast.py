@@ -17,7 +17,7 @@ from torch import nn
 
 from petune.errors import UsageError
 from petune.estimate.footprint import held_by, standing
-from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch
+from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch, placed
 from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig
@@ -199,7 +199,7 @@ def policy_for(
             passes=passes if passes * len(fused) > 1 else 1,
         )
     except UsageError as error:
-        raise _placed(error, recipe) from None
+        raise placed(error, recipe) from None
 
 
 def _without_device(recipe: Recipe) -> str:
@@ -223,17 +223,6 @@ def _host(config: MemoryConfig, memory: int, device: str) -> int:
     """Bytes of host memory that may be pinned."""
     here = torch.cuda.is_available() and torch.cuda.get_device_name() == device
     return pinnable(config) if here or config.host is not None else HOST * memory
-
-
-def _placed(error: UsageError, recipe: Recipe) -> UsageError:
-    """The same, where the recipe has the key it is about."""
-    keys = [one.where or "memory" for one in error.problems]
-    return UsageError(
-        [
-            replace(one, what=f"{key}: {one.what}", where=recipe.where(key))
-            for key, one in zip(keys, error.problems, strict=True)
-        ]
-    )
 
 
 # ---------------------------------------------------------------- what would be fused
@@ -260,10 +249,10 @@ def _fused(drawn: Sketch, plan: ParallelPlan, at: Coordinate = FIRST) -> Sequenc
         return plan.unfused
     models = _parts(drawn, plan, at)
     try:
-        done = fuse_stages(models, drawn.family, "reference", recipe.memory, recipe.base_dtype)
+        done = fuse_stages(models, drawn.family, "reference", recipe.memory)
     except UsageError as error:
-        if recipe.kernels != "auto" or recipe.base_dtype is not None or streams(recipe):
-            raise _placed(error, recipe) from None
+        if recipe.kernels != "auto" or streams(recipe):
+            raise placed(error, recipe) from None
         return str(error.problems[0].found)
     if not done.blocks:
         return "; ".join(done.reasons)

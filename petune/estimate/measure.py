@@ -103,7 +103,7 @@ def _runner(drawn: Sketch, device: torch.device) -> Callable[[int], None]:
     """A forward and a backward pass over so many rows."""
     model, recipe = drawn.model.train(), drawn.recipe
     if recipe.kernels != "off" and not recipe.compile and device.type == "cuda":
-        fuse(model, drawn.family, recipe.kernels, recipe.memory, recipe.base_dtype)
+        fuse(model, drawn.family, recipe.kernels, recipe.memory)
     for value in model.parameters():
         if value.requires_grad and value.dim() > 1:
             torch.nn.init.normal_(value, std=0.02)

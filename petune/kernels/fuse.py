@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from petune.kernels.block.module import FusedBlock, fused_class
 from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.specs import spec_of
 from petune.kernels.block.unpad import Unpadded, leave_padding_out, owner_of
-from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
+from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.head.hooks import fuse_head, unfuse_head
@@ -33,7 +33,6 @@ from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.frozen_weight import QuantisedWeight, bytes_in
-from petune.models.quantise import quantise_layers
 from petune.models.sharded import shards_of
 from petune.models.spec import Family
 from petune.models.stack import Stack, disown_stacks, ends_here, own_stacks, stacks_in, unownable
@@ -61,7 +60,6 @@ class Plan:
 
     ops: Ops
     memory: MemoryConfig
-    base_dtype: BaseDtype | None
     store: Store
     models: Sequence[nn.Module]
     in_flight: float
@@ -78,18 +76,16 @@ def fuse(
     family: Family | None,
     kernels: KernelsName = "auto",
     memory: MemoryConfig | None = None,
-    base_dtype: BaseDtype | None = None,
     device: torch.device | None = None,
 ) -> Fused:
     """Fuse what can be fused on the device the model computes on: blocks, else single modules, and the loss
     head. Idempotent.
 
-    memory: what blocks keep for the backward pass; None: chosen. base_dtype: "fp8" quantises frozen weights
-    of the blocks (not exact). device: where it will compute; None: where it is. Raises UsageError where what
-    is asked for cannot be: kernels "triton" without a device for it, either by name where nothing can be
-    fused, base_dtype without fused blocks, memory.stream without all of them.
+    memory: what blocks keep for the backward pass; None: chosen. device: where it will compute; None: where
+    it is. Raises UsageError where what is asked for cannot be: kernels "triton" without a device for it,
+    either by name where nothing can be fused, memory.stream without all blocks fused.
     """
-    return fuse_stages([model], family, kernels, memory, base_dtype, device)
+    return fuse_stages([model], family, kernels, memory, device)
 
 
 def fuse_stages(
@@ -97,7 +93,6 @@ def fuse_stages(
     family: Family | None,
     kernels: KernelsName = "auto",
     memory: MemoryConfig | None = None,
-    base_dtype: BaseDtype | None = None,
     device: torch.device | None = None,
     in_flight: float = 1.0,
 ) -> Fused:
@@ -115,11 +110,11 @@ def fuse_stages(
         )
     else:
         limit = None if memory.host is None else int(memory.host * GIB)
-        plan = Plan(ops, memory, base_dtype, Store(device, limit), models, in_flight)
+        plan = Plan(ops, memory, Store(device, limit), models, in_flight)
         found = [_fuse_blocks(one, family, plan) for one in models]
         blocks = any(fused for fused, _ in found)
-        sites = sum(fuse_sites(one, ops) for one in models) if base_dtype is None or blocks else 0
-        heads = ends_here(model, family) and (blocks or base_dtype is None) and fuse_head(model, ops)
+        sites = sum(fuse_sites(one, ops) for one in models)
+        heads = ends_here(model, family) and fuse_head(model, ops)
         done = Fused(blocks, sites + heads, tuple(dict.fromkeys(chain(*(why for _, why in found)))))
     if memory.stream != "none" and (done.reasons or not done.blocks):
         what, remedy = (
@@ -130,7 +125,7 @@ def fuse_stages(
         raise UsageError(
             what, where="memory.stream", expected="fused blocks", found="; ".join(done.reasons), remedy=remedy
         )
-    return _complain(model, device, kernels, base_dtype, done)
+    return _complain(model, device, kernels, done)
 
 
 def fuse_modules(
@@ -139,26 +134,22 @@ def fuse_modules(
     device: torch.device,
     reason: str,
     memory: MemoryConfig | None = None,
-    base_dtype: BaseDtype | None = None,
 ) -> Fused:
     """Fuse tuned linears, norms and activations of `models`, but no blocks, and `reason` says why: a parallel
     plan cuts them, say.
 
     models: the parts of one model that a process holds; device: where they will compute. Idempotent. Raises
-    UsageError for kernels asked for by name that cannot run, or where nothing can be fused, and for settings
-    of fused blocks: memory and base_dtype.
+    UsageError for kernels asked for by name that cannot run, or where nothing can be fused, and for memory, a
+    setting of fused blocks.
     """
-    for setting, asked in {
-        "base_dtype": base_dtype,
-        "memory": None if memory == MemoryConfig() else memory,
-    }.items():
-        if asked is not None:
-            raise _no_block(models[0], setting, reason)
+    if memory not in (None, MemoryConfig()):
+        what = f"no block of this {type(models[0]).__name__} can be fused"
+        raise UsageError(what, where="memory", found=reason, remedy="leave the setting out")
     first = next(models[0].parameters())
     ops = select(kernels, device, _dtype(models[0], first.dtype))
     sites = 0 if ops is None else sum(fuse_sites(model, ops) for model in models)
     reason = cast("str", refusal(device, first.dtype)) if ops is None else reason
-    return _complain(models[0], device, kernels, None, Fused(False, sites, (reason,)))
+    return _complain(models[0], device, kernels, Fused(False, sites, (reason,)))
 
 
 def unfusable(
@@ -202,15 +193,9 @@ def _hooks_of(model: nn.Module) -> list[RemovableHandle]:
     return cast("list[RemovableHandle]", model.__dict__.setdefault("petune_fused_hooks", []))
 
 
-def check_kernels(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype | None) -> None:
+def check_kernels(model: nn.Module, kernels: KernelsName) -> None:
     """Raise UsageError for names that mean nothing and for kernels that cannot run where the model is, before
     anything is changed."""
-    if base_dtype not in (None, *get_args(BaseDtype)):
-        raise UsageError(
-            f"base_dtype {base_dtype!r} is unknown",
-            where="base_dtype",
-            expected=", ".join(get_args(BaseDtype)),
-        )
     first = next(model.parameters(), None)
     select(
         kernels,
@@ -219,20 +204,10 @@ def check_kernels(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype 
     )
 
 
-def _no_block(model: nn.Module, setting: str, why: str) -> UsageError:
-    """The error of a setting of fused blocks where there are none."""
-    what = f"no block of this {type(model).__name__} can be fused"
-    return UsageError(what, where=setting, found=why, remedy="leave the setting out")
-
-
-def _complain(
-    model: nn.Module, device: torch.device, kernels: KernelsName, base_dtype: BaseDtype | None, done: Fused
-) -> Fused:
+def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, done: Fused) -> Fused:
     """`done`; raise UsageError if more was asked for by name, else say what is missing, but for a CPU, where
     nobody expects it."""
     why = "; ".join(done.reasons)
-    if base_dtype is not None and not done.blocks:
-        raise _no_block(model, "base_dtype", why)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
         raise UsageError(
             f"nothing of this {type(model).__name__} can be fused",
@@ -277,9 +252,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     specs = _specs(model, stack, family, plan.ops)
     if isinstance(specs, str):
         return specs
-    if any(spec.mixtures for spec in specs) and (reason := _needs_linears(plan)) is not None:
-        return reason
-    _quantise(model, specs, plan)
+    if any(spec.mixtures for spec in specs) and plan.memory.stream != "none":
+        return "experts do not stream yet"
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
         spec.store, spec.said = plan.store, specs[0].said
         spec.banks = [  # what attention writes has no room for s beside it
@@ -319,27 +293,6 @@ def _specs(model: nn.Module, stack: Stack, family: Family, ops: Ops) -> list[Spe
             return f"block {number}: {spec}"
         specs.append(spec)
     return specs
-
-
-def _needs_linears(plan: Plan) -> str | None:
-    """Why blocks with experts are not fused so, or None."""
-    if plan.memory.stream != "none":
-        return "experts do not stream yet"
-    return None if plan.base_dtype is None else "experts have no form of fewer bytes yet"
-
-
-def _quantise(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> None:
-    """Put quantised weights in the place of those of the linears, one by one. Raises UsageError, before the
-    first, where one cannot be."""
-    if plan.base_dtype is None:
-        return
-    if shards_of(model) is not None:
-        raise UsageError(
-            f"base_dtype: {plan.base_dtype} quantises whole weights, and these are sharded",
-            where="base_dtype",
-            remedy="remove base_dtype, or use dp without shard",
-        )
-    quantise_layers([layer for spec in specs for group in spec.layers for layer in group], plan.base_dtype)
 
 
 def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> Bank | None:

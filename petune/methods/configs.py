@@ -196,7 +196,6 @@ class Method:
     trains_base: bool = False  # every parameter trains, and nothing is left of the base
     # it ends in a plain model: what is tuned lies in the base's weights, or can be summed into them
     mergeable: bool = False
-    fusable: bool = False  # blocks can be fused under it, with their weights frozen
     row_cut: bool = True  # its layers can be cut by their inputs across ranks
     ladder: bool = False  # a network of its own climbs beside the blocks
 
@@ -210,12 +209,12 @@ METHODS: dict[str, Method] = {
     "full": Method(
         FullConfig, "petune.methods.full", 2e-5, files="transformers", trains_base=True, mergeable=True
     ),
-    "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
+    "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
     "ia3": Method(Ia3Config, "petune.methods.ia3", 3e-3, files="peft", mergeable=True),
     "miss": Method(MissConfig, "petune.methods.miss", 2e-5, files="peft", mergeable=True, row_cut=False),
-    "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True, fusable=True),
-    "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, fusable=True, ladder=True),
+    "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True),
+    "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, ladder=True),
 }
 
 

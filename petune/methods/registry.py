@@ -27,6 +27,7 @@ from petune.methods.targets import head_modules
 from petune.methods.trainable import base_biases, describe, untouched
 from petune.methods.wrapped import Tuning, is_wrapped, tuning
 from petune.models import FAMILIES, family_of
+from petune.models.quantise import check_base_dtype, quantise_blocks
 from petune.models.tuned_linear import tuned_modules
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,10 +77,10 @@ def wrap(
     `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from
     torch's global generator and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and
     loss head where Triton can run, on the device the model is on now; "reference" and "triton" insist, "off"
-    leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "fp8" for frozen weights of
-    fused blocks, which is not exact. Raises UsageError for an unknown method or setting, a value out of
-    range, a target that matches nothing, a model that is wrapped or merged already, a family the method does
-    not know, or what cannot be fused.
+    leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "nf4", "int8" or "fp8" for
+    frozen weights of the blocks, which is not exact. Raises UsageError for an unknown method or setting, a
+    value out of range, a target that matches nothing, a model that is wrapped or merged already, a family the
+    method does not know, or what cannot be fused.
     """
     config = make_config(method, settings)
     if getattr(config, "lr_ratio", None) not in (None, 1):
@@ -98,14 +99,17 @@ def wrap(
             where="memory.stream",
             remedy=remedy,
         )
-    check_kernels(model, kernels, base_dtype)
+    check_kernels(model, kernels)
+    check_base_dtype(base_dtype)
     tune(model, config)
     say(describe(model))
     if (line := untouched(model)) is not None:
         warn(line)
     if (line := coverage(model)) is not None:
         say(line)
-    fuse(model, family_of(model), kernels, settings_of_memory, base_dtype)
+    if base_dtype is not None:
+        quantise_blocks(model, family_of(model), base_dtype)
+    fuse(model, family_of(model), kernels, settings_of_memory)
     return model
 
 

@@ -1,36 +1,67 @@
 """Which weights of a model are quantised, and that they can be: those of the linears in the blocks of its
-family."""
+family, whether they are fused or not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from petune.errors import UsageError
+from petune.models.experts import is_experts
 from petune.models.frozen_weight import FORMS, quantised
+from petune.models.sharded import shards_of
 from petune.models.spec import Family, find_sites
 
 
-def quantise_blocks(model: nn.Module, family: Family, base_dtype: str) -> None:
-    """Put quantised weights in the place of those of every linear in the blocks of a model, which may be on
-    the meta device. Raises as `quantise_layers`."""
-    quantise_layers([site.module for site in find_sites(model, family)], base_dtype)
+def check_base_dtype(base_dtype: str | None) -> None:
+    """Raise UsageError for a form that there is none of."""
+    if base_dtype not in (None, *FORMS):
+        raise UsageError(
+            f"base_dtype {base_dtype!r} is unknown", where="base_dtype", expected=", ".join(FORMS)
+        )
 
 
-def quantise_layers(layers: Sequence[nn.Module], base_dtype: str) -> None:
-    """Put quantised weights in the place of those of linears, one by one; a shared one stays shared. Raises
-    UsageError, before the first, for a weight that trains and for one that the form cannot hold."""
-    form, linears = FORMS[base_dtype], cast("Sequence[Any]", layers)
-    for weight in (layer.weight for layer in linears):
+def quantise_blocks(
+    model: nn.Module, family: Family | None, base_dtype: str, device: torch.device | None = None
+) -> None:
+    """Put quantised weights in the place of those of every linear in the blocks of a model, one by one; a
+    shared one stays shared, a quantised one what it is.
+
+    The model may be on the meta device; device: where it will compute, None for where it is. Raises
+    UsageError, before the first, for a model of no known family, and for a weight that trains, is sharded or
+    that the form cannot hold.
+    """
+    if family is None:
+        raise UsageError(
+            "base_dtype quantises the blocks of a family that petune knows",
+            where="base_dtype",
+            found=type(model).__name__,
+            remedy="leave it out",
+        )
+    if shards_of(model) is not None:
+        raise UsageError(
+            f"base_dtype: {base_dtype} quantises whole weights, and these are sharded",
+            where="base_dtype",
+            remedy="remove base_dtype, or use dp without shard",
+        )
+    layers = [cast("Any", site.module) for site in find_sites(model, family)]
+    if any(map(is_experts, layers)):
+        raise UsageError(
+            f"base_dtype: {base_dtype} is for linears, and experts have no form of fewer bytes yet",
+            where="base_dtype",
+            remedy="leave it out",
+        )
+    form = FORMS[base_dtype]
+    for weight in (layer.weight for layer in layers):
         if weight.requires_grad:
             raise UsageError(
                 f"base_dtype: {base_dtype} needs weights that do not train",
                 where="base_dtype",
-                remedy="use method: lora",
+                remedy="leave it out, or train other weights",
             )
-        if (found := form.refused(weight.device, weight.dtype, weight.shape)) is not None:
+        if (found := form.refused(device or weight.device, weight.dtype, weight.shape)) is not None:
             raise UsageError(
                 f"base_dtype: {base_dtype} cannot be had here",
                 where="base_dtype",
@@ -39,5 +70,5 @@ def quantise_layers(layers: Sequence[nn.Module], base_dtype: str) -> None:
                 remedy="leave it out",
             )
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in linears:
+    for layer in layers:
         layer.weight = made.setdefault(layer.weight, quantised(layer.weight, base_dtype))

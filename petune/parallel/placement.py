@@ -95,8 +95,8 @@ def parallelize(
     aliases = _aliases(model, whole)
     vocabulary = _vocabulary(model, plan)
     owned = _stack(model, family, plan, recompute)
-    if base_dtype is not None and family is not None:
-        quantise_blocks(model, family, base_dtype)
+    if base_dtype is not None:
+        quantise_blocks(model, family, base_dtype, mesh.device)
     placed = _cut(model, family, plan, mesh, vocabulary)
     modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
     read = partial(_read, modules, contents, placed, mesh, streams)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from petune.errors import DataError, FileError, PetuneError, RecipeError, UsageError
-from petune.estimate.forecast import Sketch, sketch
+from petune.errors import DataError, FileError, PetuneError, RecipeError
+from petune.estimate.forecast import sketch
 from petune.log import human
 from petune.models.loading import kind_of, load_tokenizer, packs, read_config
 from petune.models.source import Source, check_weights, resolve_model
@@ -84,9 +84,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     if recipe.init_adapter is not None:
         looking.at(lambda: _adapter(recipe))
     if task and kind and recipe.init_adapter is None and not looking.errors_of(FileError):
-        drawn = looking.at(lambda: sketch(recipe), recipe.where("method"))
-        if drawn is not None and recipe.base_dtype is not None:
-            looking.at(lambda: _fused_here(drawn))
+        looking.at(lambda: sketch(recipe), recipe.where("method"))
     if not looking.errors and kind:
         looking.at(lambda: plan_of(recipe))
     looking.settle()
@@ -107,17 +105,6 @@ def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase]:
     looking.settle()
     assert tokenizer is not None
     return config, tokenizer
-
-
-def _fused_here(drawn: Sketch) -> None:
-    """Raise UsageError for quantised weights on a device where nothing would be fused."""
-    recipe = drawn.recipe
-    if recipe.kernels == "auto" and drawn.device == "cpu":
-        raise UsageError(
-            "base_dtype is about fused blocks, and kernels: auto fuses none on a CPU",
-            where=recipe.where("base_dtype"),
-            remedy="train on a GPU, or set kernels: reference, which computes the same, slowly",
-        )
 
 
 def _adapter(recipe: Recipe) -> None:

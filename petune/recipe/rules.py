@@ -76,7 +76,6 @@ def _is_pattern(targets: object) -> bool:
 _ASKS_FOR_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str]] = {
     "kernels": (lambda recipe: recipe.kernels in ("reference", "triton"), "set kernels: off"),
     "memory": (lambda recipe: recipe.memory != MemoryConfig(), "remove memory"),
-    "base_dtype": (lambda recipe: recipe.base_dtype is not None, "remove base_dtype"),
 }
 # Key -> whether it leaves the recipe without fused blocks, why, and what would not.
 _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
@@ -285,17 +284,21 @@ RULES = (
     *(Rule(*row) for row in STREAM_RULES),
     Rule(
         ("base_dtype", "parallel"),
-        lambda recipe: (
-            recipe.base_dtype is None or recipe.parallel.unfused is not None or not recipe.parallel.shards
-        ),
+        lambda recipe: recipe.base_dtype is None or not recipe.parallel.shards,
         "it quantises whole weights, and shard: true spreads their rows over ranks",
         "remove base_dtype, or use dp without shard, tp, sp, galaxy or pp",
     ),
     Rule(
         ("base_dtype", "method"),
-        lambda recipe: recipe.base_dtype is None or method_of(recipe.method).fusable,
-        "it quantises linears of fused blocks that do not train",
-        "remove base_dtype, or set method: lora, adapter or side",
+        lambda recipe: recipe.base_dtype is None or not method_of(recipe.method).trains_base,
+        "it quantises weights that do not train, and here all do",
+        "remove base_dtype, or set another method",
+    ),
+    Rule(
+        ("base_dtype", "compile"),
+        lambda recipe: recipe.base_dtype is None or not recipe.compile,
+        "compile reads dense weights",
+        "remove base_dtype, or set compile: false",
     ),
     Rule(
         ("method", "parallel"),

@@ -136,7 +136,7 @@ class Recipe(BaseModel):
     base_dtype: BaseDtype | None = Field(
         None,
         description=(
-            "hold frozen weights of fused blocks in fewer bytes: nf4 (4.13 bits), int8, fp8 (multiplies in"
+            "hold frozen weights of the blocks in fewer bytes: nf4 (4.13 bits), int8, fp8 (multiplies in"
             " them); not exact"
         ),
     )

@@ -332,13 +332,13 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
         fuse_modules(runner.modules, recipe.kernels, device, reason)
     elif not runner.owned:
         reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
-        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
     elif plan.pp > 1 and (reason := _unfused_stage(runner, recipe)) is not None:
-        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
     else:
         memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
         passes = in_flight(plan, runner.mesh.at.pp)
-        fuse_stages(runner.modules, family, recipe.kernels, memory, recipe.base_dtype, device, passes)
+        fuse_stages(runner.modules, family, recipe.kernels, memory, device, passes)
 
 
 def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:

@@ -298,8 +298,9 @@ def test_what_is_asked_for_by_name_and_cannot_be_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("petune.kernels.fuse.unownable", lambda model: "it drops whole layers")
-    with pytest.raises(UsageError, match="argument  base_dtype: no block"):
-        seen(recipe_of("t5-gated", tmp_path, device="cuda", base_dtype="fp8"))
+    with pytest.raises(UsageError, match=r"argument  memory\.stream: not all blocks"):
+        asked = {"method": "full", "clip": None, "memory": {"stream": "bf16"}}
+        seen(recipe_of("llama-causal", tmp_path, device="cuda", **asked))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ from petune.kernels.dispatch import reference_ops, triton_ops
 from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.head.hooks import has_fused_head
 from petune.models import attention, family_of
+from petune.models.frozen_weight import QuantisedWeight
+from petune.models.quantise import quantise_blocks
 from petune.models.stack import own_stacks
 from petune.rng.context import Running, running
 from petune.rng.dropout import drawing, step_key
@@ -750,15 +752,15 @@ def test_wrapping_a_fused_model_again_is_refused() -> None:
         petune.wrap(fused)
 
 
-def test_a_stack_that_is_refused_is_left_alone() -> None:
+def test_a_model_of_which_one_weight_cannot_be_quantised_is_left_alone() -> None:
     torch.manual_seed(0)
     model = petune.wrap(
         LlamaForCausalLM(LlamaConfig(**GROUPED | {"intermediate_size": 64})), r=4, kernels="off"
     )
     model.model.layers[1].mlp.down_proj.weight.requires_grad_(True)
     with pytest.raises(PetuneError):
-        fuse(model, family_of(model), "reference", base_dtype="fp8")
-    assert not any(isinstance(module, FusedBlock) for module in model.modules())
+        quantise_blocks(model, family_of(model), "fp8")
+    assert not any(isinstance(value, QuantisedWeight) for value in model.parameters())
 
 
 # ------------------------------------------------------------------ numbers

@@ -252,8 +252,8 @@ def oracle(case: Case) -> Trace:
     if case.dropout:
         return steps(case, ALONE, limit=None)
     model = build(case)
-    if case.base_dtype is not None and (family := family_of(model)) is not None:
-        quantise_blocks(model, family, case.base_dtype)
+    if case.base_dtype is not None:
+        quantise_blocks(model, family_of(model), case.base_dtype)
         restore_dense(model)
     tuned = tuned_parameters(model)
     trace = Trace(tuple(tuned))

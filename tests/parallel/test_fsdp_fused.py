@@ -23,6 +23,7 @@ from petune.kernels.head.lazy_logits import Unmade
 from petune.kernels.memory.policy_hook import STATES, fixed_bytes, shape_of
 from petune.methods import tuned_parameters
 from petune.models import family_of
+from petune.models.quantise import quantise_blocks
 from petune.models.sharded import Shards, shards_of
 from petune.parallel.mesh import make_mesh
 from petune.parallel.placement import parallelize
@@ -225,6 +226,6 @@ def test_quantising_sharded_weights_is_refused() -> None:
         case = Case("llama-causal", "lora", plan_of())
         placed = harness.place(case, case.plan)
         with pytest.raises(UsageError, match="quantises whole weights, and these are sharded"):
-            fuse(placed.model, family_of(placed.model), "reference", base_dtype="fp8")
+            quantise_blocks(placed.model, family_of(placed.model), "fp8")
 
     run(2, part)

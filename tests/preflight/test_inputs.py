@@ -56,13 +56,6 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> 
     ) and "r.yaml:2  no data at './nope.csv'" in str(caught.value)
 
 
-def test_quantised_weights_where_nothing_would_be_fused_are_found(mine: Path) -> None:
-    asked = {"base_dtype": "int8", "device": "cpu"}
-    assert "set kernels: reference" in str(refused(**asked, method="lora"))
-    given = {"model": "model", "data": "rows.csv", "data.eval": "rows.csv", **asked}
-    check_inputs(load_recipe(None, {**given, "kernels": "reference"}))
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [

@@ -181,12 +181,14 @@ ASKING = (
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize("plan", UNFUSED, ids=str)
 def test_a_plan_that_leaves_blocks_unfused_refuses_their_settings(asking: dict[str, Any], plan: Any) -> None:
-    if "kernels" in asking:  # single modules of cut blocks are fused
-        assert load_recipe({**NEEDED, "parallel": plan, **asking}).kernels == asking["kernels"]
+    if "kernels" in asking or ("base_dtype" in asking and "shard" not in str(plan)):
+        load_recipe({**NEEDED, "parallel": plan, **asking})  # single modules of cut blocks are fused
         return
     found = problems_of({**NEEDED, "parallel": plan, **asking})
     assert len(found) == 1
     reason = "it is about fused blocks, and under this plan"
+    if "base_dtype" in asking:
+        reason = "it quantises whole weights, and shard: true spreads"
     assert found[0].startswith(f"argument  {next(iter(asking))}: {reason}")
     assert "or use dp" in found[0]
 
@@ -227,12 +229,6 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = 
         "memory",
         ("kernels: off leaves none", "remove memory, or set kernels: auto"),
     ),
-    "base_dtype without fused blocks": (
-        {"kernels": "reference", "base_dtype": "fp8"},
-        {"kernels": "off", "base_dtype": "fp8"},
-        "base_dtype",
-        ("kernels: off leaves none", "remove base_dtype, or set kernels: auto"),
-    ),
     **{
         f"compile beside kernels {kernels}": (
             {"kernels": "off", "compile": True},
@@ -252,16 +248,16 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = 
         {"base_dtype": None, "compile": True},
         {"base_dtype": "fp8", "compile": True},
         "base_dtype",
-        ("do not go with compile", "remove base_dtype"),
+        ("compile reads dense weights", "remove base_dtype, or set compile: false"),
     ),
     **{
-        f"base_dtype under {method}, not under {kept}": (
+        f"base_dtype under full, not under {kept}": (
             {"method": kept, "base_dtype": "fp8"},
-            {"method": method, "base_dtype": "fp8"},
+            {"method": "full", "base_dtype": "fp8"},
             "base_dtype",
-            ("fused blocks that do not train", "set method: lora, adapter or side"),
+            ("weights that do not train, and here all do", "set another method"),
         )
-        for method, kept in (("full", "lora"), ("full", "adapter"), ("dora", "side"))
+        for kept in ("lora", "dora", "ia3", "miss", "adapter", "side")
     },
     **{
         f"checkpointing beside {keep}": (

@@ -16,9 +16,10 @@ from petune.errors import UsageError
 from petune.kernels.block.dense import Dense, whole_lines
 from petune.kernels.block.dequantised import PackedForms
 from petune.kernels.dispatch import reference_ops
-from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.fuse import unfuse
 from petune.models import family_of
 from petune.models.frozen_weight import FORMS, dense_of, quantised_in, restore_dense
+from petune.models.quantise import quantise_blocks
 from tests.kernels.fused_pairs import blocks
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
@@ -151,7 +152,7 @@ def test_inputs_that_are_no_multiple_of_a_block_are_refused() -> None:
 def test_weights_that_train_are_refused(base_dtype: str) -> None:
     model = petune.wrap(sized("llama-causal"), "full", kernels="off")
     with pytest.raises(UsageError, match=f"{base_dtype} needs weights that do not train"):
-        fuse(model, family_of(model), "reference", base_dtype=base_dtype)
+        quantise_blocks(model, family_of(model), base_dtype)
 
 
 def test_dense_values_are_nobodys_after_a_step() -> None:

@@ -23,6 +23,7 @@ from petune.kernels.single_modules import FusedLora
 from petune.models import family_of
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, dense_of, quantised_in, restore_dense
+from petune.models.quantise import quantise_blocks
 from tests.kernels.fused_pairs import MOVED, batch, blocks, gradients
 
 CPU = torch.device("cpu")
@@ -124,7 +125,8 @@ def pair_of(**settings: Any) -> tuple[nn.Module, nn.Module]:
             if any(part in name for part in MOVED):
                 value.add_(torch.randn_like(value), alpha=0.1)
     eight = copy.deepcopy(plain)
-    assert fuse(eight, family_of(eight), "reference", base_dtype="fp8")
+    quantise_blocks(eight, family_of(eight), "fp8")
+    assert fuse(eight, family_of(eight), "reference")
     return eight.train(), plain.train()
 
 
@@ -338,13 +340,7 @@ def test_fusing_again_what_was_unfused_is_in_eight_bits_again() -> None:
 def test_weights_that_train_are_refused(settings: dict[str, Any]) -> None:
     model = petune.wrap(LlamaForCausalLM(copy.deepcopy(CONFIG)), kernels="off", **settings)
     with pytest.raises(UsageError, match="base_dtype"):
-        fuse(model, family_of(model), "reference", base_dtype="fp8")
-
-
-@pytest.mark.parametrize("kernels", ["off", "auto"])
-def test_without_fused_blocks_it_is_refused(kernels: Any) -> None:
-    with pytest.raises(UsageError, match="base_dtype"):
-        petune.wrap(LlamaForCausalLM(copy.deepcopy(CONFIG)), kernels=kernels, base_dtype="fp8")
+        quantise_blocks(model, family_of(model), "fp8")
 
 
 def test_a_model_whose_sizes_do_not_fit_is_refused() -> None:

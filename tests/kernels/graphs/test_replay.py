@@ -28,6 +28,7 @@ from petune.kernels.graphs.recorder import CudaRecorder
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.models import family_of
 from petune.models.frozen_weight import FORMS, QuantisedWeight
+from petune.models.quantise import quantise_blocks
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS, MOVED
@@ -71,7 +72,9 @@ def tuned(
         for path, value in model.named_parameters():
             if any(part in path for part in MOVED):
                 value.add_(torch.randn_like(value), alpha=0.1)
-    assert fuse(model, family_of(model), "reference", base_dtype=base_dtype)
+    if base_dtype is not None:
+        quantise_blocks(model, family_of(model), base_dtype)
+    assert fuse(model, family_of(model), "reference")
     return model.train()
 
 
