@@ -130,6 +130,11 @@ OVERLAPS = [
 ]
 
 
+def test_side_blocks_that_read_positions_have_those_of_their_own_tokens() -> None:
+    """Ministral 3 scales queries by them."""
+    check(case("ministral3-causal", "side", BACKENDS["galaxy"]("ministral3-causal", 2), passes=(3,), steps=1))
+
+
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
 @pytest.mark.parametrize(("backend", "method", "name"), OVERLAPS)
 def test_overlapped_communication_trains_as_one_process(

@@ -39,7 +39,7 @@ def principal(weight: Tensor, r: int, iterations: int | None) -> tuple[Tensor, T
         spanned = torch.linalg.qr(weight.T @ (weight @ spanned)).Q
     u, s, vh = torch.linalg.svd(weight @ spanned, full_matrices=False)
     root = s.sqrt()
-    return root[:, None] * (vh @ spanned.T), u * root
+    return root[:, None] * (vh @ spanned.T), (u * root).contiguous()  # U comes column by column
 
 
 def _dominant(weight: Tensor, r: int) -> Tensor:

@@ -131,6 +131,8 @@ class Ladder(TunedModule, PreTrainedModel):
                 positions = torch.arange(seen.stop, device=own.device)[None]
             if positions.shape[-1] != own.shape[1]:  # those of all ranks
                 positions = positions[..., seen]
+            if "position_ids" in call:  # which blocks may read themselves
+                side["position_ids"] = positions
             turn = partial(self.rotary, side["hidden_states"], position_ids=positions)
             by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
             types = sorted(set(self.config.layer_types)) if by_type else [None]

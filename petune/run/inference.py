@@ -178,10 +178,9 @@ class Speaker:
             and all(isinstance(turn, Message) for turn in prompt)
         )
         prompt = prompt if talk and prompt else text_of(prompt)
-        ids = torch.tensor(
-            [encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)],
-            device=self.place.device,
-        )
+        coded = encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)
+        _refuse_empty(coded)
+        ids = torch.tensor([coded], device=self.place.device)
         limit = positions_of(self.model.config)
         if limit is not None and ids.shape[1] > limit:
             raise UsageError(
@@ -211,6 +210,7 @@ class Speaker:
             inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(
                 self.place.device
             )
+        _refuse_empty(inputs["input_ids"][0].tolist())
         with torch.no_grad(), self.place.autocast():
             probabilities = self.model(**inputs).logits[0].float().softmax(-1)
         best = int(probabilities.argmax())
@@ -283,6 +283,13 @@ def text_of(prompt: object) -> str:
         found=f"{type(prompt).__name__}: {prompt!r}"[:100],
         remedy=remedy,
     )
+
+
+def _refuse_empty(ids: list[int]) -> None:
+    """Raise UsageError where there is nothing to read: an empty text has no tokens beside a tokenizer that adds
+    none."""
+    if not ids:
+        raise UsageError("the prompt has no tokens", where="generate", remedy="ask with a text")
 
 
 @dataclass

@@ -246,12 +246,16 @@ def _check_left(side: _Side, coder: Coder, name: str) -> None:
         return
     assert side.lost is not None
     other = "left" if coder.config.truncation == "right" else "right"
+    remedy = f"raise data.max_length, or cut the other side: data.truncation={other}"
+    longest = max(text.length for text in side.lost.texts)
+    if not all(text.length for text in side.lost.texts):
+        longest, remedy = 0, "look at what the tokenizer makes of these texts: petune data RECIPE"
     raise DataError(
         f"{number - left} of {number} rows to {name} have no trained token after cutting to"
         f" {coder.limit} tokens",
         where=side.lost.where,
-        found=f"{max(text.length for text in side.lost.texts)} tokens in the first of them",
-        remedy=f"raise data.max_length, or cut the other side: data.truncation={other}",
+        found=f"{longest} tokens in the first of them",
+        remedy=remedy,
     )
 
 

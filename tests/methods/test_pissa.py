@@ -156,9 +156,12 @@ def test_the_start_is_cut_as_the_factors_are(cut: Any) -> None:
         assert (splits["start_A"], splits["start_B"]) == (splits["lora_A"], splits["lora_B"]) != (None, None)
 
 
-def test_cut_across_two_ranks_it_trains_as_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["tp", "shard"])
+def test_cut_across_two_ranks_it_trains_as_in_one_process(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(zoo.SETTINGS, "lora", {"r": 4, "init": "pissa"})
-    plan = BACKENDS["tp"]("llama-causal", 2)
+    plan = BACKENDS[backend]("llama-causal", 2)
     check(Case("llama-causal", "lora", plan, settings=settings_of("llama-causal", plan), passes=(3,)))
 
 

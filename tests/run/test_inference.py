@@ -92,6 +92,8 @@ def test_options_of_sampling_sample_and_are_transformers_own(tmp_path: Path):
     for wrong in (5, None, b"red", ["red", 5], [["red"]], {"text": "red"}):
         with pytest.raises(UsageError, match="a prompt is a text"):
             loaded.generate(wrong)
+    with pytest.raises(UsageError, match="the prompt has no tokens"):
+        loaded.generate("")
     for wrong in ("red", 5, None):
         with pytest.raises(UsageError, match="takes a list of texts"):
             loaded.generate_many(wrong)
@@ -140,6 +142,8 @@ def test_a_classifier_answers_with_a_label_and_its_probability(family: str, tmp_
     assert label in ("red", "green", "blue") and 1 / 3 <= probability <= 1
     assert loaded.generate("red sun moon") == label
     assert loaded.generate(["red sun moon", "blue"]) == [label, loaded.generate("blue")]
+    with pytest.raises(UsageError, match="the prompt has no tokens"):
+        loaded.generate("")
     for ask in (loaded.generate, loaded.chat):
         with pytest.raises(UsageError, match="no generation options"):
             ask(*["red sun moon"] * (ask == loaded.generate), max_new_tokens=5)

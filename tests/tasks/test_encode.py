@@ -3,7 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.processors import Sequence
 from transformers import PreTrainedTokenizerFast
 
 from petune.errors import DataError, FileError, UsageError
@@ -221,6 +222,21 @@ def test_losing_more_than_half_of_the_rows_is_an_error(tokenizer) -> None:
     given = [Pair("d:1", "a" * 20, "b"), Pair("d:2", "a" * 20, "c"), Pair("d:3", "a", "c")]
     with pytest.raises(DataError, match=r"d:1 .*2 of 3 rows[\s\S]*truncation=left"):
         coded(tokenizer, "causal", *given, config=replace(CONFIG, max_length=10))
+
+
+@pytest.mark.parametrize("task", ["classify", "seq2seq"])
+def test_texts_of_which_the_tokenizer_makes_nothing_are_dropped_and_counted(task: str, tokenizer) -> None:
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    core.normalizer, core.post_processor = normalizers.Replace("x", ""), Sequence([])
+    deaf = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="<pad>")
+    nothing, something = (
+        Labelled(f"d:{at}", text, None, "a") if task == "classify" else Pair(f"d:{at}", text, "b")
+        for at, text in enumerate(("xx", "axa"))
+    )
+    (left,) = coded(deaf, task, nothing, something)
+    assert left.where == "d:1"
+    with pytest.raises(DataError, match=r"d:0 .*1 of 1 rows[\s\S]*0 tokens[\s\S]*what the tokenizer makes"):
+        coded(deaf, task, nothing)
 
 
 def test_a_length_beyond_the_model_is_a_usage_error(tokenizer) -> None:
