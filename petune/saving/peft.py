@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -220,7 +220,7 @@ def to_peft(
             ),
             "lora_alpha": _number(alpha),
             "lora_dropout": record.config.dropout,
-            "modules_to_save": shortest(heads, map(plain_name, names)) or None,
+            "modules_to_save": saved_whole(heads, [plain_name(name) for name in names]) or None,
             "r": r,
             "use_dora": type(record.config) is _METHODS[True][0],
             "use_rslora": record.config.rslora,
@@ -304,6 +304,13 @@ def shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
     leaves = {name.rpartition(".")[2] for name in wanted}
     hit = {name for name in names if name.rpartition(".")[2] in leaves}
     return sorted(leaves if hit == set(wanted) else wanted)
+
+
+def saved_whole(heads: tuple[str, ...], names: Sequence[str]) -> list[str]:
+    """`shortest` by peft's rule for modules saved whole, which asks for the end of a name alone: `norm` finds
+    q_norm too."""
+    found = shortest(heads, names)
+    return found if {name for name in names if name.endswith(tuple(found))} == set(heads) else sorted(heads)
 
 
 def task_type(model: nn.Module, frozen: Iterable[str]) -> str | None:

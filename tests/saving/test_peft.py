@@ -109,6 +109,7 @@ WRITTEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "a tied embedding": (tied_llama, {"targets": ["embed_tokens", "q"]}),
     "a tied output head": (tied_llama, {"targets": ["lm_head", "q"]}),
     "both ends of a tie, whole": (tied_llama, {"also_train": ["lm_head", "embed_tokens"]}),
+    "a norm whose name ends those of others": (llama, {"also_train": ["norm"]}),
     "conv1d": (gpt2, {"targets": ["c_attn", "c_fc"]}),
     "conv1d and an embedding": (gpt2, {"targets": ["c_attn", "wte"]}),
     "an odd alpha": (llama, {"r": 3, "alpha": 0.7}),
