@@ -234,10 +234,11 @@ def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
     Raises UsageError for an unknown method or setting and for every value out of its range, all in one
     message.
     """
-    if method not in METHODS:
-        raise UsageError(
-            f"no method named {method!r}", expected=", ".join(METHODS), remedy=_did_you_mean(method, METHODS)
+    if not isinstance(method, str) or method not in METHODS:
+        near = (
+            _did_you_mean(method, METHODS) if isinstance(method, str) else "give its name, and settings apart"
         )
+        raise UsageError(f"no method named {method!r}", expected=", ".join(METHODS), remedy=near)
     known = {entry.name: entry for entry in fields(METHODS[method].config)}
     problems = [
         Problem(

@@ -25,7 +25,7 @@ from petune.methods.settings import (
 )
 from petune.methods.targets import head_modules
 from petune.methods.trainable import base_biases, describe, untouched
-from petune.methods.wrapped import Tuning, is_wrapped, tuning
+from petune.methods.wrapped import Tuning, is_wrapped, refuse_no_model, tuning
 from petune.models import FAMILIES, family_of
 from petune.models.quantise import check_base_dtype, quantise_blocks
 from petune.models.tuned_linear import tuned_modules
@@ -82,6 +82,7 @@ def wrap(
     value out of range, a target that matches nothing, a model that is wrapped or merged already, a family the
     method does not know, or what cannot be fused.
     """
+    refuse_no_model(model)
     config = make_config(method, settings)
     if getattr(config, "lr_ratio", None) not in (None, 1):
         remedy = "leave it out, and give parameters named lora_B a group of their own with that rate"

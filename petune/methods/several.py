@@ -10,11 +10,11 @@ adapter is as the only one (`alone`); only computing is done together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -207,9 +207,9 @@ def refuse_unfit(model: nn.Module, name: str, config: LoraConfig) -> None:
     """Raise UsageError for a name that no adapter can have, and for settings that change more than layers of
     their own."""
     taken = tuning(model).adapters if is_wrapped(model) else {}
-    if not name.isidentifier() or name in taken:
+    if not isinstance(name, str) or not name.isidentifier() or name in taken:
         what = "there is an adapter of this name" if name in taken else "this cannot name an adapter"
-        raise UsageError(what, where=name, expected="another name, of letters, digits and _")
+        raise UsageError(what, where=str(name), expected="another name, of letters, digits and _")
     if is_wrapped(model) and not taken:
         remedy = "load the base model again, and begin with petune.add"
         raise UsageError("this model is wrapped, with one tuning that has no name", remedy=remedy)
@@ -319,7 +319,6 @@ class Acting:
     """A choice that has been made; as a context manager, until the block ends."""
 
     def __init__(self, model: nn.Module, choice: Choice) -> None:
-        _check_names(model, choice.names)
         self.chosen = next(layer for _, layer in several_layers(model)).chosen
         self.before, self.chosen.choice = self.chosen.choice, choice
 
@@ -339,7 +338,9 @@ def active(model: nn.Module, names: str | Sequence[str]) -> Acting:
     Without names the base alone computes. What trains does not change. Raises UsageError for a name the model
     has not.
     """
-    return Acting(model, Choice((names,) if isinstance(names, str) else tuple(dict.fromkeys(names))))
+    named = (names,) if isinstance(names, str) else _listed(names)
+    _check_names(model, named)
+    return Acting(model, Choice(tuple(dict.fromkeys(named))))
 
 
 def per_row(model: nn.Module, names: Sequence[str | None], *, beams: int = 1) -> Acting:
@@ -350,14 +351,26 @@ def per_row(model: nn.Module, names: Sequence[str | None], *, beams: int = 1) ->
 
     beams: what generate is given as num_beams or num_return_sequences, their product. A batch of another
     number of rows is refused. In training, add the mean losses of each adapter's rows: none has a gradient of
-    another's. Raises UsageError for a name the model has not.
+    another's. Raises UsageError for a name the model has not, and for no rows.
     """
-    return Acting(model, Choice(tuple(dict.fromkeys(filter(None, names))), tuple(names), beams))
+    rows = _listed(names)
+    named = [name for name in rows if name is not None]
+    _check_names(model, named)
+    if not rows or type(beams) is not int or beams < 1:
+        what = "a batch has at least one row, of at least one beam"
+        raise UsageError(what, found=f"{len(rows)} names, beams {beams!r}")
+    return Acting(model, Choice(tuple(dict.fromkeys(named)), rows, beams))
+
+
+def _listed(names: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise UsageError("adapters are named in a list", found=repr(names)[:80])
+    return tuple(names)
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:
     known = tuning(model).adapters
     if not known:
         raise UsageError("this model has no adapters by name", remedy='begin with petune.add(model, "name")')
-    if strange := [name for name in names if name not in known]:
-        raise UsageError("there is no adapter of this name", where=strange[0], expected=", ".join(known))
+    if strange := [name for name in names if not isinstance(name, str) or name not in known]:
+        raise UsageError("there is no adapter of this name", where=str(strange[0]), expected=", ".join(known))

@@ -27,6 +27,15 @@ class Tuning:
     adapters: Mapping[str, Tuning] = field(default_factory=dict)
 
 
+def refuse_no_model(model: object) -> None:
+    """Raise UsageError for what is no model: a name, a path, a class."""
+    if not isinstance(model, nn.Module):
+        remedy = "load it first: transformers.AutoModelForCausalLM.from_pretrained(...)"
+        raise UsageError(
+            "this is no model", expected="a torch.nn.Module", found=repr(model)[:80], remedy=remedy
+        )
+
+
 def tuning(model: nn.Module) -> Tuning:
     """The tuning of a wrapped model. Raises UsageError for a model that is not wrapped."""
     found = getattr(model, "petune_tuning", None)

@@ -48,6 +48,7 @@ from petune.run.objective import balance_of, embed_objective, objective_of
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.rows import rows_of
 from petune.run.streaming import refuse_unstreamable, stream, streams
+from petune.saving.export import refuse_unwritable
 from petune.saving.load import load
 from petune.tasks import (
     TASKS,
@@ -213,6 +214,7 @@ def build(prepared: Prepared) -> nn.Module:
                 model, contents = loaded.read(), None
             torch.manual_seed(recipe.seed)  # components of weights are found from random ones
             tune(model, _with_new(recipe.method, model, loaded))
+    refuse_unwritable(model)
     if (line := untouched(model)) is not None:
         warn(line)
     if (line := coverage(model)) is not None:

@@ -286,8 +286,7 @@ def text_of(prompt: object) -> str:
 
 
 def _refuse_empty(ids: list[int]) -> None:
-    """Raise UsageError where there is nothing to read: an empty text has no tokens beside a tokenizer that adds
-    none."""
+    """Raise UsageError where there is nothing to read: of an empty text many tokenizers make no token."""
     if not ids:
         raise UsageError("the prompt has no tokens", where="generate", remedy="ask with a text")
 

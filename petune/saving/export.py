@@ -38,7 +38,7 @@ from petune.models.tuned_linear import TunedLayer, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.saving.load import TUNED, kinds_of
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
-from petune.saving.peft import CONFIG, TENSORS, settings_in_files, to_peft
+from petune.saving.peft import CONFIG, TENSORS, refuse_tied_heads, settings_in_files, to_peft
 from petune.saving.several import save_each
 from petune.saving.tuning_record import facts_of, origin, write_record
 
@@ -151,6 +151,13 @@ def write_peft(
             tokenizer.save_pretrained(work)
 
     return commit_folder(Path(folder), fill, overwrite, _OURS)
+
+
+def refuse_unwritable(model: nn.Module) -> None:
+    """Raise UsageError for a tuning that the files of its method cannot say, before anything is trained."""
+    record = tuning(model)
+    if method_of(record.config).files == "peft":
+        refuse_tied_heads(model, record.also_train)
 
 
 def _write_model(

@@ -25,6 +25,7 @@ from petune.methods.configs import METHODS, LoraConfig, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
 from petune.methods.trainable import base_biases
+from petune.methods.wrapped import refuse_no_model
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
 from petune.saving.fingerprint import bare, plain_name
@@ -61,6 +62,7 @@ def load(
     mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a
     wrapped model.
     """
+    refuse_no_model(base_model)
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
     _refuse_wrapped(model)
     if holds_several(folder):

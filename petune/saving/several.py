@@ -15,6 +15,7 @@ from petune.log import say
 from petune.methods import Tuning, describe, lora, tune, tuning
 from petune.methods.configs import LoraConfig, make_config
 from petune.methods.several import alone, bare_base, refuse_unfit, take
+from petune.methods.wrapped import refuse_no_model
 from petune.models import family_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.combining import read_adapter
@@ -40,6 +41,7 @@ def add(
     for other methods, and for what changes more than layers of its own: modules trained whole, biases, token
     rows, init: pissa; FileError as `load`.
     """
+    refuse_no_model(model)
     inner = bare(model)
     if folder is not None:
         if settings or method != "lora":

@@ -50,8 +50,8 @@ class Example:
 
     @property
     def trained(self) -> int:
-        """How many labels are trained; 1 for a class. 0 where one of several texts has none, and where no token
-        is read."""
+        """How many labels are trained; 1 for a class. 0 where nothing is read, and where one of several texts
+        has none."""
         own = 1 if isinstance(self.labels, int) else sum(label != MASKED for label in self.labels)
         own = own if self.input_ids else 0
         others = [other.trained for other in self.others]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import petune
 from petune.errors import UsageError
 from petune.methods import METHODS, is_wrapped, merge, merged_weights, tuning, wrap
 from petune.methods.configs import LoraConfig, make_config
@@ -70,6 +71,19 @@ def test_an_unknown_method_is_named_with_the_valid_ones() -> None:
     assert "no method named 'laro'" in text
     assert "full, lora, dora, ia3, miss, adapter, side" in text
     assert "did you mean lora?" in text
+
+
+@pytest.mark.parametrize("method", [None, 5, {"name": "lora"}])
+def test_a_method_that_is_no_name_is_refused(method: Any) -> None:
+    with pytest.raises(UsageError, match=r"no method named[\s\S]*give its name, and settings apart"):
+        wrap(tiny("bert-classify"), method)
+
+
+@pytest.mark.parametrize("function", [wrap, petune.load, petune.add])
+@pytest.mark.parametrize("model", [None, "demo:minilm", nn.Linear])
+def test_what_is_no_model_is_refused(function: Any, model: Any) -> None:
+    with pytest.raises(UsageError, match=r"this is no model[\s\S]*load it first"):
+        function(model, "lora")
 
 
 def test_every_problem_comes_in_one_error() -> None:

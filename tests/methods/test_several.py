@@ -178,6 +178,19 @@ def test_a_wrapped_model_and_one_without_names_are_refused() -> None:
         petune.merge(model)
 
 
+@pytest.mark.parametrize("names", [None, 5, "a", [], [""], ["a", ""], [["a"]], ["a", 5]], ids=repr)
+def test_rows_are_named_in_a_list_in_which_only_none_is_the_base(names: Any) -> None:
+    model = petune.add(tiny(NAME), "a")
+    with pytest.raises(UsageError, match=r"named in a list|at least one row|no adapter of this name"):
+        petune.per_row(model, names)
+    with pytest.raises(UsageError, match="beams 0"):
+        petune.per_row(model, ["a"], beams=0)
+    with pytest.raises(UsageError, match="named in a list"):
+        petune.active(model, 5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="cannot name an adapter"):
+        petune.add(model, 5)  # type: ignore[arg-type]
+
+
 def test_no_plan_cuts_them_and_no_block_computes_them_again() -> None:
     model = together().train()
     layer = next(layer for _, layer in several.several_layers(model))

@@ -103,6 +103,17 @@ def test_a_head_the_checkpoint_lacks_trains_beside_the_method(tmp_path: Path):
     assert {"score.weight"} <= set(tuned_state(made(settings(tmp_path, "llama", "lora", task="classify"))))
 
 
+def test_what_no_file_of_the_method_can_say_is_refused_before_anything_trains(tmp_path: Path):
+    write_model(tmp_path / "llama", "llama", tie_word_embeddings=True)
+    lora = {"name": "lora", "r": 2}
+    with pytest.raises(UsageError, match=r"name both in also_train: \[lm_head, model\.embed_tokens\]"):
+        made(settings(tmp_path, method=lora | {"also_train": ["lm_head"]}))
+    both = lora | {"also_train": ["lm_head", "model.embed_tokens"]}
+    assert "lm_head.weight" in dict(
+        made(settings(tmp_path, method=both)).named_parameters(remove_duplicate=False)
+    )
+
+
 def test_the_labels_of_the_rows_become_the_names_of_the_classes(tmp_path: Path):
     model = made(settings(tmp_path, "bert"))
     assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
