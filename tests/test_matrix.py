@@ -314,7 +314,8 @@ def test_two_steps_of_fused_blocks_in_three_stages_are_those_of_one_process(meth
     [
         pytest.param(name, marks=() if name in ("bert-mlm", "t5-classify", "gemma3-causal") else long)
         for name in OTHERS
-    ],
+    ]
+    + ["opt-causal"],  # which counts positions along a mask that fused blocks take away
 )
 def test_other_models_fused_in_stages(name: str) -> None:
     check(case(name, "lora", BACKENDS["pp-1f1b"](name, 2), steps=1, blocks=PARKED[2]))

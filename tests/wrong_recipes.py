@@ -106,6 +106,7 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
         4,
         ("a list", "write [tensorboard, wandb]"),
     ),
+    "a list of what is not there": ("trackers: [foo]\n", 4, ("trackers[0]", "found the text 'foo'")),
     "not a list": ("trackers: tensorbord\n", 4, ("a list", "write [tensorboard]")),
     "column role": (
         b"model: m\nmethod: lora\ndata:\n  path: d\n  columns:\n    txt: body\n",

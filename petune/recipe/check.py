@@ -337,8 +337,9 @@ def _value_remedy(kind: Any, value: Any) -> str | None:
     words = _expected(kind)
     meant = meant_value(value, _choices(kind)) if isinstance(value, str) else None
     if isinstance(value, str) and "a list" in words:
-        items = [part for part in re.split(r"[\s,;]+", value) if part]
-        return f"write [{short(', '.join(meant_value(item, _choices(kind)) or item for item in items), 60)}]"
+        choices = _choices(kind)
+        items = [meant_value(part, choices) or part for part in re.split(r"[\s,;]+", value) if part]
+        return None if choices and set(items) - set(choices) else f"write [{short(', '.join(items), 60)}]"
     if meant:
         return _perhaps(meant)
     if isinstance(value, str) and "number" in words:

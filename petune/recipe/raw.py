@@ -49,8 +49,9 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
 
 def _sizes(text: str) -> dict[str, Any]:
     """Backends with or without a size, as a shell takes them unquoted: `pp`, `dp:2`, `dp:2,tp:4`."""
-    parts = (part.partition(":") for part in text.split(","))
-    return {name.strip(): scalar(size.strip()) if colon else None for name, colon, size in parts}
+    parts = [part.partition(":") for part in text.split(",")]
+    sizes = {name.strip(): scalar(size.strip()) if colon else None for name, colon, size in parts}
+    return sizes if len(sizes) == len(parts) else {text: None}  # no backend: one of two sizes would be lost
 
 
 def show(value: Any) -> str:

@@ -640,6 +640,9 @@ def test_a_wrong_override_says_command_line() -> None:
     assert "command line  parallel.dp.size is out of range" in found
     assert "command line  parallel.tp.size does not take this value" in found
     assert problems_of(NEEDED, {"parallel": "tq"})[0].startswith("argument  parallel: no such backend")
+    assert "the text 'dp:2,dp:3'" in problems_of(NEEDED, {"parallel": "dp:2,dp:3"})[0], (
+        "one size would be lost"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- classic keys

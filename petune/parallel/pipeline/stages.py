@@ -32,8 +32,8 @@ LOGITS_BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to wh
 
 
 class Zeros(nn.Module):
-    """In the place of an embedding: ids [b, s] -> zeros [b, s, width], which take no memory. weight: without
-    rows, in the dtype of the table."""
+    """In the place of an embedding: ids [b, s] -> zeros [b, s, width], which take no memory; of position_ids
+    where a mask comes before them. weight: without rows, in the dtype of the table."""
 
     weight: Tensor
 
@@ -45,6 +45,7 @@ class Zeros(nn.Module):
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Zeros in the dtype of the table, on the ids' device."""
+        ids = ids if kwargs.get("position_ids") is None else kwargs["position_ids"]
         return torch.zeros((), dtype=self.weight.dtype, device=ids.device).expand(*ids.shape, self.width)
 
 
