@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {  # the weights that a role of a dense M
     "up": ("gate_up_proj", "up_proj"),
     "down": ("down_proj",),
 }
+_SPREAD = "petune_spread"
 _GATES = "transformers.integrations.moe"
 _SAYS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
@@ -50,6 +51,37 @@ class RoutesHook:
     def hear(self, module: nn.Module, index: Tensor) -> None:
         """Hear that tokens are sent to the experts index [tokens, chosen] of `module`."""
         raise NotImplementedError
+
+
+class Spread(Protocol):
+    """Where the experts of a mixture lie that are cut over ranks: how many on each, and which rank this
+    is."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """See the class."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """See the class."""
+        ...
+
+
+def put_spread(module: nn.Module, spread: Spread) -> None:
+    """Say of experts which of a mixture's they are."""
+    module.__dict__[_SPREAD] = spread
+
+
+def spread_of(module: nn.Module) -> Any:
+    """Where the experts of its mixture lie, of whatever make; None where all are here."""
+    return module.__dict__.get(_SPREAD)
+
+
+def number_of(module: nn.Module) -> int:
+    """How many experts the mixture of a module of experts has, here and on other ranks."""
+    spread = spread_of(module)
+    return sum(spread.counts) if spread is not None else int(cast("Any", module).num_experts)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -1,5 +1,7 @@
 """The ranks of a run as a mesh of three axes, pp x dp x tp, and this rank's place in it.
 
+Where replicas share experts, dp is two axes in one, edp x ep.
+
 `tp` is the axis along which blocks are cut, whatever the row of the table (tp, sp, galaxy ...). It varies
 fastest, so that its ranks are neighbours on one host; pp varies slowest. An axis of size 1 has no group, and
 whoever communicates along it does nothing.
@@ -20,24 +22,26 @@ from petune.parallel.launch import process_group as group
 from petune.parallel.launch.lasting import LastingGroup
 from petune.parallel.plan import ALONE, ParallelPlan
 
-Axis = Literal["pp", "dp", "tp"]
+# the ranks of dp are those of edp times those of ep: replicas with the same experts, and some that share them
+Axis = Literal["pp", "dp", "tp", "edp", "ep"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A rank's place along each axis."""
+    """A rank's place along each axis; ep: among the replicas that share the experts."""
 
     pp: int = 0
     dp: int = 0
     tp: int = 0
+    ep: int = 0
 
 
 def coordinate(plan: ParallelPlan, rank: int) -> Coordinate:
     """The place of world rank `rank`."""
     rest, tp = divmod(rank, plan.tp)
     pp, dp = divmod(rest, plan.dp)
-    return Coordinate(pp, dp, tp)
+    return Coordinate(pp, dp, tp, dp % plan.ep)
 
 
 @dataclass(frozen=True)
@@ -116,5 +120,13 @@ def _cut_axes(plan: ParallelPlan, device: torch.device) -> tuple[DeviceMesh, dic
     groups: dict[str, dist.ProcessGroup] = {
         axis: devices.get_group(axis) for axis, size in zip(AXES, sizes, strict=True) if size > 1
     }
+    if plan.ep > 1:
+        groups["ep"] = groups["dp"]
+    if plan.ep > 1 and plan.edp > 1:
+        names = ("pp", "edp", "ep", "tp")
+        experts = init_device_mesh(
+            device.type, (plan.pp, plan.edp, plan.ep, plan.tp), mesh_dim_names=names
+        )
+        groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
     group.limit(groups.values())
     return devices, groups

@@ -4,7 +4,7 @@ be done.
     stack       blocks become stacks, which recompute and draw dropout by themselves      (whole model, on the
                 CPU)
     quantise    frozen weights take the form that they are held in
-    cut         tensors are narrowed to this rank's slices, embedding and head by rows     tp, sp
+    cut         tensors are narrowed to this rank's slices, embedding and head by rows     tp, sp, ep
     stages      what other stages hold is taken out                                        pp
     move        what is left goes to the device; what has no memory gets it and is read there
     cross       what crosses ranks is hooked in
@@ -42,6 +42,7 @@ from petune.parallel.mesh import Mesh
 from petune.parallel.objective import trainable
 from petune.parallel.pipeline.schedule import cut_stages
 from petune.parallel.plan import ParallelPlan
+from petune.parallel.spread import cross_experts, cut_experts
 from petune.parallel.tensor.hooks import cross
 from petune.parallel.tensor.shard_params import Placed, cut
 from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, refusal, rows_of_ranks
@@ -106,6 +107,7 @@ def parallelize(
             module.to(mesh.device)
         if family is not None:
             cross(module, family, mesh)
+            cross_experts(module, mesh)
         if vocabulary:
             hook_vocabulary(module, vocabulary, mesh.groups["tp"], mesh.at.tp)
     for module in modules if plan.sharding is not None else ():
@@ -138,11 +140,11 @@ def _read(
 
 
 def start_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> list[int]:
-    """Where this rank's part of a tensor begins in the whole: cut over tp, then sharded over dp."""
+    """Where this rank's part of a tensor begins in the whole: cut over tp or ep, then sharded over dp."""
     start = [0] * value.dim()
     cut_by = placed.slices.get(name)
     if cut_by is not None and cut_by.dim != "owner":
-        start[cut_by.dim] = sum(cut_by.sizes[: mesh.at.tp])
+        start[cut_by.dim] = sum(cut_by.sizes[: mesh.index(cut_by.axis)])
     if start:
         start[0] += first_row(value)
     return start
@@ -204,8 +206,9 @@ def _translated(model: nn.Module) -> bool:
 def _cut(
     model: nn.Module, family: Family | None, plan: ParallelPlan, mesh: Mesh, rows: tuple[int, ...]
 ) -> Placed:
-    """Narrow what the tp axis cuts: linears and, by `rows`, the vocabulary."""
+    """Narrow what an axis cuts: linears and, by `rows`, the vocabulary over tp, experts over ep."""
     placed = Placed() if family is None else cut(model, family, plan, mesh.at)
+    placed.slices |= cut_experts(model, plan, mesh.at)
     if rows:
         more = cut_vocabulary(model, rows, mesh.at.tp)
         placed.slices |= more.slices

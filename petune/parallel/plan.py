@@ -24,15 +24,16 @@ from petune.parallel.configs import (
     Connection,
     CutConfig,
     DpConfig,
+    EpConfig,
     Layout,
     ParallelConfig,
     PpConfig,
     Row,
-    contradictions,
     layouts,
     row_name,
     size_of,
 )
+from petune.parallel.contradictions import contradictions
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class ParallelPlan:
 
     shares: rows per dp replica, as a ratio. stages: one per pipeline stage; with `interleaved` and
     `zero-bubble` several per rank, stage s on rank s % pp. microbatches: pieces of each forward pass.
+    ep: replicas in a row that share the routed experts, a divisor of dp; experts: how many each of them
+    holds, empty where ep is 1.
     """
 
     dp: int = 1
@@ -95,6 +98,18 @@ class ParallelPlan:
     stages: tuple[Stage, ...] = ()
     schedule: str = "1f1b"
     microbatches: int = 1
+    ep: int = 1
+    experts: tuple[int, ...] = ()
+
+    @property
+    def edp(self) -> int:
+        """Replicas that hold the same experts."""
+        return self.dp // self.ep
+
+    @property
+    def together(self) -> bool:
+        """Whether replicas need one another in every forward pass, so that none may leave one out."""
+        return self.sharding is not None or self.ep > 1
 
     @property
     def world(self) -> int:
@@ -203,12 +218,12 @@ def make_plan(
     name, cut_config = next(
         ((name, one) for name in CUTS if (one := getattr(config, name)) is not None), ("", None)
     )
-    dp, tp, pp = _sizes(config, cut_config, world, available, faults)
+    dp, tp, pp, ep = _sizes(config, cut_config, world, available, faults)
     if family is None:
         faults += _needs_family(config, name, model_config)
     if (tp > 1 or pp > 1) and family is not None:
         faults += _dropped_blocks(model_config)
-    shares, rows = _rows(config.dp or DpConfig(), dp, batch_size, faults)
+    shares, rows = _rows(config, dp, ep, batch_size, faults)
     cut = None
     if cut_config is not None and family is not None:
         cut = _Cutting(f"parallel.{name}", name, cut_config, tp, faults).cut(
@@ -220,7 +235,7 @@ def make_plan(
         stages = _stages(config.pp, pp, dict(family.depth(model_config)), faults)
         microbatches = _microbatches(config.pp, pp, len(stages), rows, faults)
     plan = ParallelPlan(
-        dp=dp,
+        dp=dp * ep,
         tp=tp,
         pp=pp,
         shares=shares,
@@ -229,6 +244,8 @@ def make_plan(
         stages=stages if pp > 1 else (),
         schedule=config.pp.schedule if config.pp and pp > 1 else "1f1b",
         microbatches=microbatches if pp > 1 else 1,
+        ep=ep,
+        experts=_experts(config.ep, ep, family, model_config, faults) if config.ep is not None else (),
     )
     faults += [
         Problem(f"{one.name}: {one.why}", one.where, remedy=one.remedy)
@@ -249,9 +266,9 @@ def _contradictions(config: ParallelConfig) -> Iterator[Problem]:
 
 def _sizes(
     config: ParallelConfig, cut: CutConfig | None, world: int | None, available: int, faults: list[Problem]
-) -> tuple[int, int, int]:
-    """Ranks along dp, tp and pp: given, as many as the lists have entries, or what is left."""
-    axes = {"dp": config.dp, "tp": cut, "pp": config.pp}
+) -> tuple[int, int, int, int]:
+    """Ranks along dp, tp, pp and ep: given, as many as the lists have entries, or what is left."""
+    axes = {"dp": config.dp, "tp": cut, "pp": config.pp, "ep": config.ep}
     wanted = {axis: size_of(one) for axis, one in axes.items() if one is not None}
     sizes = {axis: size for axis, size in wanted.items() if size is not None}
     open_axes = [axis for axis, size in wanted.items() if size is None]
@@ -272,13 +289,14 @@ def _sizes(
                 remedy,
             )
         )
-    return sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("pp", 1)
+    return sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("ep", 1)
 
 
 def _needs_family(config: ParallelConfig, cut: str, model_config: Config) -> list[Problem]:
     """What cannot be done with a model petune has no table for."""
     kind = getattr(model_config, "model_type", "this model")
-    asked = [name for name, one in ((cut, cut or None), ("pp", config.pp)) if one is not None]
+    axes = ((cut, cut or None), ("pp", config.pp), ("ep", config.ep))
+    asked = [name for name, one in axes if one is not None]
     if config.dp is not None and config.dp.shard:
         asked.append("dp.shard")
     remedy = "use dp without shard"
@@ -308,22 +326,50 @@ def _dropped_blocks(model_config: Config) -> list[Problem]:
     return faults
 
 
-def _rows(config: DpConfig, dp: int, batch_size: int, faults: list[Problem]) -> tuple[tuple[int, ...], int]:
-    """Shares of the replicas, and the rows of the one that has fewest."""
-    shares = config.shares or (1,) * dp
-    _entries(shares, "parallel.dp.shares", faults)
-    if dp > batch_size:
-        remedy = f"raise batch_size to {dp} or more, or use fewer replicas"
+def _rows(
+    config: ParallelConfig, dp: int, ep: int, batch_size: int, faults: list[Problem]
+) -> tuple[tuple[int, ...], int]:
+    """Shares of the replicas, those of dp times those of ep, and the rows of the one that has fewest."""
+    own = {"dp": (config.dp or DpConfig()).shares, "ep": (config.ep or EpConfig()).shares}
+    for name, given in own.items():
+        _entries(given, f"parallel.{name}.shares", faults)
+    shares = tuple(
+        outer * inner for outer in own["dp"] or (1,) * dp for inner in own["ep"] or (1,) * ep
+    )
+    if dp * ep > batch_size:
+        remedy = f"raise batch_size to {dp * ep} or more, or use fewer replicas"
         faults.append(
             Problem(
                 "a replica would have no row of a forward pass",
-                "parallel.dp",
+                "parallel.dp" if ep == 1 else "parallel.ep",
                 f"at most {batch_size}",
-                str(dp),
+                str(dp * ep),
                 remedy,
             )
         )
     return shares, min(apportion(batch_size, shares)) if all(share > 0 for share in shares) else 0
+
+
+def _experts(
+    config: EpConfig, ep: int, family: Family | None, model_config: Config, faults: list[Problem]
+) -> tuple[int, ...]:
+    """Experts per rank, as given or evenly; empty where they are not cut."""
+    total = family.shape(model_config).experts if family is not None else 0
+    if family is None or ep == 1:
+        return ()
+    if ep > total:
+        what = "every rank needs an expert" if total else "this model has no routed experts to cut"
+        remedy = None if total else "use dp, tp, sp or pp"
+        faults.append(
+            Problem(what, "parallel.ep", f"at most {total} ranks" if total else None, f"ep {ep}", remedy)
+        )
+        return ()
+    given, where = config.experts, "parallel.ep.experts"
+    fine = _entries(given, where, faults) and len(given) == ep
+    if fine and sum(given) != total:
+        what, found = "experts do not add up to the model's", f"{list(given)}: {sum(given)}"
+        faults.append(Problem(what, where, str(total), found, suggested_list(total, given)))
+    return given or apportion(total, (1,) * ep)
 
 
 def _sharding(config: DpConfig, dp: int, faults: list[Problem]) -> Sharding | None:
@@ -658,7 +704,8 @@ def _entries(values: Sequence[int], where: str, faults: list[Problem]) -> bool:
 def describe(plan: ParallelPlan) -> str:
     """One line: the axes with more than one rank and what lies along each, as `galaxy 2 (heads 6,2; columns
     48,16; sequence 3:1)`."""
-    parts = [_describe_dp(plan)] if plan.dp > 1 else []
+    parts = [_describe_dp(plan)] if plan.edp > 1 or plan.sharding else []
+    parts += [_describe_ep(plan)] if plan.ep > 1 else []
     if plan.cut is not None:
         parts.append(_describe_cut(plan.cut, plan.tp))
     if plan.pp > 1:
@@ -669,6 +716,8 @@ def describe(plan: ParallelPlan) -> str:
 
 def _describe_dp(plan: ParallelPlan) -> str:
     facts = [f"rows {':'.join(map(str, plan.shares))}"] if len(set(plan.shares)) > 1 else []
+    if plan.ep > 1:
+        return f"dp {plan.edp}"
     if (sharding := plan.sharding) is not None:
         facts.append("sharded" + (f" in {sharding.replicas} whole copies" if sharding.replicas > 1 else ""))
         facts += [
@@ -681,6 +730,12 @@ def _describe_dp(plan: ParallelPlan) -> str:
         ]
         facts += ["shards on the CPU"] if sharding.offload else []
     return f"dp {plan.dp}" + (f" ({'; '.join(facts)})" if facts else "")
+
+
+def _describe_ep(plan: ParallelPlan) -> str:
+    facts = [f"experts {_commas(plan.experts)}"]
+    facts += [f"rows {':'.join(map(str, plan.shares))}"] if len(set(plan.shares)) > 1 else []
+    return f"ep {plan.ep} ({'; '.join(facts)})"
 
 
 def _describe_cut(cut: Cut, ranks: int) -> str:

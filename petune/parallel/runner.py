@@ -33,6 +33,7 @@ from petune.rng.context import Running
 from petune.rng.dropout import drawing
 
 T = TypeVar("T")
+CUTTING: tuple[Axis, ...] = ("tp", "ep")  # along which tensors are cut
 
 
 class Runner:
@@ -139,7 +140,7 @@ class Runner:
         """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on
         every rank; unless `whole` of this replica alone, which `clip` sums.
 
-        `batches` are this replica's, as many on each where dp is sharded, as all gather weights together;
+        `batches` are this replica's, as many on each where all go together (`plan.together`);
         `total` counts the trained tokens of all replicas; `key` is what dropout is drawn from; `meanwhile` is
         called when all of it is on its way to the device and before anything waits for it. Afterwards every
         gradient is complete, or, where the model is streamed, used up; a loss that is not finite is returned
@@ -198,8 +199,11 @@ class Runner:
             self._sum_over([grads[name] for name in grads if name in self.placed.partial], "tp")
         if self.plan.pp > 1:
             self._sum_over_stages(grads)
-        if self.plan.dp > 1:  # FSDP has summed what it shards
-            self._sum_over([grads[name] for name in grads if not is_sharded(self.tuned[name])], "dp")
+        if self.plan.dp > 1:  # FSDP has summed what it shards, and an expert has seen all of its ranks' tokens
+            whole = [name for name in grads if not is_sharded(self.tuned[name])]
+            self._sum_over([grads[name] for name in whole if not self._over(name, "ep")], "dp")
+        if self.plan.ep > 1 and self.plan.edp > 1:
+            self._sum_over([grads[name] for name in grads if self._over(name, "ep")], "edp")
 
     def _sum_over(self, values: Sequence[Tensor], axis: Axis) -> None:
         """Sum in place along an axis, by way of the device for what rests on the CPU."""
@@ -248,8 +252,16 @@ class Runner:
 
     def _copies(self, name: str) -> int:
         """How many ranks hold the same piece of a tuned tensor."""
-        along_tp = 1 if name in self.placed.slices else self.plan.tp
-        return along_tp * copies(self.tuned[name], self.plan) * len(self.holders[name])
+        along_tp = 1 if self._over(name, "tp") else self.plan.tp
+        return along_tp * self._replicas(name) * len(self.holders[name])
+
+    def _replicas(self, name: str) -> int:
+        """How many of them lie along dp."""
+        return self.plan.edp if self._over(name, "ep") else copies(self.tuned[name], self.plan)
+
+    def _over(self, name: str, axis: Axis) -> bool:
+        """Whether a tuned tensor is cut along an axis."""
+        return name in self.placed.slices and self.placed.slices[name].axis == axis
 
     # ------------------------------------------------------------ evaluation and agreement
 
@@ -349,12 +361,10 @@ class Runner:
 
     @torch.no_grad()
     def _put_together(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`names` whole, of this rank's `tensors`: along dp, tp and pp, one after the other."""
+        """`names` whole, of this rank's `tensors`: along dp, tp or ep, and pp, one after the other."""
         parts = dict(zip(tensors, wholes([value.detach() for value in tensors.values()]), strict=True))
-        if self.plan.tp > 1:
-            here = [
-                name for name in names if self.mesh.at.pp in self.holders[name] and name in self.placed.slices
-            ]
+        for axis in (axis for axis in CUTTING if self.mesh.size(axis) > 1):
+            here = [name for name in names if self.mesh.at.pp in self.holders[name] and self._over(name, axis)]
             cuts = {
                 name: (cut.sizes, int(cut.dim))
                 for name in here
@@ -362,10 +372,10 @@ class Runner:
             }
             parts |= zip(
                 cuts,
-                gather_dims([parts[name] for name in cuts], list(cuts.values()), self.mesh.groups["tp"]),
+                gather_dims([parts[name] for name in cuts], list(cuts.values()), self.mesh.groups[axis]),
                 strict=True,
             )
-            parts |= self._sent([name for name in here if name not in cuts], parts, 0, "tp")
+            parts |= self._sent([name for name in here if name not in cuts], parts, 0, axis)
         for stage in range(self.plan.pp) if self.plan.pp > 1 else ():
             there = [
                 name
@@ -392,7 +402,7 @@ class Runner:
         whole, dtype = self.shapes[name]
         shape, cut = list(whole), self.placed.slices.get(name)
         if cut is not None and cut.dim != "owner":
-            shape[cut.dim] = cut.sizes[self.mesh.at.tp]
+            shape[cut.dim] = cut.sizes[self.mesh.index(cut.axis)]
         return torch.zeros(shape, dtype=dtype, device=self.mesh.device)
 
     def start(self, name: str) -> list[int]:
@@ -403,5 +413,5 @@ class Runner:
     def writes(self, name: str) -> bool:
         """Whether, of the ranks that hold this very box of a tuned tensor, this is the first."""
         at = self.mesh.at
-        first = at.dp < self.plan.dp // copies(self.tuned[name], self.plan)
-        return first and at.pp == self.holders[name][0] and (at.tp == 0 or name in self.placed.slices)
+        first = at.dp < self.plan.dp // self._replicas(name)
+        return first and at.pp == self.holders[name][0] and (at.tp == 0 or self._over(name, "tp"))

@@ -15,11 +15,10 @@ from petune.methods.configs import method_of
 from petune.parallel.configs import (
     CutConfig,
     ParallelConfig,
-    axis_contradictions,
     layouts,
     size_of,
-    too_many_cuts,
 )
+from petune.parallel.contradictions import axis_contradictions, beside_experts, too_many_cuts
 from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
 from petune.recipe.schema import Recipe
 from petune.recipe.stream_rules import STREAM_RULES
@@ -348,7 +347,7 @@ def _broken_plan(written: Written, config: ParallelConfig) -> Iterator[Found]:
     if any(path[:1] == (PARALLEL,) for path in written.refused):
         return
     named = as_mapping((PARALLEL,), written.tree.get(PARALLEL)) or {}
-    found = [*too_many_cuts(named)]
+    found = [*too_many_cuts(named), *beside_experts(config.axes)]
     for name, axis in config.axes.items():
         found += axis_contradictions(name, axis)
     for inner, problem in found:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from petune.models.experts import RoutesHook, is_experts
+from petune.models.experts import RoutesHook, is_experts, number_of
 
 
 class ExpertLoad:
@@ -16,10 +15,11 @@ class ExpertLoad:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         found = [module for model in models for module in model.modules() if is_experts(module)]
-        self.sizes = [cast("Any", module).num_experts for module in found]
+        self.sizes = [number_of(module) for module in found]
         self.counts: list[Tensor | None] = [None] * len(found)
         for at, module in enumerate(found):
-            module.register_forward_pre_hook(_Count(self, at))
+            # before tokens are sent to other ranks
+            module.register_forward_pre_hook(_Count(self, at), prepend=True)
 
     def add(self, at: int, index: Tensor) -> None:
         """Count the experts index [tokens, chosen] of the mixture number `at`."""

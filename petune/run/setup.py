@@ -87,7 +87,16 @@ def holding(plan: ParallelPlan, family: Family | None, config: Any, rank: int) -
         held |= {"heads": cut.heads[at.tp]} if cut.heads else {}
         held |= {"columns": cut.columns[at.tp]} if cut.columns else {}
         held |= {"tokens": _percent(cut.sequence, at.tp)} if cut.sequence else {}
+    if plan.experts:
+        held |= {"experts": experts_of(plan, rank)}
     return held | ({"rows": _percent(plan.shares, at.dp)} if plan.dp > 1 else {})
+
+
+def experts_of(plan: ParallelPlan, rank: int) -> str:
+    """The routed experts of a rank in words, from the first to the last."""
+    at = coordinate(plan, rank).ep
+    first = sum(plan.experts[:at])
+    return f"{first}-{first + plan.experts[at] - 1}" if plan.experts[at] > 1 else str(first)
 
 
 def blocks_of(plan: ParallelPlan, family: Family | None, config: Any, stage: int) -> str:

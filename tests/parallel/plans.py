@@ -171,6 +171,17 @@ def _times(*axes: str) -> Callable[[str], ParallelPlan]:
     return plan
 
 
+def ep(name: str, ranks: int, replicas: int = 1) -> ParallelPlan:
+    """Experts over `ranks`, rows too, both unevenly; as many replicas of all of them."""
+    _, config, values = (ZOO | MOE)[name]
+    experts = table(name).shape(config(**values)).experts
+    first = experts - 2 * (ranks - 1) if experts >= 2 * ranks else experts - ranks + 1
+    counts = (first, *(((experts - first) // (ranks - 1),) * (ranks - 1)))
+    own = {2: (1, 3), 3: (1, 2, 1)}[ranks]
+    shares = own * replicas
+    return ParallelPlan(dp=ranks * replicas, shares=shares, ep=ranks, experts=counts)
+
+
 def overlapping(backend: str) -> Plan:
     """The same with communication hidden behind the matmuls beside it."""
 

@@ -22,10 +22,10 @@ from petune.parallel.configs import (
     DpConfig,
     ParallelConfig,
     PpConfig,
-    contradictions,
     layouts,
     size_of,
 )
+from petune.parallel.contradictions import contradictions
 from petune.recipe import KEYS_THAT_CHANGE_NUMBERS, Recipe, differences, load_recipe
 from petune.recipe.aliases import CLASSIC
 from petune.recipe.yaml_lines import write_scalar

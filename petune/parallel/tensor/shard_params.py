@@ -22,17 +22,18 @@ from petune.errors import UsageError
 from petune.models.spec import CutKind, Family, Region, Shape, Split, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
 from petune.models.tuned_linear import TunedLinear
-from petune.parallel.mesh import Coordinate
+from petune.parallel.mesh import Axis, Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
 
 
 @dataclass(frozen=True)
 class Slice:
-    """How one tensor lies across the tp axis: `sizes` along `dim`, in the order of ranks; "owner": whole, on
+    """How one tensor lies across an axis: `sizes` along `dim`, in the order of ranks; "owner": whole, on
     the first rank alone."""
 
     dim: int | Literal["owner"]
     sizes: tuple[int, ...] = ()
+    axis: Axis = "tp"
 
 
 @dataclass
@@ -90,12 +91,12 @@ def _cut_region(
         kind: CutKind = "row" if leave is not None and layer is leave[1] else "column"
         seen |= {f"{name}.{own}" for own, _ in layer.named_parameters()}
         for own, split in splits_of(layer, kind, f"{where}.{name}").items():
-            whole |= _narrow(layer, own, split, sizes[role], rank, f"{where}.{name}", slices)
+            whole |= narrow(layer, own, split, sizes[role], rank, f"{where}.{name}", slices)
     enter = module_at(block, region.enter, where)
     for name, dim in region.by_head.items():
         if (owner := child_of(enter[1], name.rpartition(".")[0])) is not None:
             heads = cut.heads
-            whole |= _narrow(
+            whole |= narrow(
                 owner[1], name.rpartition(".")[2], dim, heads, rank, f"{where}.{enter[0]}.{owner[0]}", slices
             )
             seen.add(f"{enter[0]}.{name}")
@@ -138,7 +139,7 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split
     return declared
 
 
-def _narrow(
+def narrow(
     layer: nn.Module,
     own: str,
     split: Split,
@@ -146,8 +147,9 @@ def _narrow(
     rank: int,
     where: str,
     slices: dict[str, Slice],
+    axis: Axis = "tp",
 ) -> set[str]:
-    """Narrow one tensor of `layer`; returns its full name if it stays whole inside the region."""
+    """Narrow one tensor of `layer`, which is called `where`; returns its full name if it stays whole inside the region."""
     module = layer.get_submodule(own.rpartition(".")[0])
     leaf = own.rpartition(".")[2]
     value = getattr(module, leaf)
@@ -156,7 +158,7 @@ def _narrow(
     if split is None:
         return {f"{where}.{own}"}
     if split == "owner":
-        slices[f"{where}.{own}"] = Slice("owner")
+        slices[f"{where}.{own}"] = Slice("owner", (), axis)
         if rank:
             module.register_parameter(leaf, None)
         return set()
@@ -165,7 +167,7 @@ def _narrow(
         raise UsageError(
             "the plan's shares do not add up to this tensor's size", where=f"{where}.{own}", **sides
         )
-    slices[f"{where}.{own}"] = Slice(split, sizes)
+    slices[f"{where}.{own}"] = Slice(split, sizes, axis)
     part = value.detach().narrow(split, sum(sizes[:rank]), sizes[rank]).clone()
     setattr(module, leaf, nn.Parameter(part, requires_grad=value.requires_grad))
     for count, dim in (("out_features", 0), ("in_features", 1)):
