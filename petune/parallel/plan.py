@@ -20,6 +20,7 @@ from petune.parallel.configs import (
     LOOPED,
     OVERLAPPED,
     ROWS,
+    SPREAD,
     STAGES_SHARDED,
     Connection,
     CutConfig,
@@ -121,6 +122,8 @@ class ParallelPlan:
         """Why blocks under this plan are not fused, or None; ParallelConfig.unfused says it of settings."""
         if self.pp > 1 and self.sharding is not None:
             return STAGES_SHARDED
+        if self.ep > 1:
+            return SPREAD
         return OVERLAPPED if self.cut is not None and self.cut.overlap else None
 
 

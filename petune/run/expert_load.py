@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from petune.models.experts import RoutesHook, is_experts, number_of
+from petune.rng.context import running
 
 
 class ExpertLoad:
-    """Counts of tokens by expert, of every mixture of `models` in training mode, since `take`."""
+    """Counts of tokens by expert, of every mixture of `models` in training mode, since `take`. Padding and rows
+    that only fill a batch up are not counted, as it depends on the plan how many there are."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
         found = [module for model in models for module in model.modules() if is_experts(module)]
         self.sizes = [number_of(module) for module in found]
         self.counts: list[Tensor | None] = [None] * len(found)
+        self.mask: Tensor | None = None
         for at, module in enumerate(found):
             # before tokens are sent to other ranks
             module.register_forward_pre_hook(_Count(self, at), prepend=True)
+        for model in models if found else ():
+            model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remember which tokens of this call are real."""
+        mask, rows = kwargs.get("attention_mask"), running().rows
+        self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if self.mask is not None and rows is not None and len(rows) == len(self.mask):
+            self.mask = self.mask * (rows >= 0)[:, None]
 
     def add(self, at: int, index: Tensor) -> None:
         """Count the experts index [tokens, chosen] of the mixture number `at`."""
         ends = torch.arange(self.sizes[at], device=index.device)  # a bincount would wait for a GPU
-        found = (index.reshape(-1, 1) == ends).sum(0)
+        hits = index[..., None] == ends
+        if self.mask is not None and self.mask.numel() == len(index):  # else padding is left out
+            hits = hits & self.mask.reshape(-1, 1, 1).bool()
+        found = hits.sum((0, 1))
         before = self.counts[at]
         self.counts[at] = found if before is None else before + found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from petune.errors import FileError
 from petune.files.hashes import FileHashes
 from petune.files.range_writer import RangeWriter
+from petune.files.ranges import Piece, overlap
 from petune.log import phase
 from petune.methods import tuned_parameters
 from petune.methods.configs import method_of
 from petune.models.contents import allocate
+from petune.models.fresh import box_of
 from petune.models.source import model_files
 from petune.parallel import local
 from petune.run.build import build
@@ -69,7 +71,10 @@ class TunedFiles:
 
         def share(work: Path, rooms: export.Rooms) -> None:
             if self._writes_ranges:
-                own = {file: {key: names[name] for key, name in room.items()} for file, room in rooms.items()}
+                own = {
+                    file: {key: (names[name], at) for key, (name, at) in room.items()}
+                    for file, room in rooms.items()
+                }
                 crew.tell([str(work), own])
                 self._fill(work, own)
                 crew.tell()
@@ -123,14 +128,23 @@ class TunedFiles:
         allocate([model], made)
         return model
 
-    def _fill(self, work: Path, rooms: Mapping[str, Mapping[str, str | None]]) -> None:
+    def _fill(self, work: Path, rooms: Mapping[str, Mapping[str, tuple[str | None, Sequence[int]]]]) -> None:
         """Write what this process holds into the rooms for it, of tuned tensors by file and name there."""
         for file, names in rooms.items():
             with RangeWriter(work / file) as writer:
-                for key, name in names.items():
+                for key, (name, at) in names.items():
                     if name in self.runner.tuned and self.runner.writes(name):
-                        value = local(self.runner.tuned[name].detach())
-                        writer.write(key, value, self.runner.start(name))
+                        self._write(writer, key, name, at)
+
+    def _write(self, writer: RangeWriter, key: str, name: str, at: Sequence[int]) -> None:
+        """Write what this process holds of the tensor `key` of a file, which begins at `at` in the tuned
+        tensor `name`."""
+        value, shape = local(self.runner.tuned[name].detach()), writer.sources[key].shape
+        more = value.dim() - len(shape)  # one of several, an expert
+        piece = Piece(key, tuple(at), (*(1,) * more, *shape))
+        if (own := overlap(piece, self.runner.start(name), value.shape)) is not None:
+            box = box_of(value, own.inside, own.size)
+            writer.write(key, box.flatten(0, more) if more else box, own.there[more:])
 
     def _hashed_object(self, model: nn.Module) -> str | None:
         """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from petune.errors import PetuneError, UsageError
 from petune.files.atomic import commit_folder
 from petune.files.hashes import FileHashes
 from petune.files.manifest import MANIFEST, RECORD, check_folder
+from petune.files.ranges import Source
 from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
@@ -33,7 +34,7 @@ from petune.methods.saving import plain_class
 from petune.methods.wrapped import sole_tuning
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
-from petune.models.read_plan import names_in_model
+from petune.models.read_plan import names_in_model, plan_reads
 from petune.models.tuned_linear import TunedLayer, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.saving.load import TUNED, kinds_of
@@ -46,7 +47,8 @@ __all__ = ["MergeReport", "fingerprint", "full_hash", "save", "save_merged", "wr
 
 _OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
 
-Rooms = Mapping[str, Mapping[str, str]]
+# by file and name there: the tensor of the model, and where in it what is written there begins
+Rooms = Mapping[str, Mapping[str, tuple[str, Sequence[int]]]]
 Share = Callable[[Path, Rooms], None]
 
 
@@ -191,12 +193,11 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> Rooms:
     """Write a model's folder as transformers does, which names and parts its files, with tensors in ours.
     Returns the rooms that were left for what is on the meta device."""
-    names, rooms = {id(value): name for name, value in state.items()}, dict[str, dict[str, str]]()
+    left: dict[str, dict[str, Tensor]] = {}
 
     def write(tensors: Mapping[str, Tensor], filename: str, metadata: Mapping[str, str]) -> None:
         write_tensors(Path(filename), tensors, metadata)
-        left = {key: names[id(value)] for key, value in tensors.items() if value.is_meta}
-        rooms.update({Path(filename).name: left} if left else {})
+        left[Path(filename).name] = {key: value for key, value in tensors.items() if value.is_meta}
 
     library: Any = modeling_utils
     bar, theirs = logging.is_progress_bar_enabled(), library.safe_save_file
@@ -209,7 +210,30 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
         library.safe_save_file = theirs
         if bar:
             logging.enable_progress_bar()
-    return rooms
+    places = _places(model, state, {key: value for one in left.values() for key, value in one.items()})
+    return {file: {key: places[key] for key in keys} for file, keys in left.items() if keys}
+
+
+def _places(
+    model: PreTrainedModel, state: Mapping[str, Tensor], left: Mapping[str, Tensor]
+) -> dict[str, tuple[str, Sequence[int]]]:
+    """For each tensor of files that is yet to be written the one of the model that it is, or is a part of, as
+    experts are that files have one by one, and where it begins there."""
+    names = {id(value): name for name, value in state.items()}
+    found = {key: (names[id(value)], [0] * value.dim()) for key, value in left.items() if id(value) in names}
+    if len(found) == len(left):
+        return found
+    files = {
+        key: Source(Path(), value.dtype, tuple(value.shape), 0, 0) for key, value in left.items()
+    }
+    plan = plan_reads(model, files)
+    assert plan is not None, "the same files were read in pieces"
+    return found | {
+        piece.source: (name, list(piece.at))
+        for name, pieces in plan.pieces.items()
+        for piece in pieces
+        if piece.source not in found
+    }
 
 
 def identity(folder: Path) -> str:

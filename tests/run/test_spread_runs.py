@@ -1,0 +1,81 @@
+"""Whole runs whose experts lie on several ranks: numbers, checkpoints and tuned files are those of one process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.group_pool import files, ranks
+from tests.planned_runs import trained
+from tests.run.test_expert_load import moe_folder
+from tests.run.test_state import rewritten
+from tests.small_runs import newest, numbers, settings, state_of
+
+pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
+
+OVER_TWO = {"ep": {"shares": [3, 1], "experts": [2, 3]}}
+OVER_THREE = {"ep": {"size": 3}}
+
+
+def recipe(place: Path, out: str, method: Any, parallel: Any, **changes: Any) -> dict[str, Any]:
+    """Four steps of four rows in one pass and three in another."""
+    if not (place / "llama").exists():
+        moe_folder(place / "llama")
+    own = {"batch_size": 4, "accumulate": 2, "max_steps": 4, "keep": 10, "warmup": 1, "save_every": 2, "epochs": 2}
+    made = settings(place, "llama", method, out=out, parallel=parallel, **{**own, **changes})
+    made["data"] |= {"max_rows": 23}
+    return made
+
+
+def assert_alike(found: Path, expected: Path) -> None:
+    """Records, the newest state and tuned files of two runs, but for rounding."""
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            assert one[key] == (pytest.approx(value, abs=2e-5) if isinstance(value, float) else value), key
+    (tensors, _), (others, _) = state_of(newest(found)), state_of(newest(expected))
+    assert tensors.keys() == others.keys()
+    for name, value in tensors.items():
+        assert name.startswith("rng/") or torch.allclose(value, others[name], atol=1e-5), name
+    for file in (expected / "tuned").glob("*.safetensors"):
+        (one, other) = (load_file(run / "tuned" / file.name) for run in (found, expected))
+        assert {name: value.shape for name, value in one.items()} == {
+            name: value.shape for name, value in other.items()
+        }
+        assert all(torch.allclose(value, other[name], atol=1e-5) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "parallel"), [("full", OVER_TWO), ({"name": "lora", "r": 2}, OVER_THREE)], ids=["full", "lora"]
+)
+def test_a_run_over_ranks_is_that_of_one_process_and_goes_on_from_its_checkpoint(
+    method: Any, parallel: Any, tmp_path: Path
+) -> None:
+    whole = trained(recipe(tmp_path, "whole", method, "none"))
+    shutil.copytree(whole, tmp_path / "there")
+    shutil.rmtree(tmp_path / "there" / "tuned")
+    (tmp_path / "there" / "summary.json").unlink()
+    shutil.rmtree(newest(tmp_path / "there"))
+    there = recipe(tmp_path, "there", method, parallel)
+    assert_alike(trained(there, resume=True, allow_change=["parallel"]), whole)
+    assert "ep " in (tmp_path / "there" / "run.log").read_text()
+    assert_alike(trained(recipe(tmp_path, "spread", method, parallel)), whole)
+
+
+@pytest.mark.parametrize("method", ["full", {"name": "lora", "r": 2}], ids=["full", "lora"])
+def test_a_state_and_a_tuned_folder_have_the_bytes_of_one_process(method: Any, tmp_path: Path) -> None:
+    own = recipe(tmp_path, "run", method, "none", max_steps=2, warmup=0)
+    saved = newest(trained(own))
+    ranks(2, rewritten, own | {"parallel": OVER_TWO}, saved, tmp_path / "again")
+    again = tmp_path / "again" / "step-2"
+    assert (again / "state.safetensors").read_bytes() == (saved / "state.safetensors").read_bytes()
+    rewritten(own, saved, tmp_path / "alone")
+    found, expected = (tmp_path / place / "tuned" for place in ("again", "alone"))
+    assert files(found) == files(expected)
+    for name in files(expected):
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
