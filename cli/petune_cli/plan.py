@@ -197,11 +197,11 @@ def _show(seen: Outlook) -> None:
     for line in (*found.facts, *seen.lines):
         echo(line)
     echo("")
-    gathers = any(rank.memory.gathered for rank in found.ranks)
-    show_table(
-        [*_SHARES, *(head for head in _BYTES if gathers or head != "gathered")],
-        [_row(rank, gathers) for rank in found.ranks],
-    )
+    idle = [] if any(rank.memory.gathered for rank in found.ranks) else ["gathered"]
+    idle += [] if found.plan.experts else ["experts"]
+    shown = [at for at, head in enumerate(_HEADS) if head not in idle]
+    rows = [_row(rank) for rank in found.ranks]
+    show_table([_HEADS[at] for at in shown], [[row[at] for at in shown] for row in rows])
     if found.transitions:
         from petune.log import human
 
@@ -231,17 +231,18 @@ def _schedule(found: Forecast) -> None:
         echo(line)
 
 
-_SHARES = ("rank", "blocks", "heads", "columns", "tokens", "rows")
+_SHARES = ("rank", "blocks", "heads", "columns", "experts", "tokens", "rows")
 _BYTES = ("frozen", "tuned", "gradients", "optimizer", "activations", "gathered", "in all", "of")
+_HEADS = (*_SHARES, *_BYTES)
 
 
-def _row(rank: Rank, gathers: bool) -> tuple[str, ...]:
+def _row(rank: Rank) -> tuple[str, ...]:
     from petune.log import human
 
     memory = rank.memory
-    numbers = (rank.heads, rank.columns, rank.tokens, rank.rows)
+    numbers = (rank.heads, rank.columns, rank.experts, rank.tokens, rank.rows)
     parts = (memory.frozen, memory.tuned, memory.gradients, memory.optimizer, memory.activations)
-    sizes = (*parts, memory.gathered, rank.total) if gathers else (*parts, rank.total)
+    sizes = (*parts, memory.gathered, rank.total)
     return (
         str(rank.rank),
         rank.blocks,

@@ -18,8 +18,14 @@ HEADS = ("rank", "device", "holds", "step", "s/step", "peak memory", "heard")
 
 
 def share(held: Mapping[str, Any]) -> str:
-    """What a rank holds, in a few words: its stage's blocks, its heads, its part of tokens and rows."""
-    words = {"heads": "{} heads", "tokens": "{} of tokens", "rows": "{} of rows"}
+    """What a rank holds, in a few words: its stage's blocks, its heads, its experts, its part of tokens
+    and rows."""
+    words = {
+        "heads": "{} heads",
+        "experts": "experts {}",
+        "tokens": "{} of tokens",
+        "rows": "{} of rows",
+    }
     said = [form.format(held[key]) for key, form in words.items() if key in held]
     return "; ".join([str(held["blocks"]), *said] if "blocks" in held else said)
 

@@ -29,7 +29,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
-from petune.models.experts import sizes_of, weights_of
+from petune.models.experts import number_of, sizes_of, weights_of
 from petune.models.spec import Attention, Mlp, Region, RoutedMlp, StackRule, child_of
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear
 from petune.parallel.plan import Cut
@@ -43,12 +43,13 @@ STEPS: dict[type[nn.Module], int] = {NewGELUActivation: 3}
 @dataclass(frozen=True)
 class Extent:
     """Tokens of a stack on one rank: the whole sequence, this rank's part of it, and what cross-attention
-    reads; heads of the rank."""
+    reads; heads of the rank; copies of tokens that its experts see, for each that its own tokens make."""
 
     whole: int
     own: int
     across: int = 0
     heads: int = 1
+    routed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def saved_by(
         region = core.region
         tokens = connection if cut is None or cut.layout(region.kind) == "sequence" else extent.whole
         if isinstance(core, RoutedMlp):
-            found += _of_experts(block, core, tokens, itemsize)
+            found += _of_experts(block, core, tokens, itemsize, extent.routed)
             continue
         found += _of_region(block, core, rule, cut, extent, tokens, itemsize, dropouts[0])
         if dropouts[1]:
@@ -108,13 +109,14 @@ def _cores(block: nn.Module, rule: StackRule) -> Iterator[Attention | Mlp | Rout
             yield core.shared
 
 
-def _of_experts(block: nn.Module, core: RoutedMlp, tokens: int, itemsize: int) -> Saved:
+def _of_experts(block: nn.Module, core: RoutedMlp, tokens: int, itemsize: int, routed: float) -> Saved:
     """What a mixture saves: the router's scores and their softmax, and for each expert of a token, two places
-    of 8 bytes, what gates, what is weighted, and the input of weights that train or have factors."""
+    of 8 bytes, what gates, what is weighted, and the input of weights that train or have factors. routed: see
+    Extent."""
     module, router = _module(block, core.experts), cast("Any", _module(block, core.router))
     up, down = weights_of(module)
     copies = tokens * int(router.top_k)
-    experts, made, width = sizes_of(module, up)
+    _, made, width = sizes_of(module, up)
     _, _, columns = sizes_of(module, down)
     tuned = module.weights if isinstance(module, TunedLayer) else ()
     inner = module.kept_features().inner if isinstance(module, TunedLayer) else 0
@@ -127,7 +129,8 @@ def _of_experts(block: nn.Module, core: RoutedMlp, tokens: int, itemsize: int) -
         features += inputs * (weight in tuned or module.get_parameter(weight).requires_grad)
     whole = _module(block, core.at)
     behind = whole.kept_features().after if isinstance(whole, TunedLayer) else 0
-    return Saved(copies * (features * itemsize + 2 * 8) + tokens * (2 * experts * NORM + behind * itemsize))
+    here = copies * routed * (features * itemsize + 2 * 8) + (copies * 2 * 8 if routed != 1 else 0)
+    return Saved(here + tokens * (2 * number_of(module) * NORM + behind * itemsize))
 
 
 def inputs_of(width: int, cut: Cut | None, extent: Extent, itemsize: int) -> float:

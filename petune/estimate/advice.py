@@ -33,6 +33,9 @@ def advise(recipe: Recipe, speeds: Sequence[float], memory: Sequence[int] | None
     if not recipe.parallel.axes:
         remedy = "name one: parallel=galaxy; or let --cluster choose"
         raise UsageError("speeds are for the axes of a plan", where="parallel", found="none", remedy=remedy)
+    if recipe.parallel.ep is not None:
+        remedy = "write its lists: parallel.ep.shares, parallel.ep.experts"
+        raise UsageError("shares of experts are not searched for", where="parallel.ep", remedy=remedy)
     drawn = sketch(recipe)
     limits = limits_of(len(speeds), drawn.device, memory)
     planner = Planner(drawn, of_speeds(speeds, limits), recipe.gradient_checkpointing)

@@ -11,6 +11,7 @@ share. M is T = rows * tokens * width * bytes for hidden states.
         attention   sequence   sequence     keys and values: all-gather; all-to-all twice; or a ring    the
                     adjoint
         mlp         sequence   sequence     nothing                     nothing
+        experts     on several ranks        all-to-all twice            all-to-all twice
 
 Where nothing trains below, nothing is sent backward: not below the lowest block that trains, and nowhere in a
 backbone beside a ladder.
@@ -129,6 +130,25 @@ def _of_stack(
         yield Transition(
             "decoder, encoder states", "nothing / all-reduce", 1, 0, _if(load.backward, states), "states"
         )
+
+
+def of_experts(
+    plan: ParallelPlan, mixtures: int, chosen: int, rows: Sequence[int], shape: Shape, load: Load
+) -> Iterator[Transition]:
+    """Copies of tokens to the ranks of their experts and back, from the rank that sends most, if all of so many
+    mixtures' experts are chosen as often, `chosen` a token. rows: of each replica."""
+    if plan.ep == 1:
+        return
+    each = chosen * load.tokens["decoder"] * shape.width * load.itemsize
+    parts, most = [held / sum(plan.experts) for held in plan.experts], 0.0
+    for first in range(0, plan.dp, plan.ep):  # own copies that leave, and others' that go back
+        group = rows[first : first + plan.ep]
+        sent = (own * (1 - part) + (sum(group) - own) * part for own, part in zip(group, parts, strict=True))
+        most = max(most, *sent)
+    back = _if(load.backward, int(most * each))
+    yield Transition(
+        "decoder experts", "all-to-all / all-to-all", mixtures, int(most * each), back, "within"
+    )
 
 
 def regions_of(family: Family, stack: StackName, *, crossed: bool) -> Iterator[tuple[str, Region]]:

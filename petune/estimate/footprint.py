@@ -22,6 +22,7 @@ from petune.parallel.fsdp import gathered
 from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline.schedule import cut_stages
 from petune.parallel.plan import Cut, ParallelPlan, apportion, in_flight
+from petune.parallel.spread import cut_experts
 from petune.parallel.tensor.shard_params import Placed, cut
 from petune.parallel.tensor.vocabulary import cut_vocabulary, rows_of_ranks
 
@@ -86,6 +87,7 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
         return Held((own,), Placed())
     own_stacks(own, family)
     placed = cut(own, family, plan, at)
+    placed.slices |= cut_experts(own, plan, at)
     if rows := rows_of_ranks(own, plan.cut):
         narrowed = cut_vocabulary(own, rows, at.tp)
         placed.slices |= narrowed.slices
@@ -256,7 +258,17 @@ def _extent(stack: StackName, plan: ParallelPlan, at: Coordinate, work: Pass, he
     whole = work.tokens[stack]
     by_sequence = plan.cut is not None and plan.cut.connection == "sequence"
     own = apportion(whole, plan.cut.sequence)[at.tp] if plan.cut is not None and by_sequence else whole
-    return Extent(whole, own, work.tokens.get("encoder", 0), heads)
+    return Extent(whole, own, work.tokens.get("encoder", 0), heads, routed(plan, at, work.rows))
+
+
+def routed(plan: ParallelPlan, at: Coordinate, rows: int) -> float:
+    """Copies of tokens that the experts of a rank see, for each that its own tokens make, if all experts are
+    chosen as often; rows: of a pass of all replicas."""
+    if plan.ep == 1:
+        return 1.0
+    own, first = apportion(rows, plan.shares), at.dp - at.ep
+    together = sum(own[first : first + plan.ep])
+    return plan.experts[at.ep] / sum(plan.experts) * together / max(1, own[at.dp])
 
 
 def first_trained(model: nn.Module, family: Family) -> tuple[int, int] | None:

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from petune.errors import MachineError, Problem, UsageError
-from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
+from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
 from petune.estimate.footprint import Footprint, Held, Pass, first_trained, footprint, held_by
 from petune.log import human
 from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import method_of
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
+from petune.models.experts import is_experts
 from petune.models.loading import Head, kind_of, outline, packs, quiet, read_config
 from petune.models.quantise import quantise_blocks
 from petune.models.source import resolve_model
@@ -37,7 +38,7 @@ from petune.parallel.mesh import Coordinate, coordinate
 from petune.parallel.plan import apportion, attention_dropout
 from petune.recipe import Recipe
 from petune.run.build import positions_of
-from petune.run.setup import blocks_of
+from petune.run.setup import blocks_of, experts_of
 from petune.run.streaming import refuse_unstreamable, streams
 from petune.tasks import TASKS, check_fit, detect_format, infer_task
 from petune.tasks.configs import DEFAULT_MAX_LENGTH
@@ -64,13 +65,14 @@ class Sketch:
 @dataclass(frozen=True)
 class Rank:
     """One rank of a forecast. blocks: by stack, [first, end) of each stretch. limit: bytes of its device,
-    None where not known."""
+    None where not known. experts: from the first to the last, None where they are not cut."""
 
     rank: int
     at: Coordinate
     blocks: str
     heads: int | None
     columns: int | None
+    experts: str | None
     tokens: int
     rows: int
     memory: Footprint
@@ -260,13 +262,13 @@ def priced(
             remedy=remedy,
         )
     limits = limits_of(plan.world, drawn.device, memory)
-    held: dict[tuple[int, int], Held] = {}
+    held: dict[Coordinate, Held] = {}
     ranks = []
     for rank in range(plan.world):
         at = coordinate(plan, rank)
-        if (at.pp, at.tp) not in held:  # replicas hold the same
-            held[at.pp, at.tp] = held_by(drawn.model, drawn.family, plan, at)
-        ranks.append(_rank(rank, at, held[at.pp, at.tp], drawn, plan, limits[rank]))
+        if (kind := replace(at, dp=0)) not in held:  # replicas hold the same, but for experts
+            held[kind] = held_by(drawn.model, drawn.family, plan, at)
+        ranks.append(_rank(rank, at, held[kind], drawn, plan, limits[rank]))
     trained, total = count_parameters(drawn.model)
     facts = (
         f"model    {drawn.note}",
@@ -278,7 +280,7 @@ def priced(
             f" {'bf16' if work.itemsize == 2 else 'fp32'} on {drawn.device}"
         ),
     )
-    sent = _transitions(drawn, plan, held[0, 0])
+    sent = _transitions(drawn, plan, held[Coordinate()])
     return Forecast(
         drawn,
         facts,
@@ -302,6 +304,7 @@ def _rank(
         blocks=blocks_of(plan, drawn.family, drawn.config, at.pp),
         heads=cut.heads[at.tp] if cut and cut.heads else shape.heads if shape else None,
         columns=cut.columns[at.tp] if cut and cut.columns else shape.columns if shape else None,
+        experts=experts_of(plan, rank) if plan.experts else None,
         tokens=apportion(whole, cut.sequence)[at.tp] if cut and cut.sequence else whole,
         rows=apportion(drawn.work.rows, plan.shares)[at.dp],
         memory=footprint(held, drawn.model, drawn.family, plan, at, drawn.work),
@@ -345,6 +348,9 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
         shape, depth = family.shape(drawn.config), family.depth(drawn.config)
         load = Load(rows, work.tokens, work.itemsize, first_trained(drawn.model, family) is not None)
         found += transitions(plan, family, shape, depth, load)
+        mixtures = sum(is_experts(module) for one in held.modules for module in one.modules())
+        chosen = getattr(drawn.config, "num_experts_per_tok", 0)
+        found += of_experts(plan, mixtures, chosen, apportion(work.rows, plan.shares), shape, load)
         if method_of(drawn.recipe.method).ladder:
             narrow = family.shape(family.narrow(drawn.config, cast("Any", drawn.recipe.method).reduction))
             found += _of_ladder(plan, family, narrow, depth, replace(load, itemsize=4, backward=True))
@@ -368,16 +374,13 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
         )
     )
     if plan.sharding is None:
-        found.append(
-            Transition(
-                "gradients over replicas, once a step",
-                "- / all-reduce",
-                1,
-                0,
-                summed_over(plan.dp, sum(trained.values())),
-                "gradients",
+        spread = {name for name, cut in held.placed.slices.items() if cut.axis == "ep"}
+        own = sum(size for key, size in trained.items() if names.get(key) in spread)
+        whole = summed_over(plan.dp, sum(trained.values()) - own)
+        for where, size in (("replicas", whole), ("replicas, of experts", summed_over(plan.edp, own))):
+            found.append(
+                Transition(f"gradients over {where}, once a step", "- / all-reduce", 1, 0, size, "gradients")
             )
-        )
     else:
         found += _of_shards(plan, held, sum(trained.values()))
     return tuple(one for one in found if one.forward or one.backward)
@@ -441,11 +444,11 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
 
 
 def _knobs(
-    drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Held], ranks: Sequence[Rank]
+    drawn: Sketch, plan: ParallelPlan, held: Mapping[Coordinate, Held], ranks: Sequence[Rank]
 ) -> tuple[tuple[str, int], ...]:
     """Settings that would lower the memory of the fullest rank, with the bytes each saves by itself."""
     worst = max(ranks, key=lambda rank: rank.total - (rank.limit or 0))
-    part, recipe = held[worst.at.pp, worst.at.tp], drawn.recipe
+    part, recipe = held[replace(worst.at, dp=0)], drawn.recipe
 
     def saved(work: Pass) -> int:
         return worst.memory.total - footprint(part, drawn.model, drawn.family, plan, worst.at, work).total
