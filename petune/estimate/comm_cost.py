@@ -135,8 +135,8 @@ def _of_stack(
 def of_experts(
     plan: ParallelPlan, mixtures: int, chosen: int, rows: Sequence[int], shape: Shape, load: Load
 ) -> Iterator[Transition]:
-    """Copies of tokens to the ranks of their experts and back, from the rank that sends most, if all of so many
-    mixtures' experts are chosen as often, `chosen` a token. rows: of each replica."""
+    """Copies of tokens to the ranks of their experts and back, from the rank that sends most, if all experts of
+    so many mixtures are chosen as often, `chosen` a token. rows: of each replica."""
     if plan.ep == 1:
         return
     each = chosen * load.tokens["decoder"] * shape.width * load.itemsize
@@ -146,9 +146,7 @@ def of_experts(
         sent = (own * (1 - part) + (sum(group) - own) * part for own, part in zip(group, parts, strict=True))
         most = max(most, *sent)
     back = _if(load.backward, int(most * each))
-    yield Transition(
-        "decoder experts", "all-to-all / all-to-all", mixtures, int(most * each), back, "within"
-    )
+    yield Transition("decoder experts", "all-to-all / all-to-all", mixtures, int(most * each), back, "within")
 
 
 def regions_of(family: Family, stack: StackName, *, crossed: bool) -> Iterator[tuple[str, Region]]:

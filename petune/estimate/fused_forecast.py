@@ -107,7 +107,7 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
         if isinstance(policy, str):
             return Outlook(found, (), (f"blocks   {policy}",))
         policies.append(policy)
-    policies = _agreed(policies, found.plan.tp)
+    policies = _agreed(policies, found.plan.tp * found.plan.ep)
     ranks = tuple(_kept(rank, policy) for rank, policy in zip(found.ranks, policies, strict=True))
     return Outlook(replace(found, ranks=ranks), tuple(policies), tuple(_lines(found, policies, str(device))))
 
@@ -230,7 +230,7 @@ def _host(config: MemoryConfig, memory: int, device: str) -> int:
 
 def _parts(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> Sequence[nn.Module]:
     """A copy of the model, or the stages and the part of their blocks that the plan leaves a device."""
-    if drawn.family is None or (plan.cut is None and plan.pp == 1):
+    if drawn.family is None or (plan.cut is None and plan.pp == plan.ep == 1):
         return [copy.deepcopy(drawn.model)]
     held = held_by(drawn.model, drawn.family, plan, at).modules
     if plan.cut is not None:

@@ -9,9 +9,10 @@ one is its `_apply_gate`. A weight goes by the name of its parameter, "...mlp.ex
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from petune.models.tuned_linear import LowRank, TunedLayer, TunedOfAnyClass
@@ -53,18 +54,45 @@ class RoutesHook:
         raise NotImplementedError
 
 
+class Way(NamedTuple):
+    """Where the copies of one call go: rows sent to each rank, rows that each sends here, and the experts of
+    those here, numbered from this rank's first [rows here]. Where nothing comes one row of zeros stands for
+    it, so that no rank computes on nothing and all go the same way back."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    experts: Tensor
+
+
 class Spread(Protocol):
-    """Where the experts of a mixture lie that are cut over ranks: how many on each, and which rank this
-    is."""
+    """Where the experts of a mixture lie that are cut over ranks, and how copies of tokens get there. Tensors
+    in, tensors out, no autograd, as those of a boundary (petune.models.boundary)."""
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """See the class."""
+        """Experts of each rank."""
         ...
 
     @property
     def index(self) -> int:
-        """See the class."""
+        """Of this rank."""
+        ...
+
+    def way(self, ends: Tensor) -> Way:
+        """The way of copies that are sorted by expert; ends [experts]: the row before which each one's
+        end."""
+        ...
+
+    def there(self, x: Tensor, way: Way) -> Tensor:
+        """Copies x [rows, ...] on the ranks of their experts: those that are here, by rank and expert."""
+        ...
+
+    def back(self, y: Tensor, way: Way) -> Tensor:
+        """The way back, and the adjoint."""
+        ...
+
+    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """As that of a boundary: the least of each number among the ranks."""
         ...
 
 
@@ -73,9 +101,9 @@ def put_spread(module: nn.Module, spread: Spread) -> None:
     module.__dict__[_SPREAD] = spread
 
 
-def spread_of(module: nn.Module) -> Any:
-    """Where the experts of its mixture lie, of whatever make; None where all are here."""
-    return module.__dict__.get(_SPREAD)
+def spread_of(module: nn.Module) -> Spread | None:
+    """Where the experts of its mixture lie; None where all are here."""
+    return cast("Spread | None", module.__dict__.get(_SPREAD))
 
 
 def number_of(module: nn.Module) -> int:

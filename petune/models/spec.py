@@ -159,7 +159,8 @@ class RoutedMlp:
     scores them: the softmax of its product, of which the greatest are the shares of the chosen. normed: these
     are divided by their sum, or the attribute of the router that says so; rounded: to the dtype of the
     scores. gate: the linear whose sigmoid scales what the shared expert gives. dense: the MLP that stands in
-    the place of all of it in blocks without experts. chosen: experts of a token; no table says it.
+    the place of all of it in blocks without experts. chosen: experts of a token; held: of each rank, where
+    they are cut, and index: of this one; no table says them.
     """
 
     at: str
@@ -171,6 +172,8 @@ class RoutedMlp:
     normed: bool | str = True
     rounded: bool = True
     chosen: int = 0
+    held: tuple[int, ...] = ()
+    index: int = 0
 
     @cached_property
     def region(self) -> Region:

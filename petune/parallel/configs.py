@@ -177,8 +177,6 @@ class ParallelConfig:
         staged = self.pp is not None and size_of(self.pp) != 1
         if staged and self.dp is not None and self.dp.shard:
             return STAGES_SHARDED
-        if self.ep is not None and size_of(self.ep) != 1:
-            return SPREAD
         cuts = [axis for axis in self.axes.values() if isinstance(axis, CutConfig) and size_of(axis) != 1]
         return OVERLAPPED if any(axis.overlap for axis in cuts) else None
 
@@ -241,7 +239,6 @@ def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
 
 
 OVERLAPPED = "overlap hides communication behind matmuls tile by tile"
-SPREAD = "experts lie on several ranks, and tokens travel to them"
 STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their weights"
 
 

@@ -4,7 +4,6 @@ needed to know it; a plan knows the rest. Torch-free, as configs.py."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 
 from petune.errors import Problem
 from petune.parallel.configs import (
@@ -31,7 +30,6 @@ _SHARED_OUT = {
     "columns": ("mlp", "heads"),
     "sequence": ("connection", "sequence"),
 }
-
 
 
 def contradictions(config: ParallelConfig) -> Iterator[Contradiction]:

@@ -124,9 +124,7 @@ def _cut_axes(plan: ParallelPlan, device: torch.device) -> tuple[DeviceMesh, dic
         groups["ep"] = groups["dp"]
     if plan.ep > 1 and plan.edp > 1:
         names = ("pp", "edp", "ep", "tp")
-        experts = init_device_mesh(
-            device.type, (plan.pp, plan.edp, plan.ep, plan.tp), mesh_dim_names=names
-        )
+        experts = init_device_mesh(device.type, (plan.pp, plan.edp, plan.ep, plan.tp), mesh_dim_names=names)
         groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
     group.limit(groups.values())
     return devices, groups

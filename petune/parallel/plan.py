@@ -20,7 +20,6 @@ from petune.parallel.configs import (
     LOOPED,
     OVERLAPPED,
     ROWS,
-    SPREAD,
     STAGES_SHARDED,
     Connection,
     CutConfig,
@@ -122,8 +121,6 @@ class ParallelPlan:
         """Why blocks under this plan are not fused, or None; ParallelConfig.unfused says it of settings."""
         if self.pp > 1 and self.sharding is not None:
             return STAGES_SHARDED
-        if self.ep > 1:
-            return SPREAD
         return OVERLAPPED if self.cut is not None and self.cut.overlap else None
 
 
@@ -336,9 +333,7 @@ def _rows(
     own = {"dp": (config.dp or DpConfig()).shares, "ep": (config.ep or EpConfig()).shares}
     for name, given in own.items():
         _entries(given, f"parallel.{name}.shares", faults)
-    shares = tuple(
-        outer * inner for outer in own["dp"] or (1,) * dp for inner in own["ep"] or (1,) * ep
-    )
+    shares = tuple(outer * inner for outer in own["dp"] or (1,) * dp for inner in own["ep"] or (1,) * ep)
     if dp * ep > batch_size:
         remedy = f"raise batch_size to {dp * ep} or more, or use fewer replicas"
         faults.append(

@@ -199,7 +199,9 @@ class Runner:
             self._sum_over([grads[name] for name in grads if name in self.placed.partial], "tp")
         if self.plan.pp > 1:
             self._sum_over_stages(grads)
-        if self.plan.dp > 1:  # FSDP has summed what it shards, and an expert has seen all of its ranks' tokens
+        if (
+            self.plan.dp > 1
+        ):  # FSDP has summed what it shards, and an expert has seen all of its ranks' tokens
             whole = [name for name in grads if not is_sharded(self.tuned[name])]
             self._sum_over([grads[name] for name in whole if not self._over(name, "ep")], "dp")
         if self.plan.ep > 1 and self.plan.edp > 1:
@@ -364,7 +366,9 @@ class Runner:
         """`names` whole, of this rank's `tensors`: along dp, tp or ep, and pp, one after the other."""
         parts = dict(zip(tensors, wholes([value.detach() for value in tensors.values()]), strict=True))
         for axis in (axis for axis in CUTTING if self.mesh.size(axis) > 1):
-            here = [name for name in names if self.mesh.at.pp in self.holders[name] and self._over(name, axis)]
+            here = [
+                name for name in names if self.mesh.at.pp in self.holders[name] and self._over(name, axis)
+            ]
             cuts = {
                 name: (cut.sizes, int(cut.dim))
                 for name in here

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,12 @@ from torch.autograd.function import Function, once_differentiable
 from petune.errors import UsageError
 from petune.kernels.grouped import Routes, combine, dispatch, routes_of
 from petune.models.boundary import BoundaryHook
-from petune.models.experts import is_experts, put_spread
+from petune.models.experts import Way, is_experts, put_spread
+from petune.models.transition import transition
 from petune.parallel.collectives import Group, Sizes, least_of
 from petune.parallel.mesh import Coordinate, Mesh
 from petune.parallel.plan import ParallelPlan
 from petune.parallel.tensor.shard_params import Slice, narrow
-
-
-class Way(NamedTuple):
-    """Where the copies of one call go: rows sent to each rank, rows that each sends here, and the experts of
-    those here, numbered from this rank's first [rows here]."""
-
-    sent: list[int]
-    received: list[int]
-    experts: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,30 +46,29 @@ class Spread:
         return self
 
     def way(self, ends: Tensor) -> Way:
-        """The way of copies that are sorted by expert; ends [experts]: the row before which each one's end.
-        Waits for the device, as messages have a length."""
-        rows = ends.diff(prepend=ends.new_zeros(1))
-        own = self.counts[self.index]
-        found = rows.new_empty(len(self.counts) * own)
-        dist.all_to_all_single(
-            found, rows, [own] * len(self.counts), list(self.counts), group=cast("Any", self.group)
-        )
-        sent = [int(part.sum()) for part in rows.cpu().split(list(self.counts))]
-        by_rank = found.view(len(self.counts), own).cpu()
-        numbers = torch.arange(own).repeat(len(self.counts)).repeat_interleave(by_rank.flatten().long())
-        return Way(sent, by_rank.sum(1).tolist(), numbers.to(ends.device))
+        """See petune.models.experts.Spread. It waits for the device, as messages have a length."""
+        rows, own, ranks = ends.diff(prepend=ends.new_zeros(1)), self.counts[self.index], len(self.counts)
+        found = rows.new_empty(ranks * own)
+        dist.all_to_all_single(found, rows, [own] * ranks, list(self.counts), group=cast("Any", self.group))
+        here = found.view(ranks, own).cpu()
+        sent = tuple(int(part.sum()) for part in rows.cpu().split(list(self.counts)))
+        numbers = torch.arange(own).repeat(ranks).repeat_interleave(here.flatten().long())
+        numbers = numbers if len(numbers) else numbers.new_zeros(1)
+        return Way(sent, tuple(here.sum(1).tolist()), numbers.to(ends.device))
 
     def there(self, x: Tensor, way: Way) -> Tensor:
-        """Copies x [rows, ...] on the ranks of their experts: those that are here, by rank and expert."""
-        return self._moved(x, way.sent, way.received)
+        """See petune.models.experts.Spread."""
+        return self._moved(x, way.sent, way.received, len(way.experts))
 
     def back(self, y: Tensor, way: Way) -> Tensor:
-        """The way back, and the adjoint."""
-        return self._moved(y, way.received, way.sent)
+        """See petune.models.experts.Spread."""
+        return self._moved(y[: sum(way.received)], way.received, way.sent, sum(way.sent))
 
-    def _moved(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        found = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(found, x.contiguous(), received, sent, group=cast("Any", self.group))
+    def _moved(self, x: Tensor, sent: Sizes, received: Sizes, rows: int) -> Tensor:
+        """Parts of x sent to each rank, and what came from each, above rows of zeros where that is less."""
+        found, own = x.new_zeros(rows, *x.shape[1:]), sum(received)
+        group = cast("Any", self.group)
+        dist.all_to_all_single(found[:own], x.contiguous(), list(received), list(sent), group=group)
         return found
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -135,54 +126,35 @@ class Ways(BoundaryHook):
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
-        self.now: tuple[Routes, Way, Tensor, Tensor] | None = None
+        self.now: tuple[Routes, Way] | None = None
 
     def before(self, module: nn.Module, args: Any) -> Any:
         """Send copies: (x [tokens, width], index and shares [tokens, chosen]) -> the same of what is here."""
         x, index, share = args
         routes = routes_of(index, sum(self.spread.counts))
-        way = self.spread.way(routes.ends)
+        self.now = routes, way = routes, self.spread.way(routes.ends)
         shares = share.reshape(-1)[routes.order]
-        here, weights = cast("Any", _Send).apply(dispatch(x, routes), shares, self.spread, way)
-        self.now = routes, way, here, weights
+        here, weights = cast("Any", _Sent).apply(dispatch(x, routes), shares, self.spread, way)
         return here, way.experts[:, None], weights[:, None]
 
     def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Bring back what the experts gave, and sum it over a token's copies."""
         assert self.now is not None, "experts are left without having been entered"
-        (routes, way, here, weights), self.now = self.now, None
-        trained = [] if len(here) else [value for value in module.parameters() if value.requires_grad]
-        # of no rows nothing may depend, and every rank has to be there on the way back
-        anchors = () if len(here) else (here, weights, *trained)
-        found: Tensor = cast("Any", _Return).apply(output, self.spread, way, *anchors)
-        return combine(found, routes)
+        (routes, way), self.now = self.now, None
+        return combine(transition(output, self.spread.back, self.spread.there, way), routes)
 
 
-class _Send(Function):
+class _Sent(Function):
+    """Copies and their shares, in one: so they go back in one order on every rank."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor, spread: Spread, way: Way) -> tuple[Tensor, Tensor]:
         ctx.spread, ctx.way = spread, way
-        return spread.there(x, way), spread.there(share, way)
+        weights = spread.there(share, way)
+        return spread.there(x, way), weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dshare: Tensor) -> tuple[Tensor | None, ...]:
         grads = zip((dx, dshare), ctx.needs_input_grad, strict=False)
         return *(ctx.spread.back(grad, ctx.way) if needed else None for grad, needed in grads), None, None
-
-
-class _Return(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, spread: Spread, way: Way, *anchors: Tensor) -> Tensor:
-        ctx.spread, ctx.way, ctx.anchors = spread, way, [(one.shape, one.dtype) for one in anchors]
-        return spread.back(y, way)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
-        zeros = (
-            dy.new_zeros(shape, dtype=dtype) if need else None
-            for (shape, dtype), need in zip(ctx.anchors, needed, strict=True)
-        )
-        return ctx.spread.there(dy, ctx.way), None, None, *zeros

@@ -223,9 +223,7 @@ def _places(
     found = {key: (names[id(value)], [0] * value.dim()) for key, value in left.items() if id(value) in names}
     if len(found) == len(left):
         return found
-    files = {
-        key: Source(Path(), value.dtype, tuple(value.shape), 0, 0) for key, value in left.items()
-    }
+    files = {key: Source(Path(), value.dtype, tuple(value.shape), 0, 0) for key, value in left.items()}
     plan = plan_reads(model, files)
     assert plan is not None, "the same files were read in pieces"
     return found | {

@@ -26,7 +26,15 @@ def recipe(place: Path, out: str, method: Any, parallel: Any, **changes: Any) ->
     """Four steps of four rows in one pass and three in another."""
     if not (place / "llama").exists():
         moe_folder(place / "llama")
-    own = {"batch_size": 4, "accumulate": 2, "max_steps": 4, "keep": 10, "warmup": 1, "save_every": 2, "epochs": 2}
+    own = {
+        "batch_size": 4,
+        "accumulate": 2,
+        "max_steps": 4,
+        "keep": 10,
+        "warmup": 1,
+        "save_every": 2,
+        "epochs": 2,
+    }
     made = settings(place, "llama", method, out=out, parallel=parallel, **{**own, **changes})
     made["data"] |= {"max_rows": 23}
     return made

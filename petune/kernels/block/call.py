@@ -23,6 +23,7 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.reference import wide
 from petune.models.boundary import Boundary
 from petune.models.exchange import Exchange
+from petune.models.experts import Spread, spread_of
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank
 from petune.rng.dropout import Drop
 
@@ -91,9 +92,11 @@ class Spec:
         )
 
     @property
-    def peers(self) -> Boundary | Exchange | None:
+    def peers(self) -> Boundary | Exchange | Spread | None:
         """What the ranks that share the block agree by; None where it is whole."""
-        return next((one for one in (*self.boundaries.values(), *self.exchanges) if one is not None), None)
+        spreads = (spread_of(mixture.experts) for mixture in self.mixtures)
+        every = (*self.boundaries.values(), *self.exchanges, *spreads)
+        return next((one for one in every if one is not None), None)
 
     @property
     def padded(self) -> str | None:

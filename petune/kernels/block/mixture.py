@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.grouped import outer
-from petune.models.experts import RoutesHook, low_ranks_of
+from petune.models.experts import RoutesHook, Spread, low_ranks_of, spread_of
 from petune.models.tuned_linear import LowRank
 
 OF_MIXTURE = 8  # of a mixture among those of a block, in this order; an update's a and b behind its weight
@@ -21,13 +21,14 @@ ROUTER, UP, DOWN, GATE = 0, 1, 4, 7
 class MixturePart(NamedTuple):
     """One mixture as it is at one moment. router [E, width]; up, down: LowRank of weights [E, out, in], A
     [E, r, in] and B [E, out, r]; gate [1, width] of the shared expert, or None. listeners: told the index
-    [tokens, chosen] of every forward pass."""
+    [tokens, chosen] of every forward pass. spread: where the experts of other ranks are."""
 
     router: Tensor
     up: LowRank
     down: LowRank
     gate: Tensor | None = None
     listeners: Sequence[Callable[[Tensor], None]] = ()
+    spread: Spread | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -40,7 +41,7 @@ class MixturePart(NamedTuple):
         router, *rest, gate = tensors
         up, down = (_rounded(own, rest[at : at + 3], dtype) for at, own in ((0, self.up), (3, self.down)))
         router, gate = cast("Tensor", router).to(dtype), None if gate is None else gate.to(dtype)
-        return MixturePart(router, up, down, gate, self.listeners)
+        return MixturePart(router, up, down, gate, self.listeners, self.spread)
 
 
 def _rounded(own: LowRank, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> LowRank:
@@ -72,7 +73,8 @@ class Mixture:
         hooks = [one for one in self.experts._forward_pre_hooks.values() if isinstance(one, RoutesHook)]
         listeners = [lambda index, hook=hook: hook.hear(self.experts, index) for hook in hooks]
         router = cast("Tensor", self.router.weight)
-        return MixturePart(router, *found, None if self.gate is None else self.gate.weight, listeners)
+        gate = None if self.gate is None else self.gate.weight
+        return MixturePart(router, *found, gate, listeners, spread_of(self.experts))
 
 
 def learn(

@@ -18,9 +18,10 @@ from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
-from petune.kernels.block.routed_steps import Combined, Dispatched
+from petune.kernels.block.routed_steps import experts
 from petune.kernels.block.router_steps import AddShared, Route
 from petune.kernels.block.schedule import Schedules
+from petune.kernels.block.spread_steps import spread_experts
 from petune.kernels.block.steps import Add, Drop, Normalize, Step
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import GroupKind, GroupPlace
@@ -356,10 +357,9 @@ class _Build:
         own = h, at, self.mixtures_begin + OF_MIXTURE * at, self.made_by_norm(h)
         self.mixtures.append(core)
         route = Route(*own, name, core.chosen, bool(core.normed), core.rounded)
-        way, low, u, d = route.routes, f"{name}.s", f"{name}.u", f"{name}.d"
-        self.steps += [route, Dispatched(*own, way, low, u)]
-        alone, names = core.shared is None, (way, route.share, u, f"{name}.s_down", d)
-        self.steps.append(Combined(*own, *names, self.sizes.act, behind, keep if alone else None))
+        d, kept, act = f"{name}.d", keep if core.shared is None else None, self.sizes.act
+        make = spread_experts if core.held else experts
+        self.steps += [route, *make(name, core, own, route, d, act, behind, kept)]
         if core.shared is None:
             return d
         e = self.mlp("shared", h, core.shared, "projections", None)

@@ -10,15 +10,16 @@ neither that product nor a copy of a token is kept: u is, or made again from x, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from petune.kernels.block.mixture import DOWN, UP, learn
-from petune.kernels.block.router_steps import OfMixture, widened
+from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.rows import Rows
-from petune.kernels.block.steps import Charge, Run, Values
+from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.grouped import Routes, combined, dgated, gated, product
 from petune.kernels.memory.op_cost import (
@@ -29,15 +30,18 @@ from petune.kernels.memory.op_cost import (
 )
 from petune.kernels.memory.shape import BlockShape, Experts
 from petune.kernels.reference import Act
+from petune.models.spec import RoutedMlp
 
 
 @dataclass(eq=False)
 class Dispatched(OfMixture):
-    """u = x[rows] W^T + s b^T of gate | up, sorted by expert, and s = x[rows] a^T, its low-rank input."""
+    """u = x[rows] W^T + s b^T of gate | up, sorted by expert, and s = x[rows] a^T, its low-rank input. part:
+    rows for each copy that own tokens make, where experts are cut over ranks."""
 
     routes: str
     s: str
     u: str
+    part: float = 1.0
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.h, self.routes), (self.s, self.u)
@@ -66,10 +70,10 @@ class Dispatched(OfMixture):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        experts = shape.routed
+        copies = copies_of(shape, self.part)
         return {
-            self.s: experts.chosen * experts.up * shape.itemsize,
-            self.u: experts.chosen * 2 * experts.columns * shape.itemsize,
+            self.s: copies * shape.routed.up * shape.itemsize,
+            self.u: copies * 2 * shape.routed.columns * shape.itemsize,
         }
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
@@ -83,17 +87,17 @@ class Dispatched(OfMixture):
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. Gradients of the copies, after the copies that a weight's gradient reads."""
         experts = shape.routed
-        copies = experts.chosen * (shape.width + experts.up) * shape.itemsize
+        copies = copies_of(shape, self.part) * (shape.width + experts.up) * shape.itemsize
         return super().beside_back(shape, there) + copies
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        experts, m = shape.routed, rows * shape.routed.chosen
+        experts, m = shape.routed, rows * copies_of(shape, self.part)
         yield from _ahead(experts, m, shape.width, 2 * experts.columns, experts.up, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        experts, m = shape.routed, rows * shape.routed.chosen
+        experts, m = shape.routed, rows * copies_of(shape, self.part)
         sizes = shape.width, 2 * experts.columns, experts.up
         yield from _back(experts, m, *sizes, shape.trained, shape.itemsize)
         yield "memory", Cost(0, (m + 2 * rows) * shape.width * shape.itemsize)  # put together, and added
@@ -102,7 +106,8 @@ class Dispatched(OfMixture):
 @dataclass(eq=False)
 class Combined(OfMixture):
     """d = the sum over a token's experts of m W^T + s b^T with m = act(gate) * up * share, which lives in
-    here alone, and s = m a^T. behind: which of the block's bottlenecks reads d, in float32."""
+    here alone, and s = m a^T. behind: which of the block's bottlenecks reads d, in float32. part: see
+    Dispatched; None: there are as many d as tokens, else as rows."""
 
     routes: str
     share: str
@@ -112,6 +117,7 @@ class Combined(OfMixture):
     act: Act
     behind: int | None = None
     keep: Level | None = None
+    part: float | None = None
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.u, self.share, self.routes), (self.s, self.d)
@@ -144,42 +150,67 @@ class Combined(OfMixture):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        low, wider = shape.routed.chosen * shape.routed.down * shape.itemsize, shape.itemsize
+        copies, wider = copies_of(shape, self.part), shape.itemsize
         wider = wider if self.behind is None else max(4, wider)
-        return {self.s: low, self.d: shape.width * wider}
+        rows = 1 if self.part is None else copies
+        return {self.s: copies * shape.routed.down * shape.itemsize, self.d: rows * shape.width * wider}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. m, and what it makes of each copy."""
-        return shape.routed.chosen * (shape.width + shape.routed.columns) * shape.itemsize
+        return copies_of(shape, self.part) * (shape.width + shape.routed.columns) * shape.itemsize
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        experts = shape.routed
+        copies = copies_of(shape, self.part)
         return {
-            self.u: experts.chosen * 2 * experts.columns * shape.itemsize,
-            self.share: experts.chosen * max(4, shape.itemsize),
+            self.u: copies * 2 * shape.routed.columns * shape.itemsize,
+            self.share: copies * max(4, shape.itemsize),
         }
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. m and dm, or m and the copies of dd that a weight's gradient reads."""
         experts = shape.routed
         inside = experts.down + experts.columns + max(experts.columns, shape.width * shape.trained)
-        return experts.chosen * inside * shape.itemsize
+        return copies_of(shape, self.part) * inside * shape.itemsize
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        experts, m = shape.routed, rows * shape.routed.chosen
+        experts, m = shape.routed, rows * copies_of(shape, self.part)
         yield "memory", activate(m, experts.columns, True, shape.itemsize)
         yield from _ahead(experts, m, experts.columns, shape.width, experts.down, shape.itemsize)
         yield "memory", Cost(m * shape.width, (m + rows) * shape.width * shape.itemsize)  # the sum
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        experts, m = shape.routed, rows * shape.routed.chosen
+        experts, m = shape.routed, rows * copies_of(shape, self.part)
         sizes = experts.columns, shape.width, experts.down
         yield from _back(experts, m, *sizes, shape.trained, shape.itemsize)
         again = Cost(4 * m * experts.columns, m * experts.columns * shape.itemsize)  # m, and of shares
         yield "memory", activate_backward(m, experts.columns, True, shape.itemsize) + again
+
+
+def experts(
+    name: str,
+    core: RoutedMlp,
+    own: OwnOf,
+    route: Route,
+    d: str,
+    act: Act,
+    behind: int | None,
+    keep: Level | None,
+) -> list[Step]:
+    """d = the sum over the experts of a token, all of which are here."""
+    u, low = f"{name}.u", f"{name}.s_down"
+    return [
+        Dispatched(*own, route.routes, f"{name}.s", u),
+        Combined(*own, route.routes, route.share, u, low, d, act, behind, keep),
+    ]
+
+
+def copies_of(shape: BlockShape, part: float | None) -> int:
+    """Rows that experts compute on for each token. part: for each of its copies, where experts are cut over
+    ranks."""
+    return math.ceil((1.0 if part is None else part) * shape.routed.chosen)
 
 
 def tokens_of(routes: Routes) -> Tensor:

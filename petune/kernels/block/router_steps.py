@@ -19,6 +19,8 @@ from petune.kernels.memory.op_cost import SMALL, Cost, add, low_rank, matmul
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import wide
 
+# of a mixture's steps: what enters it, its number, the place of its first tensor, the norm that gave it
+OwnOf = tuple[str, int, int, Normalize | None]
 ROUTING = 8  # kernels that sort tokens by expert and choose them, small beside the products
 
 

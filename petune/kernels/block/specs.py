@@ -20,7 +20,7 @@ from petune.kernels.reference import Act
 from petune.models.attention import CAPPING
 from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
-from petune.models.experts import low_ranks_of
+from petune.models.experts import low_ranks_of, spread_of
 from petune.models.spec import (
     Attention,
     LinearGroup,
@@ -251,7 +251,10 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     if isinstance(core, RoutedMlp):
         router: Any = block.get_submodule(core.router)
         normed = core.normed if isinstance(core.normed, bool) else bool(getattr(router, core.normed))
-        return replace(sublayer, core=replace(core, normed=normed, chosen=int(router.top_k)))
+        spread = spread_of(block.get_submodule(core.experts))
+        held, index = ((), 0) if spread is None else (spread.counts, spread.index)
+        own = replace(core, normed=normed, chosen=int(router.top_k), held=held, index=index)
+        return replace(sublayer, core=own)
     attention = block.get_submodule(core.at)
     scale = float(cast("Any", attention).scaling) if core.scale is None else core.scale
     window = _window(attention) if core.causal else None

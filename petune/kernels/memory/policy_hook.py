@@ -116,7 +116,7 @@ class Governor:
     def _shared(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> Policy:
         """The policy; the least of theirs among ranks that share these blocks. Raises UsageError on all of
         them where one has no room."""
-        peers = _specs(stack)[0].peers
+        peers = next((peers for spec in _specs(stack) if (peers := spec.peers) is not None), None)
         if peers is None:
             return self._policy(stack, device, tokens, longest)
         least, problem, found = partial(peers.least, device=device), None, None
