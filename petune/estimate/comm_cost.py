@@ -135,8 +135,8 @@ def _of_stack(
 def of_experts(
     plan: ParallelPlan, mixtures: int, chosen: int, rows: Sequence[int], shape: Shape, load: Load
 ) -> Iterator[Transition]:
-    """Copies of tokens to the ranks of their experts and back, from the rank that sends most, if all experts of
-    so many mixtures are chosen as often, `chosen` a token. rows: of each replica."""
+    """Copies of tokens to the ranks of their experts and back, from the rank that sends most, if all experts
+    of so many mixtures are chosen as often, `chosen` a token. rows: of each replica."""
     if plan.ep == 1:
         return
     each = chosen * load.tokens["decoder"] * shape.width * load.itemsize

@@ -199,9 +199,8 @@ class Runner:
             self._sum_over([grads[name] for name in grads if name in self.placed.partial], "tp")
         if self.plan.pp > 1:
             self._sum_over_stages(grads)
-        if (
-            self.plan.dp > 1
-        ):  # FSDP has summed what it shards, and an expert has seen all of its ranks' tokens
+        # FSDP has summed what it shards, and experts have seen the tokens of all ranks that share them
+        if self.plan.dp > 1:
             whole = [name for name in grads if not is_sharded(self.tuned[name])]
             self._sum_over([grads[name] for name in whole if not self._over(name, "ep")], "dp")
         if self.plan.ep > 1 and self.plan.edp > 1:

@@ -1,5 +1,5 @@
-"""Routed experts cut over the ranks of the ep axis, whole ones on each: what a rank holds of them, and how copies
-of tokens reach the ranks of their experts and come back.
+"""Routed experts cut over the ranks of the ep axis, whole ones on each: what a rank holds of them, and how
+copies of tokens reach the ranks of their experts and come back.
 
     x [tokens, width], index, share      the router's, of own tokens
     copies, sorted by expert             each rank's lie one behind the other
@@ -7,8 +7,8 @@ of tokens reach the ranks of their experts and come back.
     the experts that are here            as one process computes them, one expert a copy
       -> all-to-all back, and the sum over a token's copies
 
-A way only moves rows, so its adjoint is the way back. The gradients of what an expert has are then those of all
-tokens of the ranks that share it, and nothing of it is summed over them.
+A way only moves rows, so its adjoint is the way back. The gradients of what an expert has are then those of
+all tokens of the ranks that share it, and nothing of it is summed over them.
 """
 
 from __future__ import annotations

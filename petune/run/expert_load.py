@@ -13,8 +13,8 @@ from petune.rng.context import running
 
 
 class ExpertLoad:
-    """Counts of tokens by expert, of every mixture of `models` in training mode, since `take`. Padding and rows
-    that only fill a batch up are not counted, as it depends on the plan how many there are."""
+    """Counts of tokens by expert, of every mixture of `models` in training mode, since `take`. Padding and
+    rows that only fill a batch up are not counted, as it depends on the plan how many there are."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)

@@ -220,7 +220,9 @@ def _places(
     """For each tensor of files that is yet to be written the one of the model that it is, or is a part of, as
     experts are that files have one by one, and where it begins there."""
     names = {id(value): name for name, value in state.items()}
-    found = {key: (names[id(value)], [0] * value.dim()) for key, value in left.items() if id(value) in names}
+    found: dict[str, tuple[str, Sequence[int]]] = {
+        key: (names[id(value)], [0] * value.dim()) for key, value in left.items() if id(value) in names
+    }
     if len(found) == len(left):
         return found
     files = {key: Source(Path(), value.dtype, tuple(value.shape), 0, 0) for key, value in left.items()}

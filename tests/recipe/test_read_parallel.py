@@ -232,6 +232,27 @@ RULES: dict[str, tuple[Any, Any, str, tuple[str, ...]]] = {
             ("galaxy2", "tp"),
         )
     },
+    **{
+        f"ep beside {other}": (
+            {"ep": 2, "dp": 2},
+            {"ep": 2, other: 2},
+            f"parallel.{other}",
+            ("the ranks of ep hold all but the experts whole", f"or {other} without ep"),
+        )
+        for other in ("tp", "sp", "pp")
+    },
+    "ep beside shards": (
+        {"ep": 1, "dp": {"size": 2, "shard": True}},
+        {"ep": 2, "dp": {"size": 2, "shard": True}},
+        "parallel.dp.shard",
+        ("the ranks of ep hold all but the experts whole",),
+    ),
+    "experts agree with shares": (
+        {"ep": {"shares": [3, 1], "experts": [5, 3]}},
+        {"ep": {"shares": [3, 1], "experts": [5, 2, 1]}},
+        "parallel.ep.experts",
+        ("one entry per rank", "expected 2, as parallel.ep.shares has, found 3"),
+    ),
     "tp beside cut": (
         {"tp": 2, "dp": 2, "pp": 2},
         {"tp": 2, "cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
@@ -870,7 +891,7 @@ def test_classic_keys_belong_to_settings_that_exist() -> None:
     assert (
         {"auto", *BACKENDS}
         == {entry.name for entry in dataclasses.fields(ParallelConfig)}
-        == {"auto", "dp", "pp", *ROWS, "cut"}
+        == {"auto", "dp", "pp", "ep", *ROWS, "cut"}
     )
 
 
@@ -960,7 +981,10 @@ _DP = st.fixed_dictionaries(
         "replicas": st.integers(1, 3),
     },
 )
-_TYPED = st.fixed_dictionaries({}, optional={"dp": _DP, **dict.fromkeys(CUTS, _CUT), "pp": _PP})
+_EP = st.fixed_dictionaries(
+    {}, optional={"size": st.none() | st.integers(1, 3), "shares": _SHARES, "experts": _SHARES}
+)
+_TYPED = st.fixed_dictionaries({}, optional={"dp": _DP, **dict.fromkeys(CUTS, _CUT), "pp": _PP, "ep": _EP})
 
 
 def judge(source: dict[str, Any], overrides: Any = ()) -> ParallelConfig | None:

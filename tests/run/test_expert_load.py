@@ -25,9 +25,7 @@ def test_the_load_is_that_of_the_busiest_expert_over_the_mean_one() -> None:
         block.mlp.gate.register_forward_hook(lambda _, args, found: chosen.append(found[2]))
     model(**inputs)
     model.eval()(**inputs)  # is not counted
-    real = (
-        inputs["attention_mask"].reshape(-1).bool()
-    )  # padding goes to experts too, and is no load of theirs
+    real = inputs["attention_mask"].reshape(-1).bool()  # padding is no load
     counts = [torch.bincount(one[real].reshape(-1), minlength=4).double() for one in chosen[:2]]
     expected = sum(float(one.max() / one.mean()) for one in counts) / 2
     assert load.take(list) == pytest.approx(expected)

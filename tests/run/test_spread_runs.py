@@ -1,4 +1,4 @@
-"""Whole runs whose experts lie on several ranks: numbers, checkpoints and tuned files are those of one process."""
+"""Whole runs whose experts lie on several ranks: numbers and files are those of one process."""
 
 from __future__ import annotations
 

@@ -149,7 +149,8 @@ def narrow(
     slices: dict[str, Slice],
     axis: Axis = "tp",
 ) -> set[str]:
-    """Narrow one tensor of `layer`, which is called `where`; returns its full name if it stays whole inside the region."""
+    """Narrow one tensor of `layer`, which is called `where`; returns its full name if it stays whole inside
+    the region."""
     module = layer.get_submodule(own.rpartition(".")[0])
     leaf = own.rpartition(".")[2]
     value = getattr(module, leaf)
