@@ -59,7 +59,9 @@ def assert_alike(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "parallel"), [("full", OVER_TWO), ({"name": "lora", "r": 2}, OVER_THREE)], ids=["full", "lora"]
+    ("method", "parallel"),
+    [pytest.param("full", OVER_TWO, marks=pytest.mark.long), ({"name": "lora", "r": 2}, OVER_THREE)],
+    ids=["full", "lora"],
 )
 def test_a_run_over_ranks_is_that_of_one_process_and_goes_on_from_its_checkpoint(
     method: Any, parallel: Any, tmp_path: Path
@@ -75,7 +77,9 @@ def test_a_run_over_ranks_is_that_of_one_process_and_goes_on_from_its_checkpoint
     assert_alike(trained(recipe(tmp_path, "spread", method, parallel)), whole)
 
 
-@pytest.mark.parametrize("method", ["full", {"name": "lora", "r": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "method", ["full", pytest.param({"name": "lora", "r": 2}, marks=pytest.mark.long)], ids=["full", "lora"]
+)
 def test_a_state_and_a_tuned_folder_have_the_bytes_of_one_process(method: Any, tmp_path: Path) -> None:
     own = recipe(tmp_path, "run", method, "none", max_steps=2, warmup=0)
     saved = newest(trained(own))
