@@ -18,13 +18,15 @@ from petune.methods import merge, wrap
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import FAMILIES
-from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfig
+from petune.parallel.configs import CutConfig, DpConfig, EpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import make_plan
 from petune.tasks.registry import check_fit
 from tests.mark_tables import MODELS, Notes, of_blocks, rows
 from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO, tiny
 from tests.parallel.cells import CELLS, KIN, METHODS, OTHERS
 from tests.parallel.plans import BACKENDS
+from tests.parallel.test_spread import EVERY
+from tests.parallel.test_spread import FUSED as SPREAD
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "families.md"
 CUT = CutConfig(size=2)
@@ -42,6 +44,7 @@ PLANS: dict[str, ParallelConfig] = {
 }
 BACKEND = {"FSDP2": "shard", "sp": "sp-gather", "ulysses": "sp-ulysses", "ring": "sp-ring", "pp": "pp-1f1b"}
 COLUMNS = (*METHODS, "merge", "fused", "fp8", "packed", *PLANS)
+MIXED = (*METHODS, "fused", "ep")  # of mixtures
 HEAD = """# Families
 
 Written by `python -m tests.test_families_table`, which asks the code; a test compares. A row is the
@@ -49,7 +52,8 @@ Written by `python -m tests.test_families_table`, which asks the code; a test co
 one device; elsewhere LoRA's linears are fused one by one. `packed`: samples joined in a row, decoders alone.
 `sp`, `ulysses` and `ring` are the three exchanges of sequence parallelism. No mark stands without a test that
 trains a small model of the family so and finds the numbers of transformers' own, or a test of the refusal.
-Of mixtures of experts tells [methods.md](methods.md#experts).
+Mixtures of experts have a table of their own; `ep`: they train so with their
+[experts on several ranks](parallel.md#experts-on-several-ranks). Of them tells [methods.md](methods.md#experts).
 Other models train with `full`, `lora` and `dp`: every linear outside the head is a target.
 
 """
@@ -58,9 +62,9 @@ Other models train with `full`, `lora` and `dp`: every linear outside the head i
 def models() -> dict[str, str]:
     """The first model of the zoo of each type."""
     found: dict[str, str] = {}
-    for name, (_, config, _) in ZOO.items():
+    for name, (_, config, _) in (ZOO | MOE).items():
         found.setdefault(config.model_type, name)
-    return {kind: found[kind] for kind in DENSE}
+    return {kind: found[kind] for kind in FAMILIES}
 
 
 def cell(kind: str, column: str, notes: Notes) -> str:
@@ -72,13 +76,15 @@ def cell(kind: str, column: str, notes: Notes) -> str:
         return ""
     try:
         if column in METHODS:
-            tune(tiny(name), make_config(column, SETTINGS[column]))
+            heads = {"reduction": 2} if column == "side" and kind in MIXTURES else {}  # small ones
+            tune(tiny(name), make_config(column, SETTINGS[column] | heads))
         elif column == "merge":
             merge(wrap(tiny(name), "lora", r=2))
         elif column == "packed":
             check_fit("causal", family.kind, True, family.packs)
         else:
-            make_plan(PLANS[column], family, tiny(name).config, None, 8)
+            plan = PLANS.get(column) or ParallelConfig(ep=EpConfig(size=2))
+            make_plan(plan, family, tiny(name).config, None, 8)
     except PetuneError as error:
         return notes("; ".join(problem.what for problem in error.problems))
     return "yes"
@@ -87,8 +93,11 @@ def cell(kind: str, column: str, notes: Notes) -> str:
 def document() -> str:
     """The page."""
     notes = Notes()
-    lines = rows((f"`{kind}`" for kind in DENSE), COLUMNS, lambda row, column: cell(row[1:-1], column, notes))
-    return HEAD + "\n".join([*lines, "", *notes.lines(), ""])
+    lines: list[str] = []
+    for kinds, columns in ((DENSE, COLUMNS), (FAMILIES.keys() & MIXTURES, MIXED)):
+        named = (f"`{kind}`" for kind in FAMILIES if kind in kinds)
+        lines += [*rows(named, columns, lambda row, column: cell(row[1:-1], column, notes)), ""]
+    return HEAD + "\n".join([*lines, *notes.lines(), ""])
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +110,9 @@ def marks(text: str) -> Iterator[tuple[str, str, bool]]:
     for line in text.splitlines():
         if line.startswith("| `"):
             kind, *found = [one.strip() for one in line.strip("|").split("|")]
+            columns = MIXED if kind[1:-1] in MIXTURES else COLUMNS
             yield from (
-                (kind[1:-1], column, one == "yes") for column, one in zip(COLUMNS, found, strict=True)
+                (kind[1:-1], column, one == "yes") for column, one in zip(columns, found, strict=True)
             )
 
 
@@ -115,8 +125,10 @@ def test_every_mark_of_a_plan_and_of_a_method_is_a_cell_of_the_matrix(made: str)
     run: set[tuple[str, str]] = set()
     for method, backend, name in cells:
         run |= {(ZOO[name][1].model_type, one) for one in (method, backend)}
+    for method, name, *_ in EVERY:  # every one of them under ep
+        run |= {(MOE[name][1].model_type, one) for one in (method, "ep")}
     for kind, column, can in marks(made):
-        if column in (*METHODS, *PLANS):
+        if column in (*METHODS, *PLANS, "ep"):
             assert ((kind, BACKEND.get(column, column)) in run) == can, (kind, column)
 
 
@@ -124,11 +136,12 @@ def test_every_mark_of_fused_blocks_is_tested_beside_transformers(made: str) -> 
     proved = {
         ZOO[name][1].model_type for name in (*FUSED, *MODELS.values(), "mistral-causal", "qwen2-causal")
     }
+    proved |= {MOE[name][1].model_type for _, name, *_ in SPREAD}
     assert {kind for kind, column, can in marks(made) if column == "fused" and can} == proved
 
 
 def test_every_family_stands_in_the_page(made: str) -> None:
-    assert {kind for kind, *_ in marks(made)} == set(DENSE)
+    assert {kind for kind, *_ in marks(made)} == set(FAMILIES)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ PLANS: dict[str, Any] = {
     "tp x pp": {"tp": 2, "pp": 2},
     "sp x pp": {"sp": 2, "pp": 2},
     "dp x tp": {"dp": 2, "tp": 2},
+    "ep, dp x ep": {"dp": 2, "ep": 2},
     "sharded x tp": {"dp": {"size": 2, "shard": True}, "tp": 2},
     "sharded x pp": {"dp": {"size": 2, "shard": True}, "pp": 2},
 }

@@ -117,13 +117,15 @@ KINDS: dict[str, dict[str, Any]] = {  # of a recipe: other settings of its metho
     "bert_adapter_pfeiffer": {"name": "adapter", "kind": "pfeiffer", "activation": "relu"},
     "bart_side_only": {"name": "side", "end": "paper"},
 }
+QWEN3_MOE: dict[str, Any] = {
+    **FAMILIES["llama"],
+    "model": "config:qwen3_moe/config.json",
+    "method": {"name": "lora", "r": 8, "rank_pattern": {"experts": 2}},
+    "lr": 5e-3,
+}
 SHAPES: dict[str, dict[str, Any]] = {  # random weights: a config and a tokenizer lie beside the recipe
-    "qwen3_moe_lora": {
-        **FAMILIES["llama"],
-        "model": "config:qwen3_moe/config.json",
-        "method": {"name": "lora", "r": 8, "rank_pattern": {"experts": 2}},
-        "lr": 5e-3,
-    },
+    "qwen3_moe_lora": QWEN3_MOE,
+    "qwen3_moe_lora_ep": {**QWEN3_MOE, "parallel": {"ep": {"experts": [10, 6], "shares": [1, 3]}}},
 }
 NAMES = [
     *ALONE,
@@ -145,7 +147,7 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_recipe_of_a_shape_is_its_row_of_the_table(name: str) -> None:
     row = {**SHARED, **SHAPES[name], "out": f"runs/{name}", "name": name}
-    row["model"] = f"config:{recipe_folder().absolute() / name.removesuffix('_lora') / 'config.json'}"
+    row["model"] = f"config:{recipe_folder().absolute() / name.partition('_lora')[0] / 'config.json'}"
     assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()
 
 

@@ -185,6 +185,11 @@ class ParallelConfig:
         """Whether weights are spread over replicas."""
         return any(isinstance(axis, DpConfig) and axis.shard for axis in self.axes.values())
 
+    @property
+    def spreads(self) -> bool:
+        """Whether experts are cut over ranks."""
+        return self.ep is not None and size_of(self.ep) != 1
+
     def __str__(self) -> str:
         """`dp 2 x tp 2`, `pp` for an axis without a size, `none` for one process, `auto`."""
         sizes = {name: size_of(axis) for name, axis in self.axes.items()}

@@ -181,6 +181,12 @@ CACHED = (
         "remove cache, or use dp without shard, tp, sp, galaxy or pp",
     ),
     Rule(
+        ("cache", "parallel"),
+        lambda recipe: not recipe.cache or not recipe.parallel.spreads,
+        "ranks that share experts run their blocks together, and cached rows run none",
+        "remove cache, or use dp",
+    ),
+    Rule(
         ("cache", "compile"),
         lambda recipe: not recipe.cache or not recipe.compile,
         "a compiled model runs its blocks",
@@ -286,6 +292,12 @@ RULES = (
         lambda recipe: recipe.base_dtype is None or not recipe.parallel.shards,
         "it quantises whole weights, and shard: true spreads their rows over ranks",
         "remove base_dtype, or use dp without shard, tp, sp, galaxy or pp",
+    ),
+    Rule(
+        ("base_dtype", "parallel"),
+        lambda recipe: recipe.base_dtype is None or not recipe.parallel.spreads,
+        "experts have no form of fewer bytes yet",
+        "remove base_dtype",
     ),
     Rule(
         ("base_dtype", "method"),
