@@ -52,8 +52,8 @@ Written by `python -m tests.test_families_table`, which asks the code; a test co
 one device; elsewhere LoRA's linears are fused one by one. `packed`: samples joined in a row, decoders alone.
 `sp`, `ulysses` and `ring` are the three exchanges of sequence parallelism. No mark stands without a test that
 trains a small model of the family so and finds the numbers of transformers' own, or a test of the refusal.
-Mixtures of experts have a table of their own; `ep`: they train so with their
-[experts on several ranks](parallel.md#experts-on-several-ranks). Of them tells [methods.md](methods.md#experts).
+Mixtures of experts have a table of their own; `ep`: they train so with their experts
+on [several ranks](parallel.md#experts-on-several-ranks). Of them tells [methods.md](methods.md#experts).
 Other models train with `full`, `lora` and `dp`: every linear outside the head is a target.
 
 """
