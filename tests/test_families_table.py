@@ -136,7 +136,7 @@ def test_every_mark_of_fused_blocks_is_tested_beside_transformers(made: str) -> 
     proved = {
         ZOO[name][1].model_type for name in (*FUSED, *MODELS.values(), "mistral-causal", "qwen2-causal")
     }
-    proved |= {MOE[name][1].model_type for _, name, *_ in SPREAD}
+    proved |= {MOE[name][1].model_type for _, name, *_ in SPREAD[:3]}
     assert {kind for kind, column, can in marks(made) if column == "fused" and can} == proved
 
 

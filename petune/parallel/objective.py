@@ -54,7 +54,8 @@ class Objective:
     batch) -> what `loss` would give. texts: rows of a batch that belong together, which no pipeline parts.
     fused_loss: (model, batch, labels that
     count at most) -> what `loss` would give, for a model that makes it without logits, or None for one that
-    does not. tuned: what trains in a model, by name. autocast: entered around every forward.
+    does not. meets: replicas tell one another something in every pass. tuned: what trains in a model, by
+    name. autocast: entered around every forward.
     """
 
     forward: Callable[[nn.Module, Batch], Outputs]
@@ -65,3 +66,4 @@ class Objective:
     fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = no_fused_loss
     tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = trainable
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    meets: bool = False

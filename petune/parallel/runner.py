@@ -121,6 +121,11 @@ class Runner:
 
     # ------------------------------------------------------------ rows
 
+    @property
+    def together(self) -> bool:
+        """Whether all replicas go forward together, so that none may leave a pass out."""
+        return self.plan.together or self.objective.meets
+
     def share(self, rows: Sequence[T]) -> list[T]:
         """This replica's rows of one forward pass; possibly none."""
         sizes = apportion(len(rows), self.plan.shares)
@@ -140,7 +145,7 @@ class Runner:
         """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on
         every rank; unless `whole` of this replica alone, which `clip` sums.
 
-        `batches` are this replica's, as many on each where all go together (`plan.together`);
+        `batches` are this replica's, as many on each where all go together (`together`);
         `total` counts the trained tokens of all replicas; `key` is what dropout is drawn from; `meanwhile` is
         called when all of it is on its way to the device and before anything waits for it. Afterwards every
         gradient is complete, or, where the model is streamed, used up; a loss that is not finite is returned

@@ -44,7 +44,8 @@ from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
-from petune.run.objective import balance_of, embed_objective, objective_of
+from petune.run.balance import balance_in
+from petune.run.objective import embed_objective, objective_of
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.rows import rows_of
 from petune.run.streaming import refuse_unstreamable, stream, streams
@@ -284,12 +285,7 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the
     mesh's device."""
     recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
-    balance = balance_of(model)
-    if balance and mesh.plan.world > 1:
-        what = "the routers' auxiliary loss is made of means over all rows of a pass, which a plan splits"
-        remedy = "set output_router_logits: false in the model's config.json, or parallel: none"
-        raise UsageError(what, where="parallel", remedy=remedy)
-    found = objective_of(prepared.task, weights, balance, recipe.prefer)
+    found = objective_of(prepared.task, weights, balance_in(model, mesh), recipe.prefer)
     if prepared.task.name == "embed":
         found = embed_objective(recipe.embed, len(prepared.encoded.train[0].texts), mesh)
     objective = replace(found, autocast=prepared.place.autocast)

@@ -3,8 +3,6 @@ rows."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from petune.kernels.head.hooks import has_fused_head, head_loss
 from petune.methods import tuned_parameters
 from petune.parallel import Batch, Mesh, Objective, Outputs
 from petune.parallel.collectives import gather_dim, gather_seq
+from petune.run.balance import Balance
 from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, loss_sum, trained_positions
 from petune.tasks.configs import EmbedConfig, PreferConfig
@@ -21,14 +20,7 @@ from petune.tasks.prefer_loss import judged, token_losses
 DPO = PreferConfig()
 
 
-def balance_of(model: nn.Module) -> float:
-    """The coefficient of the loss by which the routers of a mixture are kept even (Fedus et al. 2021,
-    arXiv:2101.03961), where the model's config asks for it (output_router_logits); else 0."""
-    config: Any = getattr(model, "config", None)
-    return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
-
-
-def prefer_objective(config: PreferConfig, balance: float = 0.0) -> Objective:
+def prefer_objective(config: PreferConfig, balance: Balance | None = None) -> Objective:
     """What a runner needs to know of preferences, as `objective_of`. Logits are made: what a text weighs in
     the gradient follows from the loss of all its tokens, which a loss without logits would have to know
     first."""
@@ -43,13 +35,14 @@ def prefer_objective(config: PreferConfig, balance: float = 0.0) -> Objective:
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         kept, rows = real_rows(outputs.logits, batch)
         found = judged(token_losses(kept, rows), rows, config).loss
-        return found.sum() + (balance * len(found) * cast("Any", outputs).aux_loss if balance else 0)
+        return found.sum() + (0 if balance is None else balance(outputs, batch, len(found)))
 
     def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         kept, rows = real_rows(outputs.logits, batch)
         return trained_positions(kept, rows["labels"], "prefer")
 
-    return Objective(ask, loss, select, finish, texts=2, tuned=tuned_parameters)
+    meets = balance is not None
+    return Objective(ask, loss, select, finish, texts=2, tuned=tuned_parameters, meets=meets)
 
 
 def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
@@ -69,15 +62,14 @@ def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
         found = pooled(*real_rows(outputs.logits, batch), config).unflatten(0, (-1, texts))
         return contrastive(found, config, meet if mesh.plan.dp > 1 else alone)
 
-    return Objective(ask, loss, texts=texts, tuned=tuned_parameters)
+    return Objective(ask, loss, texts=texts, tuned=tuned_parameters, meets=True)
 
 
 def objective_of(
-    task: Task, weights: Tensor | None, balance: float = 0.0, prefer: PreferConfig = DPO
+    task: Task, weights: Tensor | None, balance: Balance | None = None, prefer: PreferConfig = DPO
 ) -> Objective:
     """What a runner needs to know of `task`, without autocast. weights: the classes' in the loss, on the
-    model's device. balance: see `balance_of`; that loss weighs as much as the tokens of its rows do. prefer:
-    how preferences are learned."""
+    model's device. balance: the routers' loss. prefer: how preferences are learned."""
     if task.name == "prefer":
         return prefer_objective(prefer, balance)
 
@@ -86,15 +78,16 @@ def objective_of(
 
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         found, trained = loss_sum(*real_rows(outputs.logits, batch), task.name, weights)
-        return found + balance * trained * cast("Any", outputs).aux_loss if balance else found
+        return found if balance is None else found + balance(outputs, batch, int(trained))
 
     def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         kept, rows = real_rows(outputs.logits, batch)
         return trained_positions(kept, rows["labels"], task.name)
 
     def fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
-        if balance or not task.over_vocabulary or not has_fused_head(model):
+        if balance is not None or not task.over_vocabulary or not has_fused_head(model):
             return None
         return head_loss(model, batch, ask, shift=task.shifts, trained=trained)
 
-    return Objective(ask, loss, select, fused_loss=fused_loss, tuned=tuned_parameters)
+    meets = balance is not None
+    return Objective(ask, loss, select, fused_loss=fused_loss, tuned=tuned_parameters, meets=meets)

@@ -194,8 +194,7 @@ class Step:
         Where all replicas must go forward together, a row that counts for nothing stands in for none.
         """
         mine = self.runner.share(numbered)
-        # replicas whose texts are compared with one another's go together too
-        if not mine and not self.runner.plan.together and self.prepared.task.name != "embed":
+        if not mine and not self.runner.together:
             return None
         rows = mine or [(-1, numbered[0][1])]
         pad, shortest = pad_token_id(self.prepared.tokenizer), self.runner.plan.tp

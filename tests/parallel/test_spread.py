@@ -46,7 +46,7 @@ FUSED = [
     ("lora", "qwen3moe-causal", 2, 2, "input"),
     ("full", "mixtral-causal", 3, 1, "attention"),
     ("adapter", "qwen2moe-causal", 2, 1, "projections"),
-    ("lora", "mixtral-causal", 2, 1, "all"),
+    pytest.param("lora", "mixtral-causal", 2, 1, "all", marks=pytest.mark.long),
 ]
 
 

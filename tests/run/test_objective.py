@@ -16,8 +16,10 @@ from transformers import AutoModel, AutoTokenizer
 import petune
 from petune.errors import RecipeError
 from petune.methods import tuned_parameters
+from petune.parallel.mesh import alone
 from petune.recipe import load_recipe
-from petune.run.objective import balance_of, objective_of
+from petune.run.balance import balance_in, balance_of
+from petune.run.objective import objective_of
 from petune.tasks import TASKS
 from petune.tasks.loss import count
 from tests.group_pool import assert_same_but_for_rounding, ranks
@@ -36,7 +38,7 @@ def test_the_routers_loss_and_its_gradients_are_those_of_transformers(name: str)
     labels[:, 0] = -100  # transformers counts the labels that are left after the shift
     inputs["labels"] = labels
     assert balance_of(model) == 0.3 and balance_of(tiny(name)) == 0
-    objective = objective_of(TASKS["causal"], None, balance_of(model))
+    objective = objective_of(TASKS["causal"], None, balance_in(model, alone(torch.device("cpu"))))
     outputs = objective.forward(model, inputs)
     loss = objective.loss(outputs, inputs) / count(inputs)
     expected = model(**inputs).loss

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from petune.errors import UsageError
+from petune.parallel.plan import ParallelPlan
+from petune.run.balance import balance_in
 from tests.group_pool import files, ranks
+from tests.methods.zoo import tiny
 from tests.planned_runs import trained
 from tests.run.test_expert_load import moe_folder
 from tests.run.test_state import rewritten
@@ -24,8 +29,8 @@ OVER_THREE = {"ep": {"size": 3}}
 
 def recipe(place: Path, out: str, method: Any, parallel: Any, **changes: Any) -> dict[str, Any]:
     """Four steps of four rows in one pass and three in another."""
-    if not (place / "llama").exists():
-        moe_folder(place / "llama")
+    if not (place / "llama").exists():  # whose routers are kept even
+        moe_folder(place / "llama", output_router_logits=True, router_aux_loss_coef=0.5)
     own = {
         "batch_size": 4,
         "accumulate": 2,
@@ -75,6 +80,22 @@ def test_a_run_over_ranks_is_that_of_one_process_and_goes_on_from_its_checkpoint
     assert_alike(trained(there, resume=True, allow_change=["parallel"]), whole)
     assert "ep " in (tmp_path / "there" / "run.log").read_text()
     assert_alike(trained(recipe(tmp_path, "spread", method, parallel)), whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "parallel", [{"dp": {"shares": [3, 1]}}, {"dp": {"size": 2, "shard": True}}], ids=str
+)
+def test_replicas_keep_routers_even_as_one_process_does(parallel: Any, tmp_path: Path) -> None:
+    whole = trained(recipe(tmp_path, "whole", "full", "none"))
+    assert_alike(trained(recipe(tmp_path, "replicas", "full", parallel)), whole)
+
+
+def test_ranks_without_all_layers_of_their_tokens_refuse_the_loss_of_routers() -> None:
+    model: Any = tiny("qwen3moe-causal", output_router_logits=True)
+    mesh: Any = SimpleNamespace(plan=ParallelPlan(pp=2))
+    with pytest.raises(UsageError, match="made of all layers' scores"):
+        balance_in(model, mesh)
 
 
 @pytest.mark.parametrize(

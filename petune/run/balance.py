@@ -1,0 +1,70 @@
+"""The loss by which the routers of a mixture are kept even, over all tokens of a pass whatever the plan.
+
+    E * sum over experts e of f_e P_e    f: the choices that fell on e, of each token; P: its mean probability
+
+(Fedus et al. 2021, arXiv:2101.03961), both over the real tokens of all layers. On one process transformers
+makes it. Of replicas each makes the probabilities' part of its own tokens, with the counts of all, so that
+the parts, and their gradients, add up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.parallel import Batch, Mesh, Outputs
+
+# (outputs, batch, trained tokens of its rows) -> what is added to their summed loss
+Balance = Callable[[Outputs, Batch, int], Tensor]
+
+
+def balance_of(model: nn.Module) -> float:
+    """The coefficient of the loss, where the model's config asks for it (output_router_logits); else 0."""
+    config: Any = getattr(model, "config", None)
+    return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
+
+
+def balance_in(model: nn.Module, mesh: Mesh) -> Balance | None:
+    """The loss of a pass under the plan of `mesh`, which weighs as much as the tokens of its rows do; None
+    where nobody asks for it. Raises UsageError for a plan whose ranks do not have all layers of their
+    tokens."""
+    coefficient, plan = balance_of(model), mesh.plan
+    if not coefficient:
+        return None
+    if plan.tp > 1 or plan.pp > 1:
+        what = "the routers' auxiliary loss is made of all layers' scores, which a rank of this plan has not"
+        remedy = "set output_router_logits: false in the model's config.json, or use dp, ep or none"
+        raise UsageError(what, where="parallel", remedy=remedy)
+    if plan.dp == 1:
+        return lambda outputs, batch, trained: coefficient * trained * cast("Any", outputs).aux_loss
+    chosen, group = int(cast("Any", model).config.num_experts_per_tok), mesh.groups["dp"]
+
+    def own_part(outputs: Outputs, batch: Batch, trained: int) -> Tensor:
+        return coefficient * part_of(cast("Any", outputs).router_logits, batch, trained, chosen, group)
+
+    return own_part
+
+
+def part_of(
+    scores: tuple[Tensor, ...], batch: Batch, trained: int, chosen: int, group: dist.ProcessGroup
+) -> Tensor:
+    """What own tokens add to the loss times the tokens that replicas train. scores: of each layer
+    [tokens, experts]; chosen: experts of a token. All replicas call it."""
+    real = batch["attention_mask"] * (batch["rows"] >= 0)[:, None]
+    weight = real.reshape(-1).to(scores[0].device, torch.float32)
+    experts = scores[0].shape[1]
+    counts, sums = weight.new_zeros(experts), weight.new_zeros(experts)
+    for layer in scores:
+        probs = torch.softmax(layer, -1)
+        index = probs.topk(chosen, -1).indices
+        counts.scatter_add_(0, index.reshape(-1), weight.repeat_interleave(chosen))
+        sums = sums + (probs.float() * weight[:, None]).sum(0)
+    told = torch.cat([counts, weight.sum()[None] * len(scores), weight.new_tensor([trained])]).double()
+    dist.all_reduce(told, group=group)
+    rows, everyone = told[-2], told[-1]
+    return (everyone * experts * (told[:experts] / rows) * (sums.double() / rows)).sum().to(sums.dtype)
