@@ -18,7 +18,14 @@ import petune.run.objective
 import petune.run.step
 import petune.run.train
 from petune.parallel.launch import process_group
+from petune.recipe import load_recipe
+from petune.run import distributed
+from petune.run.build import plan_of, prepare
+from petune.run.reporting import Silent
+from petune.run.state import held_state, restore_parts
 from petune.run.step import Step
+from petune.run.tuned_files import TunedFiles
+from petune.saving import checkpoint
 from tests.group_pool import End, ends, ranks
 from tests.small_runs import run, settings
 
@@ -53,6 +60,22 @@ def trained(recipe: dict[str, Any], **options: Any) -> Path:
 
 def train_as_a_rank(recipe: dict[str, Any], options: dict[str, Any]) -> None:
     run(recipe, **options)
+
+
+def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
+    """On each rank of a plan: put its part of a state back, let all train nothing, and write it once more."""
+    loaded = load_recipe(recipe)
+    plan = plan_of(loaded)
+    with distributed.among(plan):
+        mesh = distributed.join(loaded, plan)
+        step = Step(prepare(loaded), mesh)
+        restore_parts(saved, step.runner, step.optimizer, step.make_optimizer)
+        held = held_state(step.runner, step.optimizer, step.make_optimizer)
+        crew = step.runner.crew
+        if mesh.main or crew.world > 1:
+            checkpoint.commit(root, 2, held.begin, run_id="run", facts={}, fill=held.fill, crew=crew)
+        tuned = TunedFiles(step, Silent())
+        tuned.write(root / "tuned") if mesh.main else tuned.take_part()
 
 
 def at_steps(

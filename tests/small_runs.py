@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -38,6 +39,7 @@ from petune.run.reporting import Logged, PlainReporter
 from petune.run.signals import StopRequest
 from petune.run.step import Step
 from petune.run.train import Run, train
+from tests.methods.zoo import MOE
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
 WORDS = (
@@ -246,6 +248,15 @@ def as_yaml(path: Path, recipe: Mapping[str, Any]) -> Path:
         "".join(f"{key}: {json.dumps(value)}\n" for key, value in recipe.items()), encoding="utf-8"
     )
     return path
+
+
+def moe_folder(place: Path, **changes: Any) -> None:
+    """A checkpoint of Qwen3-MoE, one file entry an expert, with the tokenizer of the tiny runs."""
+    write_model(place, "llama")
+    _, config, values = MOE["qwen3moe-causal"]
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config(**{**values, "vocab_size": len(SPECIAL) + len(WORDS), **changes}))
+    model.save_pretrained(place)
 
 
 # ---------------------------------------------------------------- runs

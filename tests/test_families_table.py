@@ -23,10 +23,8 @@ from petune.parallel.plan import make_plan
 from petune.tasks.registry import check_fit
 from tests.mark_tables import MODELS, Notes, of_blocks, rows
 from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO, tiny
-from tests.parallel.cells import CELLS, KIN, METHODS, OTHERS
+from tests.parallel.cells import CELLS, KIN, METHODS, OTHERS, SPREAD, SPREAD_FUSED
 from tests.parallel.plans import BACKENDS
-from tests.parallel.test_spread import EVERY
-from tests.parallel.test_spread import FUSED as SPREAD
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "families.md"
 CUT = CutConfig(size=2)
@@ -125,7 +123,7 @@ def test_every_mark_of_a_plan_and_of_a_method_is_a_cell_of_the_matrix(made: str)
     run: set[tuple[str, str]] = set()
     for method, backend, name in cells:
         run |= {(ZOO[name][1].model_type, one) for one in (method, backend)}
-    for method, name, *_ in EVERY:  # every one of them under ep
+    for method, name, *_ in SPREAD:  # every one of them under ep
         run |= {(MOE[name][1].model_type, one) for one in (method, "ep")}
     for kind, column, can in marks(made):
         if column in (*METHODS, *PLANS, "ep"):
@@ -136,7 +134,7 @@ def test_every_mark_of_fused_blocks_is_tested_beside_transformers(made: str) -> 
     proved = {
         ZOO[name][1].model_type for name in (*FUSED, *MODELS.values(), "mistral-causal", "qwen2-causal")
     }
-    proved |= {MOE[name][1].model_type for _, name, *_ in SPREAD[:3]}
+    proved |= {MOE[name][1].model_type for _, name, *_ in SPREAD_FUSED}
     assert {kind for kind, column, can in marks(made) if column == "fused" and can} == proved
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.parallel import Batch, Mesh, Outputs
+from petune.parallel.collectives import Group, all_sum_
 
 # (outputs, batch, trained tokens of its rows) -> what is added to their summed loss
 Balance = Callable[[Outputs, Batch, int], Tensor]
@@ -50,9 +50,7 @@ def balance_in(model: nn.Module, mesh: Mesh) -> Balance | None:
     return own_part
 
 
-def part_of(
-    scores: tuple[Tensor, ...], batch: Batch, trained: int, chosen: int, group: dist.ProcessGroup
-) -> Tensor:
+def part_of(scores: tuple[Tensor, ...], batch: Batch, trained: int, chosen: int, group: Group) -> Tensor:
     """What own tokens add to the loss times the tokens that replicas train. scores: of each layer
     [tokens, experts]; chosen: experts of a token. All replicas call it."""
     real = batch["attention_mask"] * (batch["rows"] >= 0)[:, None]
@@ -65,6 +63,6 @@ def part_of(
         counts.scatter_add_(0, index.reshape(-1), weight.repeat_interleave(chosen))
         sums = sums + (probs.float() * weight[:, None]).sum(0)
     told = torch.cat([counts, weight.sum()[None] * len(scores), weight.new_tensor([trained])]).double()
-    dist.all_reduce(told, group=group)
+    all_sum_([told], group)
     rows, everyone = told[-2], told[-1]
     return (everyone * experts * (told[:experts] / rows) * (sums.double() / rows)).sum().to(sums.dtype)

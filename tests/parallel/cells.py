@@ -13,7 +13,7 @@ from itertools import product
 from petune.kernels.configs import MemoryConfig
 from petune.parallel.plan import ParallelPlan
 from tests.methods.more_models import MORE
-from tests.methods.zoo import ADAPTED, FOUR, SETTINGS, ZOO, table
+from tests.methods.zoo import ADAPTED, FOUR, MOE, SETTINGS, ZOO, table
 from tests.parallel.harness import Case
 from tests.parallel.plans import BACKENDS, COMPOSED, settings_of
 
@@ -106,6 +106,18 @@ ROUND_KIN = {
     for backend in ("tp", [other for other in BACKENDS if other != "tp"][at % (len(BACKENDS) - 1)])
 }
 SHORT_KIN = [cell for cell in KIN if (cell[2], cell[1]) in ROUND_KIN]
+# Experts over ranks: every method on every family of them, in the long part. No ladder where blocks have no
+# form without experts, which it would be made of.
+SPREAD = [
+    (method, name)
+    for method, name in product(METHODS, MOE)
+    if method != "side" or name not in ("mixtral-causal", "gptoss-causal")
+]
+SPREAD_FUSED = [
+    ("lora", "qwen3moe-causal", 2, 2, "input"),
+    ("full", "mixtral-causal", 3, 1, "attention"),
+    ("adapter", "qwen2moe-causal", 2, 1, "projections"),
+]
 
 
 def case(name: str, method: str, plan: ParallelPlan, **changes: object) -> Case:

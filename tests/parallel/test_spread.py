@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ParallelPlan, describe, make_plan
 from petune.parallel.runner import Runner
 from petune.parallel.spread import Spread, Ways, cut_experts
-from tests.methods.zoo import MOE, tiny
-from tests.parallel.cells import METHODS, case
+from tests.methods.zoo import tiny
+from tests.parallel.cells import SPREAD, SPREAD_FUSED, case
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import ep
 from tests.pool import run
@@ -35,18 +34,6 @@ CELLS = [
     ("lora", "gptoss-causal", 2, 1),
     ("adapter", "qwen2moe-causal", 2, 2),
     ("side", "qwen3moe-causal", 2, 1),
-]
-# no ladder where blocks have no form without experts, which it would be made of
-EVERY = [
-    (method, name)
-    for method, name in product(METHODS, MOE)
-    if method != "side" or name not in ("mixtral-causal", "gptoss-causal")
-]
-FUSED = [
-    ("lora", "qwen3moe-causal", 2, 2, "input"),
-    ("full", "mixtral-causal", 3, 1, "attention"),
-    ("adapter", "qwen2moe-causal", 2, 1, "projections"),
-    pytest.param("lora", "mixtral-causal", 2, 1, "all", marks=pytest.mark.long),
 ]
 
 
@@ -73,13 +60,13 @@ def eager(one: Case) -> Case:
     return replace(one, settings=(*one.settings, ("experts_implementation", "eager")))
 
 
-@pytest.mark.parametrize(("method", "name", "ranks", "replicas", "keep"), FUSED)
+@pytest.mark.parametrize(("method", "name", "ranks", "replicas", "keep"), SPREAD_FUSED)
 def test_so_do_their_fused_blocks(method: str, name: str, ranks: int, replicas: int, keep: Any) -> None:
     check(cell(method, name, ranks, replicas, blocks=MemoryConfig(keep)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("method", "name"), EVERY)
+@pytest.mark.parametrize(("method", "name"), SPREAD)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (2, 2)])
 def test_every_method_and_family_in_float64(method: str, name: str, ranks: int, replicas: int) -> None:
     ladder = (("reduction", 2),) if method == "side" else ()  # heads of Qwen2-MoE here are 4 columns wide

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from petune.run.expert_load import ExpertLoad
-from tests.methods.zoo import MOE, batch, tiny
-from tests.small_runs import SPECIAL, WORDS, run, settings, write_model
+from tests.methods.zoo import batch, tiny
+from tests.small_runs import moe_folder, run, settings
 
 pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
 
@@ -30,15 +30,6 @@ def test_the_load_is_that_of_the_busiest_expert_over_the_mean_one() -> None:
     expected = sum(float(one.max() / one.mean()) for one in counts) / 2
     assert load.take(list) == pytest.approx(expected)
     assert ExpertLoad([tiny("llama-causal")]).take(list) is None
-
-
-def moe_folder(place: Path, **changes: Any) -> None:
-    """A checkpoint of Qwen3-MoE, one file entry an expert, with the tokenizer of the tiny runs."""
-    write_model(place, "llama")
-    _, config, values = MOE["qwen3moe-causal"]
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config(**{**values, "vocab_size": len(SPECIAL) + len(WORDS), **changes}))
-    model.save_pretrained(place)
 
 
 def test_a_run_on_experts_reports_their_load_and_merges(tmp_path: Path) -> None:

@@ -13,15 +13,10 @@ from torch import nn
 
 from petune.errors import FileError
 from petune.recipe import load_recipe
-from petune.run import distributed
-from petune.run.build import plan_of, prepare
-from petune.run.reporting import Silent
-from petune.run.state import check_tuned, held_state, make_optimizer, restore_parts, write_packed
-from petune.run.step import Step
-from petune.run.tuned_files import TunedFiles
+from petune.run.state import check_tuned, make_optimizer, write_packed
 from petune.saving import checkpoint
 from tests.group_pool import files, ranks
-from tests.planned_runs import PLANS, small, trained
+from tests.planned_runs import PLANS, rewritten, small, trained
 from tests.small_runs import METHODS, newest
 
 
@@ -51,22 +46,6 @@ def test_a_tensor_of_another_kind_is_refused_before_anything_is_filled(
     runner.shapes["c"] = runner.shapes.pop("b")
     with pytest.raises(FileError, match=r": b  is not the tensor this recipe trains\n.*: c  is not"):
         check_tuned(tmp_path, runner)
-
-
-def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
-    """On each rank of a plan: put its part of a state back, let all train nothing, and write it once more."""
-    loaded = load_recipe(recipe)
-    plan = plan_of(loaded)
-    with distributed.among(plan):
-        mesh = distributed.join(loaded, plan)
-        step = Step(prepare(loaded), mesh)
-        restore_parts(saved, step.runner, step.optimizer, step.make_optimizer)
-        held = held_state(step.runner, step.optimizer, step.make_optimizer)
-        crew = step.runner.crew
-        if mesh.main or crew.world > 1:
-            checkpoint.commit(root, 2, held.begin, run_id="run", facts={}, fill=held.fill, crew=crew)
-        tuned = TunedFiles(step, Silent())
-        tuned.write(root / "tuned") if mesh.main else tuned.take_part()
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ from petune.parallel.plan import ParallelPlan
 from petune.run.balance import balance_in
 from tests.group_pool import files, ranks
 from tests.methods.zoo import tiny
-from tests.planned_runs import trained
-from tests.run.test_expert_load import moe_folder
-from tests.run.test_state import rewritten
-from tests.small_runs import newest, numbers, settings, state_of
+from tests.planned_runs import rewritten, trained
+from tests.small_runs import moe_folder, newest, numbers, settings, state_of
 
 pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
 
