@@ -52,6 +52,8 @@ class Overlap:
 
 def overlap(piece: Piece, start: Sequence[int], size: Sequence[int]) -> Overlap | None:
     """What the box of `size` from `start` on shares with a piece of the same tensor; None for nothing."""
+    if start and not start[0] - piece.size[0] < piece.at[0] < start[0] + size[0]:
+        return None  # as almost all of many experts
     low = [max(own, at) for own, at in zip(start, piece.at, strict=True)]
     ends = zip(start, size, piece.at, piece.size, strict=True)
     shared = tuple(min(own + n, at + m) - first for first, (own, n, at, m) in zip(low, ends, strict=True))

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petune.kernels import grouped_reference
+from petune.kernels import grouped_reference, reference
 from petune.kernels.dispatch import refusal
 from petune.kernels.grouped_reference import by_torch
 from petune.kernels.reference import Act
+from petune.models.form import Form
+from petune.models.frozen_weight import QuantisedWeight
 from petune.models.transition import applied, transition
 
 NARROW = 64  # columns or rows of a matrix up to which a product takes as long as reading the other operand
@@ -66,16 +68,41 @@ def _gathered(y: Tensor, routes: Routes) -> Tensor:
     return combined(y, routes)
 
 
-def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped(x: Tensor, weight: Tensor, ends: Tensor, turned: bool = False) -> Tensor:
     """Rows x [m, k] of each group times its weight, [m, n], in the dtype of the weight or that of autocast.
 
-    weight: [groups, k, n], any strides. ends: [groups], int32, the row before which each group ends; the last
-    is m. Both x and weight have gradients.
+    weight: [groups, k, n], any strides, or where it is turned [groups, n, k]. ends: [groups], int32, the row
+    before which each group ends; the last is m. Both x and weight have gradients. A quantised weight is made
+    dense for each product, and dropped.
     """
     kind, dtype = x.device.type, weight.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    return applied(_Grouped, x.to(dtype), weight.to(dtype), ends)
+    x, weight = x.to(dtype), weight.to(dtype)
+    if isinstance(weight, QuantisedWeight):
+        return transition(x, _by_values, _by_values_back, weight.form, ends, turned)
+    return applied(_Grouped, x, weight.transpose(1, 2) if turned else weight, ends)
+
+
+def _by_values(x: Tensor, form: Form, ends: Tensor, turned: bool) -> Tensor:
+    values = _values(form)
+    return product(x, values.transpose(1, 2) if turned else values, ends)
+
+
+def _by_values_back(dy: Tensor, form: Form, ends: Tensor, turned: bool) -> Tensor:
+    return _by_values(dy, form, ends, not turned)
+
+
+def values_of(weight: Tensor) -> Tensor:
+    """A weight [groups, n, k] for one product: a quantised one made dense, any other itself."""
+    return _values(weight.form) if isinstance(weight, QuantisedWeight) else weight
+
+
+def _values(form: Form) -> Tensor:
+    made = torch.empty(form.shape, dtype=form.dtype, device=form.tensors[0].device)
+    kernels = _kernels("dequantise", made)
+    (reference if kernels is grouped_reference else kernels).dense_into(form, made)
+    return made
 
 
 class _Grouped(torch.autograd.Function):

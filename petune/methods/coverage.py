@@ -19,18 +19,23 @@ from petune.models.tuned_linear import TunedLayer
 _ORDER = ("experts", "shared", "dense", "router", "attention")
 
 
-def coverage(model: nn.Module) -> str | None:
-    """One line, "experts 128/128, shared 1/1, router frozen, attention 4/4", or None for a model without
-    experts and for methods that have no targets.
+def coverage(model: nn.Module, base_dtype: str | None = None) -> str | None:
+    """One line, "experts 128/128 in nf4, shared 1/1, router frozen, attention 4/4", or None for a model
+    without experts. base_dtype: in which they are to be held; of methods that have no targets it is all that
+    is said.
 
     Counted are experts of a block whose weights are tuned, shared experts, and linears of the rest; blocks
     that differ are counted apart. Raises UsageError for a model that is not wrapped.
     """
-    if not isinstance(tuning(model).config, LoraConfig) or not any(map(is_experts, model.modules())):
+    held = "" if base_dtype is None else f" in {base_dtype}"
+    experts = [one for one in model.modules() if is_experts(one)]
+    if not experts:
         return None
+    if not isinstance(tuning(model).config, LoraConfig):
+        return f"experts{held}" if held else None
     family = family_of(model)
     if family is None:
-        found = Counter(("experts", _of_experts(one)) for one in model.modules() if is_experts(one))
+        found = Counter(("experts", _of_experts(one)) for one in experts)
     else:
         found = Counter(
             kind_and_words
@@ -41,7 +46,8 @@ def coverage(model: nn.Module) -> str | None:
     parts = []
     for kind in _ORDER:
         words = [(said, count) for (name, said), count in found.items() if name == kind]
-        parts += [f"{kind} {said}" + f" in {count} blocks" * (len(words) > 1) for said, count in words]
+        form = held * (kind == "experts")
+        parts += [f"{kind} {said}{form}" + f" in {count} blocks" * (len(words) > 1) for said, count in words]
     return ", ".join(parts)
 
 

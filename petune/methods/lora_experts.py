@@ -144,7 +144,7 @@ class LoraExperts(TunedExperts):
         """x [m, in] sorted by expert times the weights, and their biases times a share [m, 1]: [m, out]."""
         own, bias = self.get_parameter(weight), getattr(self, f"{weight}_bias", None)
         transposed = cast("Any", self).is_transposed
-        y = grouped(x, own if transposed else own.transpose(1, 2), routes.ends)
+        y = grouped(x, own, routes.ends, turned=not transposed)
         if bias is not None:
             each = bias[torch.bucketize(torch.arange(len(x), device=x.device), routes.ends, right=True)]
             y = (y + (each if share is None else each * share)).to(y.dtype)

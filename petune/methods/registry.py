@@ -106,7 +106,7 @@ def wrap(
     say(describe(model))
     if (line := untouched(model)) is not None:
         warn(line)
-    if (line := coverage(model)) is not None:
+    if (line := coverage(model, base_dtype)) is not None:
         say(line)
     if base_dtype is not None:
         quantise_blocks(model, family_of(model), base_dtype)

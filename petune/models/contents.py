@@ -3,8 +3,8 @@
 A model is built, tuned and cut on the meta device. Its contents are known by name all the while, so that each
 rank allocates its own parts alone and fills them: `allocate`, then `Contents.fill`. Values are rounded to the
 dtype that the base is loaded in, then cast to that of the tensor they go to, a tensor at a time. A tensor
-that is quantised is read whole, quantised where it goes, and narrowed then: so the model is never there in
-the dtype it had, and a slice is that of the quantised whole.
+that is quantised is read whole, quantised where it goes, and narrowed then, and of experts one after the
+other: so the model is never there in the dtype it had, and a slice is that of the quantised whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -90,6 +90,9 @@ class Contents:
                     reader.expect(pieces[0].source)
                 if self._put_as_it_is(part, reader):
                     continue
+                if (finite := self._put_experts(part, reader)) is not None:
+                    bad += [] if finite else [part.name]
+                    continue
                 dense = self._dense(part)
                 if not self._put(dense, reader):
                     self._draw(dense, reader)
@@ -108,9 +111,28 @@ class Contents:
         part.out.hold_form(form, part.start, sampled(form.dense()))
         return True
 
+    def _put_experts(self, part: Part, reader: RangeReader) -> bool | None:
+        """Fill a part that holds quantised experts of what files hold, an expert at a time; whether all of it
+        is finite, None for any other part."""
+        held = part.out
+        if not (isinstance(held, QuantisedWeight) and held.dim() == 3 and part.name in self.plan.pieces):
+            return None
+        finite, whole = True, self._like(part.name)
+
+        def each() -> Iterator[Tensor]:
+            nonlocal finite
+            for number in range(part.start[0], part.start[0] + len(held)):
+                dense = torch.empty((1, *whole.shape[1:]), dtype=held.dtype, device=held.device)
+                self._put(Part(part.name, dense, (number, 0, 0)), reader)
+                finite = finite and is_finite(dense)
+                yield dense[0]
+
+        held.hold_experts(each(), len(whole))
+        return finite
+
     def _held_in_four_bits(self, name: str) -> FourBit | None:
-        pieces = self.plan.pieces.get(name)
-        return self.four_bit.get(pieces[0].source) if pieces else None
+        pieces = self.plan.pieces.get(name, ())
+        return self.four_bit.get(pieces[0].source) if len(pieces) == 1 else None
 
     def _dense(self, part: Part) -> Part:
         """Where a part is read: a quantised one as the whole tensor it is of, which is dropped when the part
@@ -166,6 +188,10 @@ class Contents:
             box, there = box_of(out, own.inside, own.size), own.there
             if (more := out.dim() - len(self.files[piece.source].shape)) > 0:  # one of several, an expert
                 box, there = box.flatten(0, more), there[more:]
+            if (held := self.four_bit.get(piece.source)) is not None:
+                values = held.read(reader, box.device, by or box.dtype).dense()
+                box.copy_(box_of(values, there, box.shape))
+                continue
             reader.read(piece.source, box, there, by)
 
     @torch.no_grad()

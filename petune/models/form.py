@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+AT_ONCE = 1 << 24  # numbers that are made dense at once
+
 
 class Form(ABC):
     """A weight [n, k] that does not train, in a form of fewer bytes; it stands for a weight of `dtype`.
@@ -143,7 +145,12 @@ class ScaledRows(Form):
 
     def dense_into(self, out: Tensor) -> None:
         """scale * q, multiplied in float32, or in float64 where `out` has it."""
-        out.copy_(self.q.to(torch.promote_types(out.dtype, torch.float32)).mul_(self.scale))
+        rows, columns = self.shape
+        at_once = max(1, AT_ONCE // max(1, columns))
+        for at in range(0, rows, at_once):
+            own = slice(at, at + at_once)
+            wide = self.q[own].to(torch.promote_types(out.dtype, torch.float32))
+            out[own] = wide.mul_(self.scale[own])
 
 
 def _of_bytes(

@@ -2,15 +2,16 @@
 it in a form of fewer bytes.
 
 A quantised weight is a parameter under the same name and with the shape, dtype and device of the weight that
-it stands for, so layers hold and call it as any other: `torch.nn.functional.linear` multiplies in its form,
-forward and backward; copies, moves and slices keep the form; `copy_` quantises what is written; everything
-else reads its values, which `dense_of` gives, and a view is a copy of them. It does not train.
+it stands for, so layers hold and call it as any other: `torch.nn.functional.linear` and `x @ weight` multiply
+in its form, forward and backward; copies, moves, slices and one of several experts keep the form; `copy_`
+quantises what is written; everything else reads its values, which `dense_of` gives, and a view is a copy of
+them. It does not train.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from petune.errors import UsageError
+from petune.models.expert_form import EXPERT_FORMS, ExpertForm
 from petune.models.form import Form
 from petune.models.fp8 import Fp8
 from petune.models.int8 import Int8
@@ -30,7 +32,8 @@ POINTS = 4  # values of a tensor that tell it from another
 
 
 class QuantisedWeight(Tensor):
-    """A frozen weight [n, k] as a tensor: `form` holds it, and there is no other copy.
+    """A frozen weight [n, k], or of experts [E, n, k], as a tensor: `form` holds it, and there is no other
+    copy.
 
     samples: float64, the `sampled` values of the dense weight it was made of, by which that is known again;
     None of a slice.
@@ -62,6 +65,8 @@ class QuantisedWeight(Tensor):
         does it."""
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
+        if func in _MATMULS and not isinstance(args[0], cls) and _is_plain(args[1]):
+            return _times(*args)
         if func is Tensor.__setitem__ and isinstance(args[0], cls):
             raise _cannot_write(args[0], "an index")
         if func == _SET_DATA and isinstance(args[0], cls) and not isinstance(args[1], cls):
@@ -107,8 +112,8 @@ class QuantisedWeight(Tensor):
         return self.form.tensors[0].data_ptr()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        n, k = self.shape
-        return f"QuantisedWeight({self.form.name}, {n} x {k}, {self.dtype}, {self.device})"
+        sizes = " x ".join(map(str, self.shape))
+        return f"QuantisedWeight({self.form.name}, {sizes}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantisedWeight:
         if id(self) not in memo:
@@ -134,6 +139,18 @@ class QuantisedWeight(Tensor):
         self.form.take(form)
         self.part = whole.shape != self.shape
         self.samples = None if self.part else samples
+
+    @torch.no_grad()
+    def hold_experts(self, each: Iterable[Tensor], count: int) -> None:
+        """Quantise the dense weights [n, k] of its experts, one by one: those here, of `count`."""
+        assert isinstance(self.form, ExpertForm)
+        self.part = count != len(self)
+        places, found = sample_places(count * self[0].numel()), list[Tensor]()
+        for number, dense in enumerate(each):
+            self.form.expert(number).write(dense)
+            own = [at - number * dense.numel() for at in places if at // dense.numel() == number]
+            found.append(dense.reshape(-1)[own].double())
+        self.samples = None if self.part else torch.cat(found)
 
 
 def _remade(form: Form, samples: Tensor | None, parameter: bool, part: bool) -> Tensor:
@@ -206,11 +223,20 @@ def _sliced(
         return NotImplemented
     first, last, _ = slice(start, end).indices(weight.shape[dim])
     whole = last - first == weight.shape[dim]
+    if dim % weight.dim() and isinstance(weight.form, ExpertForm) and not whole:
+        return NotImplemented
     return QuantisedWeight(
-        weight.form.narrow(dim % 2, first, max(0, last - first)),
+        weight.form.narrow(dim % weight.dim(), first, max(0, last - first)),
         weight.samples if whole else None,
         part=weight.part or not whole,
     )
+
+
+def _selected(weight: QuantisedWeight, dim: int, index: int) -> Any:
+    """One expert."""
+    if dim % weight.dim() or not isinstance(weight.form, ExpertForm):
+        return NotImplemented
+    return QuantisedWeight(weight.form.expert(index), part=True)
 
 
 def _written(weight: QuantisedWeight, source: Tensor, non_blocking: bool = False) -> QuantisedWeight:
@@ -231,6 +257,7 @@ def _written(weight: QuantisedWeight, source: Tensor, non_blocking: bool = False
 
 _ATEN = torch.ops.aten
 _SET_DATA = cast("Any", Tensor.data).__set__
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _KEEP: dict[Any, Callable[..., Any]] = {
     _ATEN.detach.default: _shared,
     _ATEN.alias.default: _shared,
@@ -238,6 +265,7 @@ _KEEP: dict[Any, Callable[..., Any]] = {
     _ATEN.empty_like.default: _like,
     _ATEN._to_copy.default: _moved,
     _ATEN.slice.Tensor: _sliced,
+    _ATEN.select.int: _selected,
     _ATEN.copy_.default: _written,
 }
 
@@ -247,33 +275,46 @@ _KEEP: dict[Any, Callable[..., Any]] = {
 
 def _linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, under autocast too."""
+    y = _times(x, weight, turned=True)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _times(x: Tensor, weight: QuantisedWeight, turned: bool = False) -> Tensor:
+    """x W, or where it is turned x W^T, under autocast too."""
     if weight.requires_grad:
         raise _cannot_train(weight)
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(torch.get_autocast_dtype(kind))
     elif x.dtype != weight.dtype:
         # torch's own error for a dense one
         raise RuntimeError(f"expected an input of {weight.dtype}, the weight's, but found {x.dtype}")
-    y: Tensor = _Product.apply(x, weight.form)  # type: ignore[no-untyped-call]
-    return y if bias is None else y + bias
+    y: Tensor = _Product.apply(x, weight.form, turned)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _is_plain(weight: QuantisedWeight) -> bool:
+    """Whether its products are those of its values, [n, k]."""
+    return weight.dim() == 2 and type(weight.form).dlinear is Form.dlinear
+
+
+def _multiplied(x: Tensor, form: Form, turned: bool) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        rows = x.reshape(-1, x.shape[-1])
+        y = form.linear(rows) if turned else form.dlinear(rows)
+        return y.view(*x.shape[:-1], y.shape[1])
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, form: Form) -> Tensor:
-        ctx.form = form
-        with torch.autocast(x.device.type, enabled=False):
-            return form.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], form.shape[0])
+    def forward(ctx: Any, x: Tensor, form: Form, turned: bool) -> Tensor:
+        ctx.form, ctx.turned = form, turned
+        return _multiplied(x, form, turned)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        with torch.autocast(dy.device.type, enabled=False):
-            return ctx.form.dlinear(dy.reshape(-1, dy.shape[-1])).view(
-                *dy.shape[:-1], ctx.form.shape[1]
-            ), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _multiplied(dy, ctx.form, not ctx.turned), None, None
 
 
 # ------------------------------------------------------------------ layers and models
@@ -306,12 +347,18 @@ def sample_places(count: int) -> range:
     return range(step // 2, count, step)[:POINTS]
 
 
+def form_of(weight: Tensor, name: str) -> type[Form]:
+    """The form that `base_dtype` names, of a weight [n, k] or of one of experts [E, n, k]."""
+    return EXPERT_FORMS[name] if weight.dim() == 3 else FORMS[name]
+
+
 def quantised(weight: nn.Parameter, name: str) -> nn.Parameter:
-    """`weight` [n, k], which does not train, as a parameter in the form `name`; itself where it is quantised
-    already."""
+    """`weight` [n, k], or of experts [E, n, k], which does not train, as a parameter in the form `name`;
+    itself where it is quantised already."""
     if isinstance(weight, QuantisedWeight):
         return weight
-    return nn.Parameter(QuantisedWeight(FORMS[name].of(weight), sampled(weight)), requires_grad=False)
+    form = form_of(weight, name).of(weight.detach())
+    return nn.Parameter(QuantisedWeight(form, sampled(weight)), requires_grad=False)
 
 
 def quantised_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, QuantisedWeight]]:

@@ -1,5 +1,5 @@
-"""Which weights of a model are quantised, and that they can be: those of the linears in the blocks of its
-family, whether they are fused or not."""
+"""Which weights of a model are quantised, and that they can be: those of the linears and of the experts in
+the blocks of its family, whether they are fused or not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from petune.errors import UsageError
-from petune.models.experts import is_experts
-from petune.models.frozen_weight import FORMS, quantised
+from petune.models.experts import is_experts, weights_of
+from petune.models.frozen_weight import FORMS, form_of, quantised
 from petune.models.sharded import shards_of
 from petune.models.spec import Family, find_sites
 
@@ -26,8 +26,8 @@ def check_base_dtype(base_dtype: str | None) -> None:
 def quantise_blocks(
     model: nn.Module, family: Family | None, base_dtype: str, device: torch.device | None = None
 ) -> None:
-    """Put quantised weights in the place of those of every linear in the blocks of a model, one by one; a
-    shared one stays shared, a quantised one what it is.
+    """Put quantised weights in the place of those of every linear, and of all experts, in the blocks of a
+    model, one by one; a shared one stays shared, a quantised one what it is.
 
     The model may be on the meta device; device: where it will compute, None for where it is. Raises
     UsageError, before the first, for a model of no known family, and for a weight that trains, is sharded or
@@ -46,29 +46,36 @@ def quantise_blocks(
             where="base_dtype",
             remedy="remove base_dtype, or use dp without shard",
         )
-    layers = [cast("Any", site.module) for site in find_sites(model, family)]
-    if any(map(is_experts, layers)):
+    weights = [(one.module, name) for one in find_sites(model, family) for name in _names(one.module)]
+    for layer, name in weights:
+        _refuse(layer.get_parameter(name), base_dtype, device)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for layer, name in weights:
+        own = layer.get_parameter(name)
+        setattr(layer, name, made.setdefault(own, quantised(own, base_dtype)))
+        if own.dim() == 3:
+            # transformers' loop multiplies with one expert at a time; its other ways copy all of them
+            cast("Any", layer).config._experts_implementation = "eager"
+
+
+def _names(layer: nn.Module) -> tuple[str, ...]:
+    return weights_of(layer) if is_experts(layer) else ("weight",)
+
+
+def _refuse(weight: nn.Parameter, base_dtype: str, device: torch.device | None) -> None:
+    """Raise UsageError for a weight that trains, and for one that the form cannot hold."""
+    if weight.requires_grad:
         raise UsageError(
-            f"base_dtype: {base_dtype} is for linears, and experts have no form of fewer bytes yet",
+            f"base_dtype: {base_dtype} needs weights that do not train",
             where="base_dtype",
+            remedy="leave it out, or train other weights",
+        )
+    form = form_of(weight, base_dtype)
+    if (found := form.refused(device or weight.device, weight.dtype, weight.shape)) is not None:
+        raise UsageError(
+            f"base_dtype: {base_dtype} cannot be had here",
+            where="base_dtype",
+            expected=form.needs,
+            found=found,
             remedy="leave it out",
         )
-    form = FORMS[base_dtype]
-    for weight in (layer.weight for layer in layers):
-        if weight.requires_grad:
-            raise UsageError(
-                f"base_dtype: {base_dtype} needs weights that do not train",
-                where="base_dtype",
-                remedy="leave it out, or train other weights",
-            )
-        if (found := form.refused(device or weight.device, weight.dtype, weight.shape)) is not None:
-            raise UsageError(
-                f"base_dtype: {base_dtype} cannot be had here",
-                where="base_dtype",
-                expected=form.needs,
-                found=found,
-                remedy="leave it out",
-            )
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in layers:
-        layer.weight = made.setdefault(layer.weight, quantised(layer.weight, base_dtype))

@@ -218,7 +218,7 @@ def build(prepared: Prepared) -> nn.Module:
     refuse_unwritable(model)
     if (line := untouched(model)) is not None:
         warn(line)
-    if (line := coverage(model)) is not None:
+    if (line := coverage(model, recipe.base_dtype)) is not None:
         say(line)
     _widen(model, recipe)
     if contents is not None:

@@ -405,3 +405,19 @@ def test_a_mixture_holds_all_of_its_experts_and_pays_for_those_that_are_chosen(t
     assert arithmetic < two.seconds - one.seconds < 2.5 * arithmetic
     assert {rung.keep for rung in one.rungs} == {"all"}
     assert one.seconds == pytest.approx(0.0968, rel=0.05)  # as measured
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
+def test_quantised_experts_take_the_bytes_of_their_form_and_time_to_be_made_dense(
+    base_dtype: str, tmp_path: Path
+) -> None:
+    def both(**settings: Any) -> tuple[int, float]:
+        found = mixture(tmp_path, 2, **settings)
+        return forecast(found, memory=[H200]).ranks[0].memory.frozen, chosen(found).seconds
+
+    (dense, fast), (quantised, slow) = both(), both(base_dtype=base_dtype)
+    numbers = 2 * (128 * 3 * 768 * 2048 + 2 * 2048 * (4096 + 512))
+    each = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1 + 4 / 1200}  # about 1,200 numbers a row
+    assert dense - quantised == pytest.approx(numbers * (2 - each[base_dtype]), rel=2e-3)
+    traffic = 2 * numbers * (2 + each[base_dtype]) / 4.25e12  # in both passes
+    assert slow - fast == pytest.approx(traffic, rel=0.1)

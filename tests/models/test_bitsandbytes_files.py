@@ -104,6 +104,33 @@ def test_it_has_the_fingerprint_of_its_values_and_any_slice_of_them(saved: tuple
     assert torch.equal(part, dense_of(own)[8:28, 33:83])
 
 
+def test_experts_that_files_have_one_by_one_in_four_bits_are_read_each(
+    saved: tuple[Path, nn.Module], tmp_path: Path
+) -> None:
+    """As files of older transformers had them, whose experts were linears."""
+    model = tiny("qwen3moe-causal", hidden_size=64, moe_intermediate_size=64, intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    path, values = tmp_path / "model.safetensors", dict[str, Tensor]()
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".experts." in name]:
+        bits, state = functional.quantize_4bit(
+            tensors.pop(name), blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
+        values[name] = functional.dequantize_4bit(bits, state)
+        tensors |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()} | {
+            name: bits
+        }
+    save_file(tensors, path, {"format": "pt"})
+    for base_dtype in (None, "int8"):
+        own = dict(read(tmp_path, base_dtype).named_parameters())["model.layers.1.mlp.experts.gate_up_proj"]
+        for number, expert in enumerate(dense_of(own)):
+            rows = [
+                values[f"model.layers.1.mlp.experts.{number}.{role}_proj.weight"] for role in ("gate", "up")
+            ]
+            off = float((expert - torch.cat(rows)).abs().max())
+            assert off == 0 if base_dtype is None else off < 0.01 * float(expert.abs().max())
+
+
 def other_state(tensors: dict[str, Tensor], **changes: Any) -> None:
     """Change what a file says of one of its weights."""
     (name, *_) = sorted(key for key in tensors if "quant_state" in key)

@@ -53,6 +53,12 @@ def test_so_do_their_fused_blocks(method: str, backend: str, name: str, keep: An
     check(replace(own, blocks=MemoryConfig(keep)))
 
 
+@pytest.mark.parametrize("backend", ["pp-1f1b", "galaxy2"])
+def test_so_do_quantised_experts(backend: str) -> None:
+    own = case("qwen3moe-causal", "lora", BACKENDS[backend]("qwen3moe-causal", 2), steps=1)
+    check(replace(own, blocks=MemoryConfig("input"), base_dtype="int8"))
+
+
 @pytest.mark.parametrize("row", ["tp", "galaxy"])
 def test_columns_of_experts_are_not_cut_and_that_is_said(row: str) -> None:
     config = tiny("qwen3moe-causal").config

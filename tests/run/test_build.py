@@ -150,6 +150,10 @@ def test_what_is_reached_of_experts_is_said_when_a_run_builds_its_model(
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "llama")
     made(settings(tmp_path, method={"name": "lora", "r": 2}))
     assert "experts 4/4, router frozen, attention 4/4" in said
+    made(settings(tmp_path, method={"name": "lora", "r": 2}, base_dtype="int8", kernels="reference"))
+    assert said[-1] == "experts 4/4 in int8, router frozen, attention 4/4"
+    made(settings(tmp_path, method="adapter", base_dtype="int8", kernels="reference"))
+    assert said[-1] == "experts in int8"
 
 
 def test_an_adapter_of_another_method_is_no_start(tmp_path: Path):

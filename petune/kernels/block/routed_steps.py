@@ -6,6 +6,7 @@ Copies of tokens are sorted by expert (petune/kernels/grouped.py), M = tokens * 
 
 The share is multiplied in before the way down, so its gradient is a sum over what the activation gave, and
 neither that product nor a copy of a token is kept: u is, or made again from x, which a norm gave.
+A quantised weight is made dense for each product and dropped: one of them is there at a time.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.configs import Level
-from petune.kernels.grouped import Routes, combined, dgated, gated, product
+from petune.kernels.grouped import Routes, combined, dgated, gated, product, values_of
 from petune.kernels.memory.op_cost import (
     Cost,
     activate,
     activate_backward,
+    dense_into,
     grouped,
 )
 from petune.kernels.memory.shape import BlockShape, Experts
@@ -54,7 +56,7 @@ class Dispatched(OfMixture):
         part, x, routes = run.mixtures[self.at].up, v[self.h], Routes(*v[self.routes])
         rows = tokens_of(routes)
         v[self.s] = s = None if part.a is None else product(x, part.a.mT, routes.ends, rows=rows)
-        v[self.u] = product(x, part.weight.mT, routes.ends, rows=rows, low=s, up=_turned(part.b))
+        v[self.u] = product(x, values_of(part.weight).mT, routes.ends, rows=rows, low=s, up=_turned(part.b))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -65,7 +67,7 @@ class Dispatched(OfMixture):
             run.sink, self.first + UP, part, routes.ends, du, v[self.s], ds, self.entered(run, v), x_rows=rows
         )
         if self.h in run.wants:
-            dx = product(du, part.weight, routes.ends, low=ds, up=part.a)
+            dx = product(du, values_of(part.weight), routes.ends, low=ds, up=part.a)
             run.give_own(self.h, combined(dx, routes))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
@@ -79,6 +81,10 @@ class Dispatched(OfMixture):
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
         return {self.h: shape.width * shape.itemsize}
+
+    def made_dense(self, shape: BlockShape) -> int:
+        """See Step."""
+        return 2 * _dense_bytes(shape)
 
     def makes_h_again(self, shape: BlockShape, there: bool) -> bool:
         """See OfMixture."""
@@ -130,7 +136,7 @@ class Combined(OfMixture):
         part, routes = run.mixtures[self.at].down, Routes(*v[self.routes])
         m = gated(v[self.u], _sorted(v[self.share], routes), self.act)
         v[self.s] = s = None if part.a is None else product(m, part.a.mT, routes.ends)
-        y = product(m, part.weight.mT, routes.ends, low=s, up=_turned(part.b))
+        y = product(m, values_of(part.weight).mT, routes.ends, low=s, up=_turned(part.b))
         del m
         v[self.d] = widened(run, self.behind, combined(y, routes))
 
@@ -139,7 +145,7 @@ class Combined(OfMixture):
         part, dd, routes = run.mixtures[self.at].down, run.grads.pop(self.d), Routes(*v[self.routes])
         rows, share = tokens_of(routes), _sorted(v[self.share], routes)
         ds = None if part.b is None else product(dd, part.b, routes.ends, rows=rows)
-        dm = product(dd, part.weight, routes.ends, rows=rows, low=ds, up=part.a)
+        dm = product(dd, values_of(part.weight), routes.ends, rows=rows, low=ds, up=part.a)
         du, dshare, m = dgated(dm, v[self.u], share, self.act)
         del dm
         learn(run.sink, self.first + DOWN, part, routes.ends, dd, v[self.s], ds, Rows.of(m), dy_rows=rows)
@@ -158,6 +164,10 @@ class Combined(OfMixture):
     def beside(self, shape: BlockShape) -> int:
         """See Step. m, and what it makes of each copy."""
         return copies_of(shape, self.part) * (shape.width + shape.routed.columns) * shape.itemsize
+
+    def made_dense(self, shape: BlockShape) -> int:
+        """See Step."""
+        return _dense_bytes(shape)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -230,19 +240,33 @@ def _turned(b: Tensor | None) -> Tensor | None:
 # ------------------------------------------------------------------ costs
 
 
+def _dense_bytes(shape: BlockShape) -> int:
+    """Of the weights of down of all experts, made dense."""
+    experts = shape.routed
+    return experts.number * experts.columns * shape.width * shape.itemsize * bool(experts.made)
+
+
 def _ahead(
     experts: Experts, m: float, inputs: int, outputs: int, rank: int, itemsize: int
 ) -> Iterator[Charge]:
     """A product of `m` sorted rows with its low-rank update."""
+    yield from _made(experts, inputs * outputs, itemsize)
     if rank:
         yield "narrow", grouped(m, inputs, rank, experts.number, itemsize)
     yield "grouped", grouped(m, inputs + rank, outputs, experts.number, itemsize)
+
+
+def _made(experts: Experts, each: int, itemsize: int) -> Iterator[Charge]:
+    """Quantised weights, of `each` numbers an expert, made dense for a product."""
+    if experts.made:
+        yield "memory", dense_into(experts.number, each, experts.made, itemsize)
 
 
 def _back(
     experts: Experts, m: float, inputs: int, outputs: int, rank: int, trained: bool, itemsize: int
 ) -> Iterator[Charge]:
     """The way back through it, with the gradients of what trains."""
+    yield from _made(experts, inputs * outputs, itemsize)
     yield "grouped", grouped(m, outputs + rank, inputs, experts.number, itemsize)
     if rank:
         yield "narrow", grouped(m, outputs, rank, experts.number, itemsize)

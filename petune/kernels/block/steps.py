@@ -125,6 +125,10 @@ class Step:
         """Bytes of the gradients that its backward pass makes, but for those that it hands on as they are."""
         return {}
 
+    def made_dense(self, shape: BlockShape) -> int:
+        """Bytes of weights that are made dense in either pass, whatever the rows, and counted by no group."""
+        return 0
+
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """Bytes alive within its backward pass alone. there: its soft value is."""
         return 0

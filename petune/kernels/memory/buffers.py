@@ -115,16 +115,16 @@ class _Walk:
                 there = bool(step.soft) and (step.soft[0] in alive or step.soft[0] in self.kept)
                 made = _scaled(step.grads(self.shape), rows)
                 both = grads | {name: grads.get(name, 0) + size for name, size in made.items()}
-                yield self._phase(
-                    f"{step.gives[0]}, backward", alive, both, step.beside_back(self.shape, there) * rows
-                )
+                beside = step.beside_back(self.shape, there) * rows + step.made_dense(self.shape)
+                yield self._phase(f"{step.gives[0]}, backward", alive, both, beside)
                 handed = sum(grads.pop(name, 0) for name in step.gives)
                 grads |= made or {step.takes[0]: 0, step.takes[-1]: handed}
             else:
                 alive |= dict.fromkeys(step.gives, 0) | _scaled(step.sizes(self.shape), rows)
                 if step.over is not None and (not step.shares or step.over in drops):
                     alive[step.gives[0]], alive[step.over] = alive.get(step.over, 0), 0
-                yield self._phase(step.gives[0], alive, grads, step.beside(self.shape) * rows)
+                beside = step.beside(self.shape) * rows + step.made_dense(self.shape)
+                yield self._phase(step.gives[0], alive, grads, beside)
             for name in drops:
                 alive.pop(name, None)
 

@@ -24,6 +24,7 @@ from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.shape import FIRST, BlockShape, Experts, Ranks
 from petune.log import say
+from petune.models.frozen_weight import QuantisedWeight
 from petune.models.sharded import shards_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import linear_of
@@ -335,4 +336,6 @@ def _experts(spec: Spec) -> Experts | None:
     (core,), part = spec.program.mixtures, spec.mixtures[0].part()
     number, _, columns = part.down.weight.shape
     up, down = (0 if one.a is None else one.a.shape[1] for one in (part.up, part.down))
-    return Experts(number, core.chosen, columns, up, down, core.shared is not None)
+    held = part.down.weight
+    made = held.nbytes / held.numel() if isinstance(held, QuantisedWeight) else 0.0
+    return Experts(number, core.chosen, columns, up, down, core.shared is not None, made)

@@ -62,7 +62,8 @@ class GroupPlace:
 class Experts:
     """The sizes of a mixture: how many experts there are and how many a token goes through, columns of one,
     ranks of the updates of gate | up and of down. shared: beside them stands one that every token goes
-    through, of the block's own columns."""
+    through, of the block's own columns. made: bytes a number in which their weights are held that are made
+    dense for each product, 0 where they are dense."""
 
     number: int
     chosen: int
@@ -70,6 +71,7 @@ class Experts:
     up: int = 0
     down: int = 0
     shared: bool = False
+    made: float = 0.0
 
     def weights(self, width: int) -> int:
         """Numbers of all weights, the router's and the shared expert's gate among them."""

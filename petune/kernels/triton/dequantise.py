@@ -7,12 +7,14 @@ cache; a product and a sum are rounded one after the other (no fused multiply-ad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from petune.kernels.triton.residual import Variant
+from petune.models.expert_form import ExpertForm
 from petune.models.form import Form
 from petune.models.int8 import Int8
 from petune.models.nf4 import BLOCK, NESTED, Nf4, dynamic_levels, levels
@@ -24,32 +26,53 @@ WARPS = 4
 
 def dense_into(form: Form, out: Tensor) -> None:
     """`petune.kernels.reference.dense_into`."""
-    rows, columns = form.shape
-    grid = (rows, triton.cdiv(columns, COLUMNS))
     if not out.numel():
         return
-    if isinstance(form, Nf4):
-        tables = levels(out.device), dynamic_levels(out.device)
-        strides = form.q.stride(0), form.scales.stride(0), out.stride(0)
-        _nf4_kernel[grid](
-            *form.tensors,
-            *tables,
-            out,
-            columns // BLOCK,
-            *strides,
-            form.stride,
-            form.first,
-            BLOCKS=BLOCKS,
-            SIZE=BLOCK,
-            NESTED=NESTED,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    if isinstance(form, ExpertForm):
+        _of_experts(form, out)
+    elif isinstance(form, Nf4):
+        _nf4(form, out, len(out), form.nested.stride(0))
     elif isinstance(form, Int8):
-        apart = form.q.stride(0), out.stride(0)
-        _int8_kernel[grid](*form.tensors, out, columns, *apart, COLUMNS=COLUMNS, num_warps=WARPS)
+        grid, apart = (len(out), triton.cdiv(out.shape[1], COLUMNS)), (form.q.stride(0), out.stride(0))
+        _int8_kernel[grid](*form.tensors, out, out.shape[1], *apart, COLUMNS=COLUMNS, num_warps=WARPS)
     else:
         form.dense_into(out)
+
+
+def _of_experts(form: ExpertForm, out: Tensor) -> None:
+    """The rows of all experts in one launch; `out` [E, n, k] is dense."""
+    flat, rows = out.view(-1, out.shape[-1]), form.rows
+    if rows is not None:
+        dense_into(rows, flat)
+    elif isinstance(form.held, Nf4) and all(value.is_contiguous() for value in form.tensors):
+        held = form.held
+        together = replace(held, q=held.q.flatten(0, 1), scales=held.scales.flatten(0, 1))
+        _nf4(together, flat, out.shape[1], held.nested.stride(0))
+    else:
+        form.dense_into(out)
+
+
+def _nf4(form: Nf4, out: Tensor, each: int, apart: int) -> None:
+    """Rows of weights of `each` rows, whose scales of scales are so far apart."""
+    rows, columns = out.shape
+    tables = levels(out.device), dynamic_levels(out.device)
+    strides = form.q.stride(0), form.scales.stride(0), out.stride(0)
+    _nf4_kernel[(rows, triton.cdiv(columns, COLUMNS))](
+        *form.tensors,
+        *tables,
+        out,
+        columns // BLOCK,
+        *strides,
+        form.stride,
+        form.first,
+        each,
+        apart,
+        BLOCKS=BLOCKS,
+        SIZE=BLOCK,
+        NESTED=NESTED,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 @triton.jit
@@ -67,6 +90,8 @@ def _nf4_kernel(
     out_stride,
     stride,
     first,
+    each,
+    apart,
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
     NESTED: tl.constexpr,
@@ -75,8 +100,10 @@ def _nf4_kernel(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks
     place = tl.load(scales + row * scales_stride + block, mask=inside, other=0).to(tl.int32)
-    largest = tl.load(nested + (first + row * stride + block) // NESTED, mask=inside, other=0.0)
-    scale = tl.load(dynamic + place) * largest + tl.load(mean)
+    weight, own = row // each, row % each
+    at = weight * apart + (first + own * stride + block) // NESTED
+    largest = tl.load(nested + at, mask=inside, other=0.0)
+    scale = tl.load(dynamic + place) * largest + tl.load(mean + weight)
     byte = block[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
     pair = tl.load(q + row * q_stride + byte, mask=inside[:, None], other=0).to(tl.int32)
     value = tl.interleave(tl.load(levels + (pair >> 4)), tl.load(levels + (pair & 15))) * scale[:, None]

@@ -23,7 +23,6 @@ from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
-from petune.models.quantise import quantise_blocks
 from petune.run.expert_load import ExpertLoad
 from tests.kernels.fused_pairs import BATCHES, blocks, stand_on
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
@@ -271,13 +270,10 @@ def test_what_has_no_steps_stays_as_it_is_and_says_why() -> None:
 
 
 def test_what_experts_cannot_do_is_refused_in_words() -> None:
-    streamed, quantised = (tiny("mixtral-causal", hidden_size=64, intermediate_size=64) for _ in range(2))
-    tune(streamed, make_config("full", {}))
+    model = tiny("mixtral-causal")
+    tune(model, make_config("full", {}))
     with pytest.raises(UsageError, match="experts do not stream yet"):
-        fuse(streamed, family_of(streamed), "reference", MemoryConfig(stream="bf16"))
-    tune(quantised, make_config("lora", {"r": 2}))
-    with pytest.raises(UsageError, match="experts have no form of fewer bytes yet"):
-        quantise_blocks(quantised, family_of(quantised), "nf4")
+        fuse(model, family_of(model), "reference", memory=MemoryConfig(stream="bf16"))
 
 
 def test_the_commonest_block_stands_for_a_stack_and_tells_its_experts() -> None:

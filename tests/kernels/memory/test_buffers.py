@@ -30,6 +30,9 @@ from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
 from petune.kernels.memory.shaped_program import needs_of, of_shape
 from petune.models.exchange import Exchanged, ExchangeKind, Rows
+from petune.models.expert_form import ExpertsInt8
+from petune.models.form import Form
+from petune.models.frozen_weight import QuantisedWeight
 from petune.models.spec import Norm, Role
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank, Scaling
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, ROUTED, SHARED, VOCABULARY
@@ -374,7 +377,9 @@ def mixture(shape: BlockShape) -> MixturePart:
     def tuned(inputs: int, outputs: int, rank: int) -> LowRank:
         n = experts.number
         factors = (some(n, rank, inputs), some(n, outputs, rank)) if rank else (None, None)
-        return LowRank(some(n, outputs, inputs), None, *factors)
+        weight = some(n, outputs, inputs)
+        form = ExpertsInt8.of(weight) if experts.made else None
+        return LowRank(weight if form is None else QuantisedWeight(form), None, *factors)
 
     up = tuned(width, 2 * experts.columns, experts.up)
     down = tuned(experts.columns, width, experts.down)
@@ -386,6 +391,9 @@ class HollowGrouped:
 
     def product(self, x: Tensor, weight: Tensor, *_: Any, rows: Tensor | None = None, **__: Any) -> Tensor:
         return made(x, len(x if rows is None else rows), weight.shape[2])
+
+    def dense_into(self, form: Form, out: Tensor) -> None:
+        pass
 
     def outer(self, x: Tensor, dy: Tensor, ends: Tensor, **_: Any) -> Tensor:
         return made(x, len(ends), x.shape[1], dy.shape[1])
@@ -515,6 +523,7 @@ class Nobody:
         replace(ROUTED, experts=replace(ROUTED.routed, up=0, down=0)),
         replace(SHARED, ranks=Ranks(), trained=True, experts=replace(SHARED.routed, up=0, down=0)),
         adapted(replace(ROUTED, experts=replace(ROUTED.routed, up=0, down=0))),
+        replace(ROUTED, experts=replace(ROUTED.routed, made=1)),
     ],
     ids=[
         "lora",
@@ -535,6 +544,7 @@ class Nobody:
         *("cut", "bert, cut", "adapter, cut", "gemma, cut"),
         *("gather", "ulysses", "ring", "bert, gather", "norms of heads, ulysses"),
         *("experts", "shared expert", "experts as they are", "experts, full", "experts, adapter"),
+        "experts in eight bits",
     ],
 )
 @pytest.mark.parametrize(

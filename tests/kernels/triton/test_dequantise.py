@@ -9,7 +9,7 @@ import torch
 from petune.kernels import reference
 from petune.kernels.triton.dequantise import COLUMNS, dense_into
 from petune.models.form import Form
-from petune.models.frozen_weight import FORMS
+from petune.models.frozen_weight import EXPERT_FORMS, FORMS
 from tests.kernels.exactness import DEVICE
 
 SIZES = [(1, 64), (5, 192), (3, COLUMNS + 64)]
@@ -38,6 +38,17 @@ def test_slices_of_slices_are_those_of_the_whole(name: str) -> None:
     found = torch.empty(part.shape, device=DEVICE)
     dense_into(part, found)
     assert torch.equal(found, whole.dense()[31:38, 128:960])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_bit_of_experts_is_the_references(name: str) -> None:
+    weight = torch.randn(3, 5, 64 * 60, generator=torch.Generator().manual_seed(3))  # 300 scales an expert
+    whole = EXPERT_FORMS[name].of((weight * torch.logspace(-2, 2, 3)[:, None, None]).to(DEVICE))
+    for form in (whole, whole.narrow(0, 1, 2)):
+        found, expected = torch.full((2, *form.shape), 7.0, device=DEVICE)
+        dense_into(form, found)
+        reference.dense_into(form, expected)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", FORMS)
