@@ -22,7 +22,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
 # blocks of 64 inputs fill the MLPs, and experts
 WIDE = dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128)
 WIDE |= {"hidden_size": 64, "moe_intermediate_size": 64}
-TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal"}
+TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal", "gpt-oss": "gptoss-causal"}
 PLANS: dict[str, Any] = {
     "one process": "none",
     "dp": {"dp": 2},

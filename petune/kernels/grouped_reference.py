@@ -14,6 +14,8 @@ from torch import Tensor
 
 from petune.kernels.reference import Act, activate, activate_backward, wide
 
+ALPHA, LIMIT = 1.702, 7.0  # of gates that are clamped
+
 # ------------------------------------------------------------------ products
 
 
@@ -105,7 +107,9 @@ def combined(y: Tensor, inverse: Tensor, chosen: int, weights: Tensor | None = N
 
 def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
     """act(gate) * up * share, [m, c], rounded once. gate_up [m, 2 c] is gate | up; share [m], any float
-    dtype, is what each row counts."""
+    dtype, is what each row counts. act "clamped": see `_clamped`."""
+    if act == "clamped":
+        return (_clamped(wide(gate_up))[0] * wide(share)[:, None]).to(gate_up.dtype)
     return (activate(wide(gate_up), act, True)[0] * wide(share)[:, None]).to(gate_up.dtype)
 
 
@@ -113,6 +117,22 @@ def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor
     """(the gradient of gate_up, that of share [m] in float32 (float64 for float64), what `gated` gave) of the
     gradient dm [m, c] of what `gated` gave."""
     values, grad, each = wide(gate_up), wide(dm), wide(share)[:, None]
+    if act == "clamped":
+        h, slopes = _clamped(values)
+        d_gate_up = (slopes * (grad * each)[..., None]).flatten(1)
+        return d_gate_up.to(gate_up.dtype), (grad * h).sum(1), (h * each).to(gate_up.dtype)
     d_gate_up, _, _ = activate_backward(grad * each, values, act, True)
     h, _ = activate(values, act, True)
     return d_gate_up.to(gate_up.dtype), (grad * h).sum(1), (h * each).to(gate_up.dtype)
+
+
+def _clamped(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """(h [m, c] = (up + 1) gate sigmoid(ALPHA gate) of gate up to LIMIT and up within it, which take turns in
+    gate_up [m, 2 c]; the slopes [m, c, 2] of h by both)."""
+    gate, up = gate_up[:, ::2], gate_up[:, 1::2]
+    inside = torch.stack([gate <= LIMIT, up.abs() <= LIMIT], -1)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+    share = torch.sigmoid(ALPHA * gate)
+    swish = gate * share
+    by_gate = up * (share + ALPHA * swish * (1 - share))
+    return up * swish, torch.stack([by_gate, swish], -1) * inside

@@ -1,4 +1,5 @@
-"""Probe of a norm: a module is tried on a few rows, and is what the kernels compute or is not."""
+"""Probes of a norm, and of what gates experts: a module is tried on a few rows, and is what the kernels
+compute or is not."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from petune.kernels import reference
+from petune.kernels import grouped_reference, reference
 
 OFFSETS = (0.0, 1.0)  # what RMS norms add to their weights: nothing, or 1 as Gemma's do
 
@@ -50,6 +51,16 @@ def computes(module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0
         else:
             expected = reference.rms_norm(x, weight + offset, eps)[0]
     return found.shape == x.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def clamps(experts: nn.Module) -> bool:
+    """Whether what gates experts is what `grouped_reference.gated` makes of act "clamped": tried in float32
+    on both sides of its limit."""
+    x = torch.linspace(-12, 12, 60, device="cpu").view(3, 20)[:, torch.arange(19, -1, -1)] * 1.01
+    with torch.no_grad():
+        found = cast("Any", experts)._apply_gate(x)
+    expected = grouped_reference.gated(x, torch.ones(3), "clamped")
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def _is_scale(module: nn.Module, biased: bool) -> bool:

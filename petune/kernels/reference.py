@@ -29,7 +29,8 @@ from petune.rng.dropout import Drop, dropped
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
 Pair = tuple[Tensor, Tensor]  # of queries, and of keys
 Added = tuple[Tensor, Tensor | None]  # the same, b None where the matrix has the update in it already
-Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# clamped: of experts alone, whose gate and up take turns (petune.kernels.grouped_reference.gated)
+Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
 
 
 def wide(x: Tensor) -> Tensor:

@@ -152,27 +152,26 @@ def _explicit(
         scores = softcap * torch.tanh(scores / softcap)
     if query.shape[2] > 1 and causal(module, mask, is_causal):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()[None, None]
-    if s_aux is not None:
-        sink = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores, mask = torch.cat([scores, sink], -1), None if mask is None else _seen_by_all(mask)
-    found = probabilities(scores, mask, position_bias).to(value.dtype)[..., : key.shape[2]]
+    found = probabilities(scores, mask, position_bias, s_aux).to(value.dtype)
     if dropout:
         found = drop_attention(found, dropout, *first)
     return (found @ value).transpose(1, 2).contiguous(), None
 
 
-def _seen_by_all(mask: Tensor) -> Tensor:
-    """A mask with one more key, which every query sees."""
-    return F.pad(mask, (0, 1), value=True if mask.dtype is torch.bool else 0.0)
-
-
-def probabilities(scores: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+def probabilities(
+    scores: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     """Softmax of scores [b, heads, q, k] over the keys, float32 or wider; mask and bias as `attention` takes
-    them.
+    them. sinks [heads]: the score of one more key, which every query sees.
 
     A query that may attend to nothing gets zeros, as in SDPA; with both a bias and a bool mask it attends to
     all keys alike, as in Hugging Face.
     """
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        mask = None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype is torch.bool else 0.0)
+        bias = None if bias is None else F.pad(bias, (0, 1))
+        return probabilities(torch.cat([scores, sink], -1), mask, bias)[..., :-1]
     none = None
     if mask is not None and mask.dtype is torch.bool and bias is not None:
         mask, bias = torch.where(mask, bias, torch.finfo(bias.dtype).min), None

@@ -137,18 +137,26 @@ def weight_at(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     return (module, leaf) if is_experts(module) and leaf in weights_of(module) else None
 
 
-def low_ranks_of(module: nn.Module) -> tuple[LowRank, LowRank] | None:
-    """Both maps of experts that are gated, without biases, each weight [E, out, in]: gate | up, and down;
-    None where they are others or their forward is not exactly known."""
+def gates_plainly(module: nn.Module) -> bool:
+    """Whether what gates experts is act(gate) * up of outputs gate | up."""
     own = cast("Any", module)
-    plain = own.has_gate and getattr(own, "is_concatenated", True) and not (own.has_bias or own.is_transposed)
-    gated = own._apply_gate.__module__ == _GATES  # act(gate) * up
-    if not (plain and gated) or "forward" in vars(module):
+    return bool(getattr(own, "is_concatenated", True)) and own._apply_gate.__module__ == _GATES
+
+
+def low_ranks_of(module: nn.Module) -> tuple[LowRank, LowRank] | None:
+    """Both maps of experts that are gated: gate and up, and down, each with its bias [E, out] or None; None
+    where they are others or their forward is not exactly known."""
+    if not cast("Any", module).has_gate or "forward" in vars(module):
         return None
     if isinstance(module, TunedLayer) and not isinstance(module, TunedExperts):
         return None
     found = module.low_ranks() if isinstance(module, TunedExperts) else {}
-    up, down = (found.get(name) or LowRank(module.get_parameter(name)) for name in weights_of(module))
+    up, down = (
+        (found.get(name) or LowRank(module.get_parameter(name)))._replace(
+            bias=getattr(module, f"{name}_bias", None)
+        )
+        for name in weights_of(module)
+    )
     return up, down
 
 

@@ -45,11 +45,11 @@ def cannot_narrow(config: Config, reduction: int) -> Config:
     raise UsageError(what, where="method", remedy="use lora or full")
 
 
-def table(name: str, core: RoutedMlp, columns: str, unfused: str | None = None) -> Family:
+def table(name: str, core: RoutedMlp, columns: str, attention: SubLayer = llama.BLOCK[0]) -> Family:
     """The table of a decoder with attention as Llama's and, behind it, this mixture of experts."""
     routed = SubLayer(core, norm_in=Norm("post_attention_layernorm"))
     return replace(
-        llama.like(name, llama.BLOCK[0], routed, unfused=unfused),
+        llama.like(name, attention, routed),
         shape=partial(shape, columns=columns),
         narrow=narrow if core.dense else cannot_narrow,
     )
@@ -61,5 +61,6 @@ QWEN2_MOE = table(
 )
 ALWAYS = replace(ROUTED, dense=None, normed=True)  # experts in every block, shares of sum 1
 MIXTRAL = table("mixtral", replace(ALWAYS, rounded=False), "intermediate_size")
-SINKS = "its attention has sinks, of which there are no steps yet"
-GPT_OSS = table("gpt_oss", replace(ALWAYS, router="mlp.router"), "intermediate_size", SINKS)
+SINKS = replace(llama.BLOCK[0], core=replace(llama.ATTENTION, sinks="sinks"))
+OF_GPT_OSS = replace(ALWAYS, router="mlp.router", act="clamped")
+GPT_OSS = replace(table("gpt_oss", OF_GPT_OSS, "intermediate_size", SINKS), packs=False)

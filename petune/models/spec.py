@@ -97,7 +97,8 @@ class Attention:
     up to its own that a query of causal attention sees, None for all; softcap: of the scores, None for none;
     exchange: how it sees other ranks' tokens of its sequence, None where all are here; no table says any of
     them, each block does. scale: of the scores; None for the `scaling` of `at`.
-    bias: the table of relative positions below `at`, which block 0 has. drop: the dropout of its
+    bias: the table of relative positions below `at`, which block 0 has. sinks: the attribute of `at` with the
+    score, for each head, of one more key that has no value. drop: the dropout of its
     probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
     """
 
@@ -113,6 +114,7 @@ class Attention:
     k_norm: Norm | None = None
     scale: float | None = None
     bias: str | None = None
+    sinks: str | None = None
     drop: str | None = None
     head_counts: tuple[str, ...] = ()
     exchange: Exchanged | None = None
@@ -158,9 +160,10 @@ class RoutedMlp:
     experts: the module that holds the weights of all of them (see models/experts.py). router: the module that
     scores them: the softmax of its product, of which the greatest are the shares of the chosen. normed: these
     are divided by their sum, or the attribute of the router that says so; rounded: to the dtype of the
-    scores. gate: the linear whose sigmoid scales what the shared expert gives. dense: the MLP that stands in
-    the place of all of it in blocks without experts. chosen: experts of a token; held: of each rank, where
-    they are cut, and index: of this one; no table says them.
+    scores. act: of the experts, where it is another than the config's. gate: the linear whose sigmoid scales
+    what the shared expert gives. dense: the MLP that stands in the place of all of it in blocks without
+    experts. chosen: experts of a token; held: of each rank, where they are cut, and index: of this one; no
+    table says them.
     """
 
     at: str
@@ -171,6 +174,7 @@ class RoutedMlp:
     dense: Mlp | None = None
     normed: bool | str = True
     rounded: bool = True
+    act: Literal["clamped"] | None = None
     chosen: int = 0
     held: tuple[int, ...] = ()
     index: int = 0

@@ -16,7 +16,7 @@ of call by `choose`:
     varlen   segments, the same kernels
     triton   kernels of our own: segments of narrow heads on Hopper, in 0.50 to 0.94 of flash's time there
              (benchmarks/RESULTS.md), and what no library does: dropout of the probabilities by index, a bias
-             by distance and its gradient, a soft cap
+             by distance and its gradient, a soft cap, sinks
     sdpa     whatever else, and what the others mean: torch's scaled_dot_product_attention or its formula, its
              backward by computing the forward again; dense masks and biases are its alone
     ring     of a sequence that is cut across ranks, by whose exchange its keys and values travel
@@ -71,6 +71,8 @@ class How:
     least the longest row or segment, self-attention only; or dense, [1 | batch, 1 | heads, 1 | q, k], rows
     only. A head is one of q. `backward` has its gradient on demand.
     softcap: the scores before bias and mask are softcap * tanh(scale q k^T / softcap); None or 0 for none.
+    sinks: [heads], the score of one more key, which every query sees and which has no value; None for none.
+    `backward` has their gradient on demand.
     part: what all this is of attention on a sequence that is cut across ranks; None where it is all.
     """
 
@@ -86,6 +88,7 @@ class How:
     bias: Tensor | None = None
     softcap: float | None = None
     part: Part | None = None
+    sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.window is None or (self.causal and self.window > 0), (
@@ -140,18 +143,19 @@ def choose(
     distant: bool = False,
     capped: bool = False,
     last: bool = False,
+    sinks: bool = False,
 ) -> Choice:
     """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; again it costs a
     look-up.
 
     segmented: of queries or of keys. masked: a dense mask or bias. drops: probabilities drop out. plain: no
     kernel of our own. keys: of cross-attention, the most tokens that a row or segment of keys has. window,
-    distant (a bias by distance), capped (a soft cap): see `How`. last: of causal attention, queries that are
-    the last few of their keys' tokens. On a CUDA device each form is told of when
-    it is first chosen.
+    distant (a bias by distance), capped (a soft cap), sinks: see `How`. last: of causal attention, queries
+    that are the last few of their keys' tokens. On a CUDA device each form is told of when it is first
+    chosen.
     """
-    if drops or distant or capped:
-        ours = "dropout of attention" if drops else "a bias by distance" if distant else "a soft cap"
+    own = {"dropout of attention": drops, "a bias by distance": distant, "a soft cap": capped, "sinks": sinks}
+    if ours := next((words for words, there in own.items() if there), None):
         refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked, last)
         found = Choice("triton", ours) if refused is None else Choice("sdpa", refused)
     else:
@@ -294,16 +298,19 @@ def backward(
     kept: Kept,
     how: How,
     dbias: Tensor | None = None,
+    dsinks: Tensor | None = None,
 ) -> Gradients:
     """(dq [m, heads, d], dk, dv [n, kv_heads, d]) for dout [m, heads, d]; `out` and `kept` as `forward` gave
     them.
 
-    dbias: shaped like `how.bias`, float32 or wider, dense; the gradient of the bias is added to it.
+    dbias, dsinks: shaped like `how.bias` and `how.sinks`, float32 or wider, dense; the gradient of each is
+    added to it.
     """
     if not len(q) or not len(k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     given = (dout, q, k, v, out, kept, how)
-    return _FORMS[how.backend][1](*given) if dbias is None else _FORMS[how.backend][1](*given, dbias)
+    asked = {name: one for name, one in (("dbias", dbias), ("dsinks", dsinks)) if one is not None}
+    return _FORMS[how.backend][1](*given, **asked)
 
 
 # ------------------------------------------------------------------ cudnn
@@ -400,9 +407,10 @@ def _triton_backward(
     kept: Kept,
     how: How,
     dbias: Tensor | None = None,
+    dsinks: Tensor | None = None,
 ) -> Gradients:
     sides, more = _more(how, q, k)
-    given = (dout, q, k, v, out, kept[0], *sides, how.causal, how.scale, how.drop, more, dbias)
+    given = (dout, q, k, v, out, kept[0], *sides, how.causal, how.scale, how.drop, more, dbias, dsinks)
     found: Gradients = _kernels().backward(*given)
     return found
 
@@ -411,7 +419,7 @@ def _more(how: How, q: Tensor, k: Tensor) -> tuple[tuple[Tensor, int], Any]:
     """((where the queries' rows or segments begin, the longest of them), what our kernels take beside)."""
     assert how.mask is None and (how.bias is None or how.distant), "our kernels take no dense mask"
     queries, keys = how.sides(q, k)
-    more = {"window": how.window or 0, "bias": how.bias, "cap": how.softcap or 0.0}
+    more = {"window": how.window or 0, "bias": how.bias, "cap": how.softcap or 0.0, "sinks": how.sinks}
     if keys is not queries:
         more |= {"starts": keys.starts, "longest": keys.longest, "tokens": _key_tokens(how, q, k)}
     return (queries.starts, queries.longest), _kernels().More(**more)
@@ -434,16 +442,21 @@ def _sdpa_backward(
     kept: Kept,
     how: How,
     dbias: Tensor | None = None,
+    dsinks: Tensor | None = None,
 ) -> Gradients:
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    asked = [one for one in (dbias, dsinks) if one is not None]
     if dbias is not None and how.bias is not None:
         how = replace(how, bias=how.bias.detach().requires_grad_())
         leaves.append(cast("Tensor", how.bias))
+    if dsinks is not None and how.sinks is not None:
+        how = replace(how, sinks=how.sinks.detach().requires_grad_())
+        leaves.append(cast("Tensor", how.sinks))
     with torch.enable_grad():
         again = _attended(q, k, v, how)
-    dq, dk, dv, *of_bias = torch.autograd.grad(again, leaves, dout)
-    if dbias is not None:
-        dbias.add_(of_bias[0])
+    dq, dk, dv, *found = torch.autograd.grad(again, leaves, dout)
+    for total, own in zip(asked, found, strict=True):
+        total.add_(own)
     return dq, dk, dv
 
 
@@ -481,7 +494,7 @@ def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How, tokens: Tensor | N
     mask, bias = _seen(how, q.shape[2], k.shape[2], q.device), how.bias
     if bias is not None and how.distant:
         bias = by_distance(bias, q.shape[2])[None]
-    if how.drop is None and not how.softcap:
+    if how.drop is None and not how.softcap and how.sinks is None:
         causal = how.causal and mask is None
         if bias is not None:
             mask = _added(bias.to(q.dtype), mask)
@@ -491,7 +504,7 @@ def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How, tokens: Tensor | N
     scores = q @ k.transpose(-1, -2) * how.scale
     if how.softcap:
         scores = how.softcap * torch.tanh(scores / how.softcap)
-    every = probabilities(scores, mask, bias).to(v.dtype)
+    every = probabilities(scores, mask, bias, how.sinks).to(v.dtype)
     if how.drop is not None:
         draws = [how.drop._replace(numbers=row) for row in how.drop.numbers.view(how.batch, -1)]
         others = [None] * how.batch if tokens is None else tokens.view(how.batch, -1)
@@ -505,7 +518,8 @@ def _seen(how: How, queries: int, keys: int, device: torch.device) -> Tensor | N
     if how.mask is not None or not how.causal:
         return how.mask
     windowed, before = how.window is not None and how.window < keys, keys - queries
-    if not (windowed or before) and how.bias is None and how.drop is None and not how.softcap:
+    plain = how.bias is None and how.drop is None and not how.softcap and how.sinks is None
+    if plain and not (windowed or before):
         return None
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
     return (seen.triu(before + 1 - cast("int", how.window)) if windowed else seen)[None, None]

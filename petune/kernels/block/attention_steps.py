@@ -213,6 +213,7 @@ class Attend(Step):
     window: int | None = None  # keys that a query sees, where no mask says so
     exchange: Exchanged | None = None
     softcap: float | None = None  # of the scores
+    sinks: tuple[int, int] | None = None  # their place among those of the block, and among its tensors
     rows = False
 
     def __post_init__(self) -> None:
@@ -220,6 +221,10 @@ class Attend(Step):
         self.takes = self.sources if self.bias is None else (*self.sources, self.bias)
         self.gives, self.reads = (self.a, self.lse), (self.a, self.lse, *self.takes)
         self.keeps = dict.fromkeys(self.gives, "attention")
+
+    def read_sinks(self, at: int, place: int) -> None:
+        """Let them be number `at` of the block's, whose place among its tensors is this."""
+        self.sinks, self.trained = (at, place), (place,)
 
     @property
     def crosses(self) -> bool:
@@ -258,6 +263,8 @@ class Attend(Step):
 
     def _how(self, run: Run, v: Values) -> How:
         how = run.hows[self.how]
+        if self.sinks is not None:
+            how = replace(how, sinks=run.sinks[self.sinks[0]])
         if self.bias is None:
             return how
         return replace(how, bias=v[self.bias] if how.part is None else how.part.of(v[self.bias]))
@@ -281,7 +288,10 @@ class Attend(Step):
             dbias = dbias if how.part is None else how.part.of(dbias)
         seen = self._seen(run)
         given = (da, *self.split(v, seen), out, v[self.lse], how)
-        grads = attending.backward(*given) if dbias is None else attending.backward(*given, dbias)
+        dsinks = self._asked(run, how)
+        grads = attending.backward(*given, dbias, dsinks)
+        if self.sinks is not None and dsinks is not None:
+            run.sink.add(self.sinks[1], dsinks)
         if seen is not None:
             around = (0, 0, 0, 0, seen[0], len(v[self.sources[1]]) - seen[1])
             grads = grads[0], F.pad(grads[1], around), F.pad(grads[2], around)
@@ -292,6 +302,12 @@ class Attend(Step):
         for name, piece in zip(self.sources, pieces, strict=True):
             if name in run.wants:
                 run.grads[name] = torch.cat(piece, 1).flatten(1) if len(piece) > 1 else piece[0].flatten(1)
+
+    def _asked(self, run: Run, how: How) -> Tensor | None:
+        """Room for the gradient of the sinks, where somebody needs it."""
+        if self.sinks is None or how.sinks is None or not run.sink.needs[self.sinks[1]]:
+            return None
+        return torch.zeros_like(how.sinks, dtype=torch.promote_types(how.sinks.dtype, torch.float32))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step. A ring keeps the largest score and the sum of exponentials by themselves."""

@@ -44,10 +44,11 @@ class Parts(NamedTuple):
 class Spec:
     """What a block is made of, and what it is to keep.
 
-    layers: of each group of the program; behind: with its bottlenecks; mixtures: of experts. norms: (module,
-    name) of each norm tensor. dropouts: where each probability is, which counts while training. boundaries:
-    of the sub-layers that are cut across ranks, by number. exchanges: of each attention, None where all its
-    tokens are here. rung and tile may be changed between steps.
+    layers: of each group of the program; behind: with its bottlenecks; mixtures: of experts. sinks, norms:
+    (module, name) of those of each attention that has some, and of each norm tensor. dropouts: where each
+    probability is, which counts while training. boundaries: of the sub-layers that are cut across ranks, by
+    number. exchanges: of each attention, None where all its tokens are here. rung and tile may be changed
+    between steps.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class Spec:
     ops: Ops
     behind: Sequence[nn.Module] = ()
     mixtures: Sequence[Mixture] = ()
+    sinks: Sequence[tuple[nn.Module, str]] = ()
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     exchanges: Sequence[Exchange | None] = ()
     rung: Rung = field(default_factory=Rung)
@@ -277,6 +279,7 @@ class Call:
             part.with_tensors([next(own) for _ in range(OF_MIXTURE)], self.dtype)
             for part in self.parts.mixtures
         ]
+        sinks = [cast("Tensor", next(own)) for _ in self.spec.program.sinks]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))
             norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
@@ -293,6 +296,7 @@ class Call:
             mixtures=mixtures,
             boundaries=self.boundaries,
             batch=self.hows[0].batch,
+            sinks=sinks,
         )
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:

@@ -59,9 +59,11 @@ def places_of(hidden: Tensor, segments: Segments | None, length: int) -> Tensor:
     return numbers if segments.places is None else numbers[segments.places]
 
 
-def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """cos and sin [p, d] of [1 or b, t, d]."""
+def angles_of(angles: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [p, d] of [1 or b, t, d], or of their first halves where the second are the same."""
     cos, sin = angles
+    if 2 * cos.shape[-1] == head_dim:
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
     return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
 
 

@@ -146,7 +146,8 @@ class FusedBlock(nn.Module):
         )
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
         draws = self.draws(parts, Places(layout, hidden, memory))
-        angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
+        head_dim = self.spec.program.sizes.head_dim
+        angles = angles_of(given["position_embeddings"], head_dim) if self.spec.program.rotary else None
         forms = self.forms(hidden, layout, masks, bias)
         call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
         inputs = self.inputs(hidden, memory, bias)
@@ -214,7 +215,7 @@ class FusedBlock(nn.Module):
         """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         behind += [tensor for mixture in parts.mixtures for tensor in mixture.tensors]
-        norms = [getattr(*norm) for norm in self.spec.norms]
+        norms = [getattr(*own) for own in (*self.spec.sinks, *self.spec.norms)]
         return (
             [tensor for group in parts.groups for part in group for tensor in part.tensors] + behind + norms
         )
@@ -281,6 +282,7 @@ class FusedBlock(nn.Module):
                 window=one.window,
                 distant=one.bias is not None and not dense,
                 capped=bool(one.softcap),
+                sinks=one.sinks is not None,
                 last=one.gathered and one.causal,
             ).backend
             for one in self.spec.program.attends

@@ -73,6 +73,7 @@ class Program:
     bottlenecks: tuple[str, ...]  # paths of the linears, or mixtures, that they are behind
     mixtures: tuple[RoutedMlp, ...]
     order: tuple[Drawing, ...]  # in which the block's own forward draws what drops out
+    sinks: tuple[str, ...]  # paths of those of attentions
     schedules: Schedules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,8 +133,10 @@ class _Build:
         behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
         mixed = sum(isinstance(sublayer.core, RoutedMlp) for sublayer in sublayers)
         self.mixtures_begin = self.linears_end + 4 * behind
+        self.sinks_begin = self.mixtures_begin + OF_MIXTURE * mixed
+        self.sinks: list[str] = []
         # the place of the next norm's first tensor
-        self.tensors = self.mixtures_begin + OF_MIXTURE * mixed
+        self.tensors = self.sinks_begin + sum(_has_sinks(sublayer.core) for sublayer in sublayers)
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
@@ -156,6 +159,7 @@ class _Build:
             behind,
             tuple(self.mixtures),
             order,
+            tuple(self.sinks),
         )
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
@@ -333,6 +337,9 @@ class _Build:
         given = (core.window, exchange, core.softcap)
         step = Attend(tuple(sources), a, *own, core.causal, core.scale, how, turned, None, bias, *given)
         self.steps.append(step)
+        if core.sinks is not None:
+            step.read_sinks(len(self.sinks), self.sinks_begin + len(self.sinks))
+            self.sinks.append(f"{core.at}.{core.sinks}")
         if core.drop is not None:
             step.drop = self.drop(core.drop, "heads", None if step.traded is None else step.traded.first)
         if exchange is None or not trades:
@@ -357,14 +364,18 @@ class _Build:
         own = h, at, self.mixtures_begin + OF_MIXTURE * at, self.made_by_norm(h)
         self.mixtures.append(core)
         route = Route(*own, name, core.chosen, bool(core.normed), core.rounded)
-        d, kept, act = f"{name}.d", keep if core.shared is None else None, self.sizes.act
-        make = spread_experts if core.held else experts
+        d, kept = f"{name}.d", keep if core.shared is None else None
+        make, act = spread_experts if core.held else experts, core.act or self.sizes.act
         self.steps += [route, *make(name, core, own, route, d, act, behind, kept)]
         if core.shared is None:
             return d
         e = self.mlp("shared", h, core.shared, "projections", None)
         self.steps.append(AddShared(*own, d, e, f"{name}.gate", f"{name}.all", behind, keep))
         return f"{name}.all"
+
+
+def _has_sinks(core: Attention | Mlp | RoutedMlp) -> bool:
+    return isinstance(core, Attention) and core.sinks is not None
 
 
 def _named(core: Attention | Mlp | RoutedMlp) -> str:

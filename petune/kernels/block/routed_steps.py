@@ -15,14 +15,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from petune.kernels.block.mixture import DOWN, UP, learn
+from petune.kernels.block.mixture import DOWN, DOWN_BIAS, UP, UP_BIAS, added, learn, learn_bias
 from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.configs import Level
-from petune.kernels.grouped import Routes, combined, dgated, gated, product, values_of
+from petune.kernels.grouped import Routes, combined, dgated, gated, product
 from petune.kernels.memory.op_cost import (
     Cost,
     activate,
@@ -48,26 +49,28 @@ class Dispatched(OfMixture):
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.h, self.routes), (self.s, self.u)
         self.keeps = dict.fromkeys(self.gives, "all")
-        self.trained = tuple(range(self.first + UP, self.first + UP + 3))
+        self.trained = (*range(self.first + UP, self.first + UP + 3), self.first + UP_BIAS)
         self.reading(self.routes, self.s)
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        part, x, routes = run.mixtures[self.at].up, v[self.h], Routes(*v[self.routes])
-        rows = tokens_of(routes)
+        mixture, x, routes = run.mixtures[self.at], v[self.h], Routes(*v[self.routes])
+        part, rows = mixture.up, tokens_of(routes)
         v[self.s] = s = None if part.a is None else product(x, part.a.mT, routes.ends, rows=rows)
-        v[self.u] = product(x, values_of(part.weight).mT, routes.ends, rows=rows, low=s, up=_turned(part.b))
+        low, up = added(part, s, _ones(rows))
+        v[self.u] = product(x, mixture.ahead(part), routes.ends, rows=rows, low=low, up=up)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
-        part, du, routes = run.mixtures[self.at].up, run.grads.pop(self.u), Routes(*v[self.routes])
+        mixture, du, routes = run.mixtures[self.at], run.grads.pop(self.u), Routes(*v[self.routes])
+        part, first, ends = mixture.up, self.first + UP, routes.ends
         ds = None if part.b is None else product(du, part.b, routes.ends)
         rows = tokens_of(routes)
-        learn(
-            run.sink, self.first + UP, part, routes.ends, du, v[self.s], ds, self.entered(run, v), x_rows=rows
-        )
+        entered, turned = self.entered(run, v), mixture.transposed
+        learn(run.sink, first, part, ends, du, v[self.s], ds, entered, x_rows=rows, transposed=turned)
+        learn_bias(run.sink, self.first + UP_BIAS, part, ends, du, _ones(rows))
         if self.h in run.wants:
-            dx = product(du, values_of(part.weight), routes.ends, low=ds, up=part.a)
+            dx = product(du, mixture.back(part), ends, low=ds, up=part.a)
             run.give_own(self.h, combined(dx, routes))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
@@ -128,27 +131,34 @@ class Combined(OfMixture):
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.u, self.share, self.routes), (self.s, self.d)
         self.keeps = {self.s: "input"} if self.keep is None else {self.s: "input", self.d: self.keep}
-        self.trained = tuple(range(self.first + DOWN, self.first + DOWN + 3))
+        self.trained = (*range(self.first + DOWN, self.first + DOWN + 3), self.first + DOWN_BIAS)
         self.reads = (self.routes, self.share, self.u, self.s)
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        part, routes = run.mixtures[self.at].down, Routes(*v[self.routes])
-        m = gated(v[self.u], _sorted(v[self.share], routes), self.act)
+        mixture, routes = run.mixtures[self.at], Routes(*v[self.routes])
+        part, share = mixture.down, _sorted(v[self.share], routes)
+        m = gated(v[self.u], share, self.act)
         v[self.s] = s = None if part.a is None else product(m, part.a.mT, routes.ends)
-        y = product(m, values_of(part.weight).mT, routes.ends, low=s, up=_turned(part.b))
+        low, up = added(part, s, share)
+        y = product(m, mixture.ahead(part), routes.ends, low=low, up=up)
         del m
         v[self.d] = widened(run, self.behind, combined(y, routes))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
-        part, dd, routes = run.mixtures[self.at].down, run.grads.pop(self.d), Routes(*v[self.routes])
+        mixture, dd, routes = run.mixtures[self.at], run.grads.pop(self.d), Routes(*v[self.routes])
+        part, ends, turned = mixture.down, routes.ends, mixture.transposed
         rows, share = tokens_of(routes), _sorted(v[self.share], routes)
-        ds = None if part.b is None else product(dd, part.b, routes.ends, rows=rows)
-        dm = product(dd, values_of(part.weight), routes.ends, rows=rows, low=ds, up=part.a)
+        ds = None if part.b is None else product(dd, part.b, ends, rows=rows)
+        dm = product(dd, mixture.back(part), ends, rows=rows, low=ds, up=part.a)
         du, dshare, m = dgated(dm, v[self.u], share, self.act)
         del dm
-        learn(run.sink, self.first + DOWN, part, routes.ends, dd, v[self.s], ds, Rows.of(m), dy_rows=rows)
+        s, own = v[self.s], Rows.of(m)
+        learn(run.sink, self.first + DOWN, part, ends, dd, s, ds, own, dy_rows=rows, transposed=turned)
+        learn_bias(run.sink, self.first + DOWN_BIAS, part, ends, dd, share, rows)
+        if part.bias is not None:
+            dshare = dshare + product(dd, part.bias[:, :, None], ends, rows=rows)[:, 0]
         if self.u in run.wants:
             run.grads[self.u] = du
         if self.share in run.wants:
@@ -233,8 +243,9 @@ def _sorted(share: Tensor, routes: Routes) -> Tensor:
     return share.reshape(-1)[routes.order]
 
 
-def _turned(b: Tensor | None) -> Tensor | None:
-    return None if b is None else b.mT
+def _ones(rows: Tensor) -> Tensor:
+    """What each of these rows counts in a product that nothing is weighed in, [M]."""
+    return torch.ones(len(rows), device=rows.device)
 
 
 # ------------------------------------------------------------------ costs

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
-from petune.kernels.block.mixture import GATE, ROUTER
+from petune.kernels.block.mixture import GATE, ROUTER, ROUTER_BIAS
 from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
@@ -79,13 +79,13 @@ class Route(OfMixture):
         self.routes, self.index, self.share = self.gives[:3]
         self.probs = self.gives[-1]
         self.keeps = dict.fromkeys(self.gives, "input")
-        self.trained = (self.first + ROUTER,)
+        self.trained = (self.first + ROUTER, self.first + ROUTER_BIAS)
         self.reading(*self.gives[1:])
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step. Rounded where the routers of transformers round."""
         part = run.mixtures[self.at]
-        scores = F.linear(v[self.h], part.router)
+        scores = F.linear(v[self.h], part.router, part.router_bias)
         probs = torch.softmax(scores, -1, dtype=torch.float32)
         share, index = probs.topk(self.chosen, -1)
         if self.normed:
@@ -110,6 +110,8 @@ class Route(OfMixture):
         dscores = dscores.to(part.router.dtype)
         if run.sink.needs[self.first + ROUTER]:
             run.sink.add(self.first + ROUTER, matmul32(dscores.T, self.entered(run, v).matrix()))
+        if part.router_bias is not None and run.sink.needs[self.first + ROUTER_BIAS]:
+            run.sink.add(self.first + ROUTER_BIAS, wide(dscores).sum(0))
         if self.h in run.wants:
             run.give_own(self.h, dscores @ part.router)
 

@@ -15,12 +15,12 @@ from petune.kernels.block.call import Spec
 from petune.kernels.block.mixture import Mixture
 from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
-from petune.kernels.norm_probe import computes, eps_of
+from petune.kernels.norm_probe import clamps, computes, eps_of
 from petune.kernels.reference import Act
 from petune.models.attention import CAPPING
 from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
-from petune.models.experts import low_ranks_of, spread_of
+from petune.models.experts import gates_plainly, low_ranks_of, spread_of
 from petune.models.spec import (
     Attention,
     LinearGroup,
@@ -110,6 +110,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         dropouts=[_where(block, path) for path in program.dropouts],
         behind=[block.get_submodule(path) for path in program.bottlenecks],
         mixtures=[_mixture(block, core) for core in program.mixtures],
+        sinks=[_where(block, path) for path in program.sinks],
         attentions=attentions,
         boundaries=boundaries,
         exchanges=[exchange_of(attention) for attention in attentions],
@@ -137,6 +138,9 @@ def _other_mixture(block: nn.Module, core: RoutedMlp) -> str | None:
     whole: Any = block.get_submodule(core.at)
     if getattr(whole, "jitter_noise", 0):
         return "its routers read noise (router_jitter_noise)"
+    experts = block.get_submodule(core.experts)
+    if not (gates_plainly(experts) if core.act is None else clamps(experts)):
+        return f"{core.experts} is a {type(experts).__name__}, whose gate has no steps"
     gate = None if core.gate is None else block.get_submodule(core.gate)
     return None if gate is None or type(gate) is nn.Linear else f"{core.gate} is a {type(gate).__name__}"
 
@@ -172,6 +176,8 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
             )
         if core.rotary and (share := _turned(module)) != 1:
             return f"its positions turn {share:.0%} of a head's columns"
+        if core.sinks and exchange is not None:
+            return "its attention has sinks, which does not see tokens of other ranks"
         if core.softcap and exchange is not None and exchange.kind == "ring":
             return "its attention caps its scores (attn_logit_softcapping), which a ring does not"
         if core.softcap and (own := cast("Any", module).config._attn_implementation) not in CAPPING:

@@ -51,6 +51,7 @@ class Run:
     wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
     rows: those of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each
     sub-layer that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut.
+    sinks: of each attention that has some.
     """
 
     ops: Ops
@@ -67,6 +68,7 @@ class Run:
     mixtures: Sequence[MixturePart] = ()
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     batch: int = 1
+    sinks: Sequence[Tensor] = ()
 
     def at(self, rows: slice | None) -> None:
         """Tell the groups which rows of the call they are given."""

@@ -29,7 +29,9 @@ class Arrival:
     def __init__(self, call: Arguments, block: FusedBlock, here: Running) -> None:
         self.hidden = hidden = cast("Tensor", call["hidden_states"])
         self.memory = memory = cast("Tensor | None", call.get(MEMORY))
-        self.angles = angles_of(call["position_embeddings"]) if block.spec.program.rotary else None
+        program = block.spec.program
+        turned = program.rotary
+        self.angles = angles_of(call["position_embeddings"], program.sizes.head_dim) if turned else None
         self.segments, self.across = segments, across = _sides(hidden, memory, here)
         longest = hidden.shape[1] if segments is None else segments.longest
         layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)

@@ -334,7 +334,7 @@ def _experts(spec: Spec) -> Experts | None:
     if not spec.mixtures:
         return None
     (core,), part = spec.program.mixtures, spec.mixtures[0].part()
-    number, _, columns = part.down.weight.shape
+    number, columns = len(part.down.weight), part.down.weight.shape[1 if part.transposed else 2]
     up, down = (0 if one.a is None else one.a.shape[1] for one in (part.up, part.down))
     held = part.down.weight
     made = held.nbytes / held.numel() if isinstance(held, QuantisedWeight) else 0.0

@@ -20,7 +20,8 @@ def of_shape(shape: BlockShape) -> Program:
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
     tensors = TENSORS * sum(len(group.paths) for group in program.groups)
-    tensors += 4 * len(program.bottlenecks) + OF_MIXTURE * len(program.mixtures) + 2 * len(program.norms)
+    tensors += 4 * len(program.bottlenecks) + OF_MIXTURE * len(program.mixtures)
+    tensors += len(program.sinks) + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(
@@ -38,5 +39,6 @@ def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
     own += [True] * (4 * len(program.bottlenecks))
     for _ in program.mixtures:
         up, down = shape.routed.up > 0, shape.routed.down > 0
-        own += [shape.trained, shape.trained, up, up, shape.trained, down, down, shape.trained]
+        own += [shape.trained, shape.trained, up, up, shape.trained, down, down, *[shape.trained] * 4]
+    own += [shape.trained] * len(program.sinks)
     return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))

@@ -42,7 +42,8 @@ class More(NamedTuple):
     """What not every call has. starts: of the keys' segments in cross-attention, of which the longest has
     `longest` tokens and `tokens` [n] int64 are their numbers in their rows, read where something drops out.
     window: a query sees the keys with query - key < window alone, 0 for all; of causal attention. bias:
-    [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for none."""
+    [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for none. sinks: [heads], the score of
+    one more key, which every query sees and which has no value."""
 
     starts: Tensor | None = None
     longest: int = 0
@@ -50,6 +51,7 @@ class More(NamedTuple):
     window: int = 0
     bias: Tensor | None = None
     cap: float = 0.0
+    sinks: Tensor | None = None
 
 
 MORE = More()
@@ -153,7 +155,7 @@ def _biased(scores, bias, distance, real):
 
 @triton.jit(do_not_specialize=["blocks", "m", "base", "least", "bias_head", "middle"])
 def _forward_kernel(
-    q, k, v, out, lse, starts, numbers, base, others, tokens, bias, blocks, m, least, rescale, scale, bias_head, middle,
+    q, k, v, out, lse, starts, numbers, base, others, tokens, bias, sinks, blocks, m, least, rescale, scale, bias_head, middle,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, LOADED: tl.constexpr,
@@ -171,8 +173,12 @@ def _forward_kernel(
     if bias is not None:
         bias += head * bias_head + middle
     # of a query that has a key, finite from its first one on
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    if sinks is None:
+        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+    else:
+        highest = tl.zeros((BLOCK,), tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2E
+        total = tl.full((BLOCK,), 1.0, tl.float32)
     result = tl.zeros((BLOCK, W), tl.float32)
     end = tl.minimum(length, begin + BLOCK) if CAUSAL else other_length
     for start in range(_first_key(begin, BLOCK, WINDOW), end, BLOCK):
@@ -206,7 +212,7 @@ def forward(
     more: More = MORE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [m, heads, d] dense, lse float32 [heads, m]: the natural logarithms of the sums of exponentials,
-    before drops).
+    that of the sink among them, before drops).
 
     q [m, heads, d], k and v [n, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last
     dim; d is a multiple of 8 up to 256, and each of kv_heads serves heads / kv_heads heads in a row. starts:
@@ -223,6 +229,7 @@ def forward(
         bias, *middle = _by_distance(more)
         _forward_kernel[((len(starts) - 1) * heads * blocks,)](
             *(q, k, v, out, lse, starts, numbers, base, more.starts, _tokens(numbers, more), bias),
+            None if more.sinks is None else more.sinks.contiguous(),
             *(blocks, m, least, rescale, float(scale), *middle),
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
             *(
@@ -391,12 +398,13 @@ def _along_diagonals(x, BLOCK: tl.constexpr):
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None, more: More = MORE,
-    dbias: Tensor | None = None,
+    dbias: Tensor | None = None, dsinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq [m, heads, d], dk, dv [n, kv_heads, d]), dense. dout [m, heads, d] has a dense last dim; the rest
     is what `forward` had.
 
-    dbias: float32, shaped like the bias, whose gradient is added to it.
+    dbias: float32, shaped like the bias, whose gradient is added to it; dsinks of the sinks likewise. A sink
+    is in `lse` and adds nothing to `out`, so the other gradients read it off these.
     """
     (m, heads, d), groups = q.shape, k.shape[1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -433,6 +441,8 @@ def backward(
         reach, own = longest - 1, dbias.shape[1] // 2
         summed = parts.sum(0)[:, blocks * block - reach : blocks * block + reach + 1]
         dbias[:, own - reach : own + reach + 1] += summed
+    if dsinks is not None and more.sinks is not None:
+        dsinks -= (torch.exp(more.sinks.float()[:, None] - lse) * delta).sum(1)
     return dq, dk, dv
 
 
@@ -483,7 +493,7 @@ def variants() -> Iterator[Variant]:
     kernels: tuple[Any, ...] = (_forward_kernel, _prepare_kernel, _keys_kernel, _queries_kernel)
     # strides, and what is not named here
     fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}
-    fixed |= dict.fromkeys(("lse", "delta", "parts", "bias"), "*fp32") | dict.fromkeys(
+    fixed |= dict.fromkeys(("lse", "delta", "parts", "bias", "sinks"), "*fp32") | dict.fromkeys(
         ("rescale", "scale"), "fp32"
     )
     fixed |= dict.fromkeys(("numbers", "places", "tokens"), "*i64") | dict.fromkeys(
@@ -505,6 +515,7 @@ def variants() -> Iterator[Variant]:
         (torch.bfloat16, 128, 2048, True, alone + drawn, {"WINDOW": 1024, "CAP": 50.0}),
         (torch.bfloat16, 256, 2048, True, alone + drawn, {"CAP": 50.0}),
         (torch.float32, 64, 512, False, ("others", *drawn), {}),
+        (torch.bfloat16, 64, 2048, True, alone + drawn, {"WINDOW": 128, "sinks": True}),
     ]
     for dtype, d, longest, causal, missing, own in cases:
         block, warps = _tile(dtype, d, longest, "bias" not in missing)
@@ -521,7 +532,9 @@ def variants() -> Iterator[Variant]:
             "CAUSAL": causal,
             "LOADED": causal,
         }
-        values |= {"WINDOW": 0, "CAP": 0.0} | own | dict.fromkeys(missing)
+        values |= {"WINDOW": 0, "CAP": 0.0, "sinks": None} | own | dict.fromkeys(missing)
+        if values["sinks"]:
+            del values["sinks"]  # no constant then
         for kernel in kernels:
             yield (
                 kernel,

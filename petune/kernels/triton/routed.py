@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petune.kernels.grouped_reference import ALPHA, LIMIT
 from petune.kernels.reference import Act
 from petune.kernels.triton.activation import valued
 from petune.kernels.triton.residual import Variant
@@ -22,6 +23,7 @@ COLUMNS = 2048  # of a token's sum that a program makes
 BM, BN = 8, 256  # of the activation forward
 BACK_BM, BACK_BN = 4, 256  # of a step of its backward pass, which walks whole rows
 WARPS = 4
+_ALPHA, _LIMIT = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -75,6 +77,33 @@ def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
     return m
 
 
+@triton.jit
+def _both(rows, col, width, ACT: tl.constexpr):
+    """(the places of gate, how far behind them those of up lie)."""
+    if ACT == "clamped":
+        place = rows + 2 * col[None, :]
+        apart = 1
+    else:
+        place = rows + col[None, :]
+        apart = width
+    return place, apart
+
+
+@triton.jit
+def _gate(gate, up, ACT: tl.constexpr):
+    """(the activation of gate, its slope, what it is multiplied by, whether either follows what is given)."""
+    if ACT == "clamped":
+        gate_moves, up_moves = tl.where(gate <= _LIMIT, 1.0, 0.0), tl.where(tl.abs(up) <= _LIMIT, 1.0, 0.0)
+        gate, up = tl.minimum(gate, _LIMIT), tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
+        share = tl.sigmoid(gate * _ALPHA)
+        value = gate * share
+        slope = share + value * (1.0 - share) * _ALPHA
+    else:
+        gate_moves, up_moves = 1.0, 1.0
+        value, slope = valued(gate, ACT)
+    return value, slope, up, gate_moves, up_moves
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
     gate_up, share, m, rows, width, stride, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
@@ -83,11 +112,11 @@ def _gated_kernel(
     row = (tl.program_id(0) // across).to(tl.int64) * BM + tl.arange(0, BM)
     col = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
     inside = (row < rows)[:, None] & (col < width)[None, :]
-    place = gate_up + row[:, None] * stride + col[None, :]
+    place, apart = _both(gate_up + row[:, None] * stride, col, width, ACT)
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + apart, mask=inside, other=0.0).to(tl.float32)
     counts = tl.load(share + row, mask=row < rows, other=0.0).to(tl.float32)
-    value, _ = valued(gate, ACT)
+    value, _, up, _, _ = _gate(gate, up, ACT)
     value = value * up * counts[:, None]
     tl.store(m + row[:, None] * width + col[None, :], value.to(m.dtype.element_ty), mask=inside)
 
@@ -121,18 +150,18 @@ def _dgated_kernel(
     for start in range(0, width, BN):
         col = start + tl.arange(0, BN)
         inside = (row < rows)[:, None] & (col < width)[None, :]
-        place = gate_up + row[:, None] * stride + col[None, :]
+        place, apart = _both(gate_up + row[:, None] * stride, col, width, ACT)
         gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(place + apart, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(dm + row[:, None] * dm_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        value, slope = valued(gate, ACT)
+        value, slope, up, gate_moves, up_moves = _gate(gate, up, ACT)
         h = value * up
         total += grad * h
         grad *= counts
         tl.store(m + row[:, None] * width + col[None, :], (h * counts).to(m.dtype.element_ty), mask=inside)
-        place = d_gate_up + row[:, None] * (2 * width) + col[None, :]
-        tl.store(place, (grad * up * slope).to(d_gate_up.dtype.element_ty), mask=inside)
-        tl.store(place + width, (grad * value).to(d_gate_up.dtype.element_ty), mask=inside)
+        place, apart = _both(d_gate_up + row[:, None] * (2 * width), col, width, ACT)
+        tl.store(place, (grad * up * slope * gate_moves).to(d_gate_up.dtype.element_ty), mask=inside)
+        tl.store(place + apart, (grad * value * up_moves).to(d_gate_up.dtype.element_ty), mask=inside)
     tl.store(dshare + row, tl.sum(total, 1), mask=row < rows)
 
 
@@ -151,6 +180,6 @@ def variants() -> Iterator[Variant]:
         own: dict[str, Any] = {"CHOSEN": 8, "BLOCK": COLUMNS}
         for absent in ({"weights": None}, {}):
             yield _combine_kernel, signatures[_combine_kernel], own | absent, WARPS, 3
-        for act in ("silu", "gelu_tanh"):
+        for act in ("silu", "gelu_tanh", "clamped"):
             for kernel, rows, columns in ((_gated_kernel, BM, BN), (_dgated_kernel, BACK_BM, BACK_BN)):
                 yield kernel, signatures[kernel], {"ACT": act, "BM": rows, "BN": columns}, WARPS, 3

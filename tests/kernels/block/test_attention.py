@@ -140,6 +140,40 @@ def test_backward_works_inside_no_grad_and_leaves_no_graph() -> None:
     assert all(not x.requires_grad for x in (out, *found)) and q.grad is None
 
 
+SINKS = {
+    "rows": How(True, 0.3, 2),
+    "a window": How(True, 0.3, 2, window=3),
+    "segments": How(True, 0.3, 1, segments_of(LENGTHS)),
+    "a window in segments": How(True, 0.3, 1, segments_of(LENGTHS), window=2),
+    "a mask": How(True, 0.3, 2, mask=torch.ones(10, 10, dtype=torch.bool).tril()[None, None]),
+}
+
+
+@pytest.mark.parametrize("way", SINKS)
+def test_a_sink_is_one_more_key_whose_value_is_zero(way: str) -> None:
+    """Of every row or segment, in front of its keys and seen by all queries."""
+    q, k, v = split(20, 4, 2, 6)
+    sinks = torch.linspace(-2, 3, 4, dtype=torch.float64)
+    how = replace(SINKS[way], sinks=sinks)
+    lengths = [10, 10] if how.segments is None else list(LENGTHS)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    expected = []
+    for a, b, c in zip(*(x.split(lengths) for x in leaves[:3]), strict=True):
+        seen = torch.ones(len(a), len(a), dtype=torch.bool).tril()
+        seen = seen.triu(1 - how.window) if how.window else seen
+        b, c = (x.repeat_interleave(2, 1) for x in (b, c))
+        scores = torch.einsum("qhd,khd->hqk", a, b).mul(how.scale).masked_fill(~seen, -torch.inf)
+        scores = torch.cat([leaves[3][:, None, None].expand(4, len(a), 1), scores], -1)
+        expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., 1:], c))
+    wanted, dout = torch.cat(expected), torch.randn(20, 4, 6, dtype=torch.float64)
+    out, kept = attending.forward(q, k, v, how)
+    torch.testing.assert_close(out, wanted.detach(), rtol=1e-12, atol=1e-12)
+    dsinks = torch.zeros(4, dtype=torch.float64)
+    found = attending.backward(dout, q, k, v, out, kept, how, None, dsinks)
+    for one, other in zip((*found, dsinks), torch.autograd.grad(wanted, leaves, dout), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
 # ------------------------------------------------------------------ choosing
 
 

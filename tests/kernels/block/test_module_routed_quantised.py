@@ -37,11 +37,12 @@ TUNINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2moe-causal", "adapter", {"reduction": 4}),
     ("mixtral-causal", "lora", {"r": 2, "targets": ["q", "down_proj"]}),
     ("qwen2moe-causal", "lora", {"r": 2, "targets": ["q"]}),
+    ("gptoss-causal", "lora", {"r": 2}),
 ]
 
 
 def held_by(name: str, method: str, base_dtype: Any, **settings: Any) -> Any:
-    model = tiny(name, **(MIXTRAL if name == "mixtral-causal" else QWEN))
+    model = tiny(name, **(QWEN if name.startswith("qwen") else MIXTRAL))
     held = petune.wrap(model, method, kernels="reference", base_dtype=base_dtype, **settings)
     stir(held, std=0.1)
     return held.train()

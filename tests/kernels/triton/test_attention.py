@@ -3,12 +3,16 @@ gradients included."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import How
+from petune.kernels.block.varlen import Segments
 from petune.kernels.triton import attention
 from petune.models.attention import _explicit
 from petune.rng.context import Running, bound_to
@@ -181,6 +185,28 @@ def test_what_lies_past_a_segments_end_weighs_nothing_beside_very_low_scores() -
     case = case._replace(tensors=(q / 10 + 4, k / 10 - 4, v))  # zeros in their place would weigh exp(100)
     assert float(explicit(case)["lse"].max()) < -100
     assert_near(ran(case), explicit(case), torch.float32, times=10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 5])
+def test_sinks_take_their_share_of_the_probability(window: int, dtype: torch.dtype) -> None:
+    case = given([(0, 0, 33), (1, 0, 1), (2, 0, 16)], dtype, 0.1, heads=2, kv=1, d=16)
+    sinks = torch.tensor([-1.5, 2.5], device=DEVICE)
+    lengths = tuple(case.starts.diff().tolist())
+    segments = Segments(case.starts, lengths, None, (1, sum(lengths)))
+    how = How(True, case.scale, 1, segments, drop=case.how, window=window or None, sinks=sinks)
+    wide = [x.double() for x in (*case.tensors, case.dout)]
+    exact, kept = attending.forward(*wide[:3], replace(how, sinks=sinks.double()))
+    rest, more = case.rest(True), attention.More(window=window, sinks=sinks)
+    totals = [torch.zeros(2, dtype=dtype, device=DEVICE) for dtype in (torch.float64, torch.float32)]
+    given_back = (wide[3], *wide[:3], exact, kept, replace(how, sinks=sinks.double()), None, totals[0])
+    expected = exact, *attending.backward(*given_back)
+    out, lse = attention.forward(*case.tensors, *rest, more)
+    grads = attention.backward(case.dout, *case.tensors, out, lse, *rest, more, None, totals[1])
+    pairs = zip((out, *grads, totals[1]), (*expected, totals[0]), strict=True)
+    for found, true in pairs:
+        near = 4 * NEAR[dtype] * float(true.abs().max())
+        assert float((found.double() - true).abs().max()) <= near
 
 
 # ------------------------------------------------------------------ the mask

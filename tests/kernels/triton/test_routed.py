@@ -3,18 +3,20 @@ autograd, all against float64."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from petune.kernels import grouped_reference, reference
 from petune.kernels.reference import Act
 from petune.kernels.triton import routed
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix
 
-ACTS: list[Act] = ["silu", "gelu", "gelu_tanh", "relu"]
+ACTS: list[Act] = ["silu", "gelu", "gelu_tanh", "relu", "clamped"]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -56,8 +58,13 @@ def test_no_tokens_give_no_rows() -> None:
 def test_the_references_gradients_are_autograds(act: Act) -> None:
     gate_up, dm = matrix(5, 14, torch.float64, 1).requires_grad_(), matrix(5, 7, torch.float64, 2)
     share = shares(5, torch.float64).requires_grad_()
-    gate, up = gate_up.chunk(2, 1)
-    plain = reference._act(gate, act) * up * share[:, None]
+    if act == "clamped":  # as transformers' experts of gpt-oss do
+        gate_up = (6 * gate_up.detach()).requires_grad_()
+        plain = GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), gate_up) * share[:, None]
+        assert bool((gate_up > 7).any() and (gate_up < -7).any())
+    else:
+        gate, up = gate_up.chunk(2, 1)
+        plain = reference._act(gate, act) * up * share[:, None]
     with torch.no_grad():
         torch.testing.assert_close(grouped_reference.gated(gate_up, share, act), plain)
         *found, again = grouped_reference.dgated(dm, gate_up, share, act)
@@ -73,7 +80,7 @@ def test_the_activation_times_its_share_is_the_references_both_ways(
     rows: int, width: int, act: Act, dtype: torch.dtype
 ) -> None:
     gate_up, dm = (
-        2 * matrix(rows, 2 * width, dtype, 1, strided=True),
+        (6 if act == "clamped" else 2) * matrix(rows, 2 * width, dtype, 1, strided=True),
         matrix(rows, width, dtype, 2, strided=True),
     )
     share = shares(rows, torch.float32)
