@@ -26,6 +26,7 @@ from petune.models.bitsandbytes_files import FourBit
 from petune.models.checksums import checksum, checksums
 from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
 from petune.models.frozen_weight import QuantisedWeight, sample_places, sampled
+from petune.models.mxfp4_files import Mxfp4
 from petune.models.nf4 import Nf4
 from petune.models.read_plan import ReadPlan
 from petune.models.tuned_linear import TunedLinear
@@ -49,7 +50,7 @@ class Contents:
     (seed, name), under the first of its names where it has several.
 
     place: where the base comes from, for messages. four_bit: those of `files` that bitsandbytes has
-    quantised.
+    quantised, or that are in MXFP4.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Contents:
         plan: ReadPlan,
         seed: int,
         place: str,
-        four_bit: Mapping[str, FourBit] | None = None,
+        four_bit: Mapping[str, FourBit | Mxfp4] | None = None,
     ) -> None:
         self.files, self.plan, self.seed, self.place = files, plan, seed, place
         self.four_bit = four_bit or {}
@@ -132,7 +133,8 @@ class Contents:
 
     def _held_in_four_bits(self, name: str) -> FourBit | None:
         pieces = self.plan.pieces.get(name, ())
-        return self.four_bit.get(pieces[0].source) if len(pieces) == 1 else None
+        held = self.four_bit.get(pieces[0].source) if len(pieces) == 1 else None
+        return held if isinstance(held, FourBit) else None
 
     def _dense(self, part: Part) -> Part:
         """Where a part is read: a quantised one as the whole tensor it is of, which is dropped when the part
@@ -188,7 +190,11 @@ class Contents:
             box, there = box_of(out, own.inside, own.size), own.there
             if (more := out.dim() - len(self.files[piece.source].shape)) > 0:  # one of several, an expert
                 box, there = box.flatten(0, more), there[more:]
-            if (held := self.four_bit.get(piece.source)) is not None:
+            held = self.four_bit.get(piece.source)
+            if isinstance(held, Mxfp4):
+                held.fill(reader, box, there, by or box.dtype)
+                continue
+            if held is not None:
                 values = held.read(reader, box.device, by or box.dtype).dense()
                 box.copy_(box_of(values, there, box.shape))
                 continue

@@ -31,7 +31,7 @@ from petune.files.ranges import sources
 from petune.files.safetensors import Header, read_header, read_json
 from petune.log import say
 from petune.models import FAMILIES
-from petune.models.bitsandbytes_files import beside, four_bit_weights
+from petune.models.bitsandbytes_files import FourBit, beside, four_bit_weights
 from petune.models.contents import NO_PLAN, Contents, fill_whole, make_buffers
 from petune.models.damage import (
     check_filled,
@@ -42,6 +42,7 @@ from petune.models.damage import (
     refuse_not_finite,
 )
 from petune.models.load_errors import first_line, hub_errors, room_for
+from petune.models.mxfp4_files import Mxfp4, held_in, mxfp4_weights
 from petune.models.read_plan import ReadPlan, plan_reads
 from petune.models.source import Source, check_weights, local_folder, weight_files
 from petune.models.spec import Family, Kind
@@ -217,12 +218,15 @@ def load_model(
         config.name_or_path = source.place
         model = outline(source, config, head, dtype)
         found, four_bit = four_bit_weights(sources(headers))
-        named = {name: one for name, one in found.items() if not beside(four_bit, name)}
+        found, packed = mxfp4_weights(found)
+        apart = {name for name in found if beside(four_bit, name) or held_in(packed, name)}
+        named = {name: one for name, one in found.items() if name not in apart}
         # where a class keeps tensors in float32 whatever the dtype, transformers is asked
         plan = None if model._get_dtype_plan(dtype) else plan_reads(model, named)
-    if four_bit:
-        say(f"{source.place}: {len(four_bit)} weights are held in four bits there, and so have those values")
-    if plan is None and four_bit:
+    held: dict[str, FourBit | Mxfp4] = {**four_bit, **packed}
+    if held:
+        say(f"{source.place}: {len(held)} weights are held in four bits there, and so have those values")
+    if plan is None and held:
         raise FileError(
             "transformers computes tensors of this model of several, which in four bits cannot be",
             where=source.place,
@@ -230,7 +234,7 @@ def load_model(
         )
     if plan is None:
         return _load_whole(source, head, dtype, config, headers, seed)
-    contents = Contents(model, found, plan, seed, source.place, four_bit)
+    contents = Contents(model, found, plan, seed, source.place, held)
     new, note = check_filled(model, family, plan.info, source, contents)
     check_stored(model, headers, four_bit)
     check_ties(model, contents)

@@ -14,6 +14,7 @@ from typing import Any
 from petune.errors import FileError, PetuneError, Problem
 from petune.files.safetensors import read_json
 from petune.models.bitsandbytes_files import is_readable
+from petune.models.mxfp4_files import is_mxfp4
 
 _CODE = ("config.json", "tokenizer_config.json")
 ADAPTER = "adapter_config.json"
@@ -93,7 +94,8 @@ def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
             problems.append(
                 Problem("is no size of a model", where, found=repr(value)[:40], remedy="use another copy")
             )
-        if key == "quantization_config" and value and not (isinstance(value, Mapping) and is_readable(value)):
+        known = isinstance(value, Mapping) and (is_readable(value) or is_mxfp4(value))
+        if key == "quantization_config" and value and not known:
             remedy = (
                 "use the model in float32 or bfloat16, as it was before it was quantised; base_dtype: nf4"
                 " makes of it what bitsandbytes does"
