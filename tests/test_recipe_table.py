@@ -7,6 +7,7 @@ one streams its blocks.
 
 from __future__ import annotations
 
+import re
 import json
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ QWEN3_MOE: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {  # random weights: a config and a tokenizer lie beside the recipe
     "qwen3_moe_lora": QWEN3_MOE,
     "qwen3_moe_lora_ep": {**QWEN3_MOE, "parallel": {"ep": {"experts": [10, 6], "shares": [1, 3]}}},
+    "gpt_oss_qlora": {**QWEN3_MOE, "model": "config:gpt_oss/config.json", **VARIANTS["qlora"]},
 }
 NAMES = [
     *ALONE,
@@ -147,7 +149,8 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_recipe_of_a_shape_is_its_row_of_the_table(name: str) -> None:
     row = {**SHARED, **SHAPES[name], "out": f"runs/{name}", "name": name}
-    row["model"] = f"config:{recipe_folder().absolute() / name.partition('_lora')[0] / 'config.json'}"
+    folder = recipe_folder().absolute() / re.split("_q?lora", name)[0]
+    row["model"] = f"config:{folder / 'config.json'}"
     assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()
 
 
