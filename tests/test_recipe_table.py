@@ -7,8 +7,8 @@ one streams its blocks.
 
 from __future__ import annotations
 
-import re
 import json
+import re
 from pathlib import Path
 from typing import Any
 
