@@ -300,7 +300,7 @@ def test_the_commonest_block_stands_for_a_stack_and_tells_its_experts() -> None:
     )
 
 
-def test_packed_samples_of_gpt_oss_would_see_one_another_in_transformers_and_are_refused() -> None:
+def test_packed_samples_of_gpt_oss_would_see_one_another_and_are_refused() -> None:
     plain = tiny("gptoss-causal")
     inputs = batch("gptoss-causal")["input_ids"][:1, :8]
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
