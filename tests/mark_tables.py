@@ -41,10 +41,12 @@ class Notes:
 
 
 def of_blocks(model: str, method: str, base: str | None, notes: Notes, **changes: Any) -> str:
-    """Whether the blocks of a model are fused under a method, on one device; `changes` go over its config."""
+    """Whether the blocks of a model are fused under a method, on one device; `changes` go over its config. A
+    method may be followed by a comma and its kind."""
     made = tiny(model, **changes)
+    name, _, kind = method.partition(", ")
     try:
-        tune(made, make_config(method, SETTINGS.get(method, {})))
+        tune(made, make_config(name, SETTINGS.get(name, {}) | ({"kind": kind} if kind else {})))
         if base is not None:
             quantise_blocks(made, family_of(made), base)
         done = fuse(made, family_of(made), "reference")

@@ -22,6 +22,8 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
 # blocks of 64 inputs fill the MLPs, and experts
 WIDE = dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128)
 WIDE |= {"hidden_size": 64, "moe_intermediate_size": 64}
+# every method, and kinds of adapters beside the usual one
+COLUMNS = [*list(METHODS)[:-1], "adapter, pfeiffer", "adapter, parallel", "side"]
 TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal", "gpt-oss": "gptoss-causal"}
 PLANS: dict[str, Any] = {
     "one process": "none",
@@ -80,9 +82,9 @@ def tables() -> str:
     """The document."""
     notes = Notes()
     lines = [HEAD, "## Families and methods, on one device", ""]
-    lines += rows(TOLD, METHODS, lambda name, method: of_blocks(TOLD[name], method, None, notes))
+    lines += rows(TOLD, COLUMNS, lambda name, method: of_blocks(TOLD[name], method, None, notes))
     lines += ["", "The same with `base_dtype: nf4`, `int8` or `fp8`:", ""]
-    lines += rows(TOLD, METHODS, lambda name, method: of_forms(TOLD[name], method, notes))
+    lines += rows(TOLD, COLUMNS, lambda name, method: of_forms(TOLD[name], method, notes))
     lines += ["", "## Plans", ""]
     lines += rows(PLANS, ASKED, lambda name, column: of_plan(PLANS[name], ASKED[column], notes))
     return "\n".join([*lines, "", *notes.lines(), ""])

@@ -102,6 +102,21 @@ def test_adapters_at_norms_train_as_in_one_process(backend: str, name: str) -> N
     check(case(name, "adapter", BACKENDS[backend](name, 2), steps=1, tuning=kind))
 
 
+# Adapters beside MLPs: (backend, family, which rung of fused blocks, or None)
+BESIDE = list(product(BACKENDS, FOUR, (None, *range(4))))
+SHORT_BESIDE = [
+    *(("tp", "bert-classify", None), ("tp", "llama-causal", 2), ("galaxy", "t5-seq2seq", None)),
+    *(("galaxy2", "llama-causal", 0), ("sp-gather", "bert-classify", 3), ("pp-1f1b", "llama-causal", 1)),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "kept"), in_part(BESIDE, SHORT_BESIDE))
+def test_adapters_beside_mlps_train_as_in_one_process(backend: str, name: str, kept: int | None) -> None:
+    plan, blocks = BACKENDS[backend](name, 2), None if kept is None else KEPT[kept]
+    kind = (("kind", "parallel"),)
+    check(case(name, "adapter", plan, steps=1, dropout=0.1, tuning=kind, blocks=blocks))
+
+
 # Each plan that cuts or shards with one family here, with all of them in the long part.
 CUTTING = {
     name: plan

@@ -13,11 +13,17 @@ Pfeiffer's kind (MAD-X, Pfeiffer et al. 2020, arXiv:2005.00052) has one adapter 
 the block would give, LN(y + x), and adds to y, before the same norm:
 
         s = y + x;      out = LN(s + up(act(down(LN(s)))))  y: the MLP's output, x: what the block adds it to
+
+The parallel kind (He et al. 2022, arXiv:2110.04366) has one beside each MLP, which reads what the block adds
+the MLP to, and is scaled:
+
+        y = W m + b;    out = y + s up(act(down(x)))        down as torch draws a linear, up = 0
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
 import torch
@@ -26,7 +32,18 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
-from petune.models.spec import CutKind, Family, Mlp, RoutedMlp, Split, find_sites, stack_paths
+from petune.models.boundary import BoundaryHook
+from petune.models.spec import (
+    Attention,
+    CutKind,
+    Family,
+    Mlp,
+    RoutedMlp,
+    Split,
+    SubLayer,
+    find_sites,
+    stack_paths,
+)
 from petune.models.tuned_linear import (
     BottleneckPart,
     KeptFeatures,
@@ -43,12 +60,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F
 class Bottleneck(TunedLayer):
     """What every module with a bottleneck behind it has."""
 
-    additions = ("adapter_down", "adapter_up", "linear_part", "activation", "dropout")
+    additions = (
+        *("adapter_down", "adapter_up", "linear_part", "activation", "dropout", "scale"),
+        *("beside", "handed"),
+    )
     adapter_down: nn.Linear
     adapter_up: nn.Linear
     linear_part: nn.Identity
     activation: str
     dropout: float
+    scale: float
+    beside: bool  # it reads what `HandOver` hands it
+    handed: Tensor | None
 
     def begin(self, width: int, like: Tensor, config: AdapterConfig, name: str) -> Self:
         """Put the bottleneck behind outputs of `width` features, beside weights like this one, and draw it.
@@ -66,9 +89,10 @@ class Bottleneck(TunedLayer):
         self.adapter_up = nn.Linear(width // config.reduction, width, **place)
         self.linear_part = nn.Identity()
         self.train(self.training)
+        self.activation, self.dropout = config.activation, config.dropout
+        self.scale, self.beside, self.handed = config.factor, config.kind == "parallel", None
         for own in self.tuned():
             self.draw(own)
-        self.activation, self.dropout = config.activation, config.dropout
         return self
 
     def tuned(self) -> dict[str, nn.Parameter]:
@@ -83,7 +107,9 @@ class Bottleneck(TunedLayer):
     def draw(self, name: str) -> None:
         """Fill a tensor of the bottleneck anew: noise in front, nothing behind."""
         value = self.get_parameter(name)
-        if name == "adapter_down.weight":
+        if name == "adapter_down.weight" and self.beside:
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+        elif name == "adapter_down.weight":
             value.normal_(std=0.02)
         else:
             value.zero_()
@@ -94,18 +120,35 @@ class Bottleneck(TunedLayer):
 
     def bottleneck(self) -> BottleneckPart:
         """Both linears of the bottleneck, unless it is passed by."""
-        part = BottleneckPart(self.adapter_down.out_features, cast("Any", self.activation), self.dropout)
-        down, up = self.adapter_down, self.adapter_up
+        down, up, act = self.adapter_down, self.adapter_up, cast("Any", self.activation)
+        part = BottleneckPart(down.out_features, act, self.dropout, None, self.scale, self.beside)
         return part._replace(tensors=(down.weight, down.bias, up.weight, up.bias)) if self.active else part
 
     def adapted(self, y: Tensor) -> Tensor:
-        """y [..., width] behind the bottleneck and its own residual, in the dtype of y."""
-        return (y + self.update(y)).to(y.dtype) if self.active else y
+        """y [..., width] and what the bottleneck adds to it, in the dtype of y."""
+        x, self.handed = self.handed if self.beside else y, None
+        if not self.active:
+            return y
+        assert x is not None, "the sub-layer was left without having been entered"
+        return (y + self.update(x)).to(y.dtype)
 
     def update(self, x: Tensor) -> Tensor:
         """What the bottleneck makes of x [..., width], in its own dtype."""
         inner = _ACTIVATIONS[self.activation](self.adapter_down(x.to(self.adapter_down.weight.dtype)))
-        return cast("Tensor", self.adapter_up(F.dropout(inner, self.dropout, self.training)))
+        made = cast("Tensor", self.adapter_up(F.dropout(inner, self.dropout, self.training)))
+        return made if self.scale == 1 else made * self.scale
+
+
+class HandOver(BoundaryHook):
+    """Hook on the module that first reads what a sub-layer is added to: a bottleneck beside the sub-layer
+    reads it too. It acts before the hooks of a plan, which are put there later."""
+
+    def __init__(self, to: Bottleneck) -> None:
+        self.to = to
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
+        """Hand it over."""
+        self.to.handed = args[0] if args else settings["hidden_states"]
 
 
 class AdapterOfAnyClass(Bottleneck, TunedOfAnyClass):
@@ -188,31 +231,64 @@ def apply(
     assert family is not None
     if config.kind == "pfeiffer":
         _at_norms(model, family, config)
-        return
-    cores = [one.core for rule in family.stacks.values() for one in rule.sublayers]
-    shared = [one.shared.region for one in cores if isinstance(one, RoutedMlp) and one.shared]
-    for site in find_sites(model, family):
-        if site.role == "experts":
-            name = site.name.removesuffix(site.region.leave) + site.region.enter
-            _widen(model, AdapterMixture, name, next(site.module.parameters()), family, config)
-        elif site.leaves and site.region not in shared:
-            model.set_submodule(site.name, tune(cast("nn.Linear", site.module), config, site.name))
+    elif config.kind == "parallel":
+        _beside(model, family, config)
+    else:
+        cores = [one.core for rule in family.stacks.values() for one in rule.sublayers]
+        shared = [one.shared.region for one in cores if isinstance(one, RoutedMlp) and one.shared]
+        for site in find_sites(model, family):
+            if site.role == "experts":
+                name = site.name.removesuffix(site.region.leave) + site.region.enter
+                _widen(model, AdapterMixture, name, next(site.module.parameters()), family, config)
+            elif site.leaves and site.region not in shared:
+                model.set_submodule(site.name, tune(cast("nn.Linear", site.module), config, site.name))
+
+
+def _beside(model: nn.Module, family: Family, config: AdapterConfig) -> None:
+    """Put an adapter beside every MLP, and a hook that hands it what it reads."""
+    for path, block, sublayers in _blocks(model, family):
+        for one in sublayers:
+            if isinstance(one.core, Attention):
+                continue
+            if isinstance(one.core, RoutedMlp):
+                name = f"{path}.{one.core.at}"
+                like = next(block.get_submodule(one.core.experts).parameters())
+                _widen(model, AdapterMixture, name, like, family, config)
+            else:
+                name = f"{path}.{one.core.down}"
+                model.set_submodule(name, tune(cast("Any", model.get_submodule(name)), config, name))
+            made = cast("Bottleneck", model.get_submodule(name))
+            reader = block.get_submodule(_first_reader(block, one))
+            reader.register_forward_pre_hook(HandOver(made), with_kwargs=True)
+
+
+def _first_reader(block: nn.Module, sublayer: SubLayer) -> str:
+    """The module that reads what a sub-layer is added to: the norm before it, where there is one."""
+    ahead = sublayer.norm_first is not None and getattr(block, sublayer.norm_first)
+    norm = sublayer.norm_after_sum if ahead else sublayer.norm_in
+    return sublayer.core.at if norm is None else norm.path
+
+
+def _blocks(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module, tuple[SubLayer, ...]]]:
+    """Every block with its full name and its sub-layers."""
+    for stack, path in stack_paths(model, family).items():
+        for at, block in model.get_submodule(path).named_children():
+            if at.isdigit():
+                yield f"{path}.{at}", block, family.stacks[stack].sublayers_in(block)
 
 
 def _at_norms(model: nn.Module, family: Family, config: AdapterConfig) -> None:
     """Put an adapter at the norm behind every MLP's sum. Raises UsageError, with the model as it was."""
     found: dict[str, nn.Module] = {}
-    for stack, path in stack_paths(model, family).items():
-        for at, block in model.get_submodule(path).named_children():
-            layers = family.stacks[stack].sublayers_in(block)
-            mlp = next((one for one in layers if isinstance(one.core, Mlp)), layers[-1])
-            norm = mlp.norm_after_sum
-            ahead = mlp.norm_first is not None and getattr(block, mlp.norm_first)
-            if norm is None or ahead:
-                what = f"adapters of kind pfeiffer stand at the norm behind an MLP's sum, which {family.name}"
-                remedy = "set kind: houlsby"
-                raise UsageError(f"{what} has not here", where=f"{path}.{at}", remedy=remedy)
-            found[f"{path}.{at}.{norm.path}"] = block.get_submodule(norm.path)
+    for path, block, layers in _blocks(model, family):
+        mlp = next((one for one in layers if isinstance(one.core, Mlp)), layers[-1])
+        norm = mlp.norm_after_sum
+        ahead = mlp.norm_first is not None and getattr(block, mlp.norm_first)
+        if norm is None or ahead:
+            what = f"adapters of kind pfeiffer stand at the norm behind an MLP's sum, which {family.name}"
+            remedy = "set kind: houlsby"
+            raise UsageError(f"{what} has not here", where=path, remedy=remedy)
+        found[f"{path}.{norm.path}"] = block.get_submodule(norm.path)
     for name, module in found.items():
         _widen(model, AdapterNorm, name, cast("Any", module).weight, family, config)
 

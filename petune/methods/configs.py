@@ -139,14 +139,18 @@ class MissConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class AdapterConfig(MethodConfig):
-    """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention
-    and MLP; kind pfeiffer (Pfeiffer et al. 2020, arXiv:2005.00052) has one for each block."""
+    """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + s up(act(down(h))) after every
+    attention and MLP; kinds pfeiffer (Pfeiffer et al. 2020, arXiv:2005.00052) and parallel (He et al. 2022,
+    arXiv:2110.04366) have one for each block."""
 
     kind: str = field(
         default="houlsby",
         metadata={
-            "choices": ("houlsby", "pfeiffer"),
-            "doc": "houlsby: after attention and MLP; pfeiffer: at the norm behind the MLP's sum alone",
+            "choices": ("houlsby", "pfeiffer", "parallel"),
+            "doc": (
+                "houlsby: after attention and MLP; pfeiffer: at the norm behind the MLP's sum alone;"
+                " parallel: beside the MLP alone"
+            ),
         },
     )
     reduction: int = field(default=16, metadata={"ge": 1, "doc": "hidden width over bottleneck width"})
@@ -155,7 +159,16 @@ class AdapterConfig(MethodConfig):
         metadata={"choices": ("silu", "relu", "gelu"), "doc": "non-linearity of the bottleneck"},
     )
     dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout inside the bottleneck"})
+    scale: float | None = field(
+        default=None,
+        metadata={"gt": 0, "doc": "s, the factor of what it adds; null: 4 for parallel, else 1"},
+    )
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+    @property
+    def factor(self) -> float:
+        """s; He et al. set 4 for adapters beside an MLP."""
+        return self.scale if self.scale is not None else 4.0 if self.kind == "parallel" else 1.0
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class AdapterSettings(Shared, total=False):
     reduction: int
     activation: str
     dropout: float
+    scale: float | None
     also_train: Names
 
 

@@ -197,10 +197,10 @@ class SubLayer:
 
     where a norm or a dropout that is None does nothing. norm_first: the attribute of the block by which the
     norm after the sum stands before the core. scale: a number, or the attribute of the block that it is.
-    bottleneck: features of the bottleneck that a method
-    has put behind the core's last linear, 0 without one. scaled, entries: the roles of linears whose results,
-    or inputs, a method multiplies by a vector. connection: how ranks that share the core hold what
-    lies around it, None where it is whole. No table says these.
+    bottleneck: features of the bottleneck that a method has put behind the core's last linear, 0 without one;
+    beside: it reads x. scaled, entries: the roles of linears whose results, or inputs, a method multiplies by
+    a vector. connection: how ranks that share the core hold what lies around it, None where it is whole. No
+    table says these.
     """
 
     core: Attention | Mlp | RoutedMlp
@@ -211,6 +211,7 @@ class SubLayer:
     drop: str | None = None
     scale: float | str = 1.0
     bottleneck: int = 0
+    beside: bool = False
     scaled: frozenset[Role] = frozenset()
     entries: frozenset[Role] = frozenset()
     connection: Connection | None = None

@@ -68,7 +68,8 @@ class LowRank(NamedTuple):
 
 
 class BottleneckPart(NamedTuple):
-    """A small network with a residual of its own behind a linear's result y: y + up(dropout(act(down(y)))).
+    """A small network that adds to a linear's result y: y + scale up(dropout(act(down(z)))), where z is y or,
+    of one that is beside the sub-layer, what the block adds the sub-layer to.
 
     features: of the bottleneck. tensors: weight [features, n] and bias of `down`, weight [n, features] and
     bias of `up`; None while the tuning is passed by.
@@ -78,13 +79,16 @@ class BottleneckPart(NamedTuple):
     activation: Literal["silu", "relu", "gelu"]
     dropout: float = 0.0
     tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    scale: float = 1.0
+    beside: bool = False
 
     def with_tensors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> BottleneckPart:
-        """The same made of other tensors, rounded to a dtype."""
+        """The same made of other tensors, rounded to a dtype, with the scale in those of `up`."""
         if self.tensors is None:
             return self
-        down, down_bias, up, up_bias = (value.to(dtype) for value in tensors if value is not None)
-        return self._replace(tensors=(down, down_bias, up, up_bias))
+        down, down_bias, *ups = (value for value in tensors if value is not None)
+        up, up_bias = (value if self.scale == 1 else value * self.scale for value in ups)
+        return self._replace(tensors=(down.to(dtype), down_bias.to(dtype), up.to(dtype), up_bias.to(dtype)))
 
 
 class KeptFeatures(NamedTuple):

@@ -58,6 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora on the mlp": dict(method="lora", r=3, targets=["gate", "up", "down"]),
     "full": dict(method="full"),
     "adapter": dict(method="adapter", reduction=4),
+    "adapter beside": dict(method="adapter", kind="parallel", reduction=4, scale=3.0),
     "dora": dict(method="dora", r=4),
     "dora on q and v": dict(method="dora", r=4, targets=["q", "v"]),
     "ia3": dict(method="ia3"),

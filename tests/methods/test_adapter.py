@@ -272,3 +272,107 @@ def test_blocks_without_such_a_norm_refuse_pfeiffers_kind(name: str) -> None:
 def test_why_pfeiffers_adapters_are_not_fused_is_said() -> None:
     with pytest.raises(UsageError, match="its norm AdapterNormOfLayerNorm"):
         wrap(tiny("bert-classify"), "adapter", kind="pfeiffer", reduction=4, kernels="reference")
+
+
+# ------------------------------------------------------------------ the parallel kind
+
+PARALLEL = {"kind": "parallel", "reduction": 4, "activation": "relu", "also_train": ()}
+BESIDE = {
+    "bert-classify": ["bert.encoder.layer.{}.output.dense"],
+    "bart-seq2seq": ["model.encoder.layers.{}.fc2", "model.decoder.layers.{}.fc2"],
+    "t5-gated": ["encoder.block.{}.layer.1.DenseReluDense.wo", "decoder.block.{}.layer.2.DenseReluDense.wo"],
+    "llama-causal": ["model.layers.{}.mlp.down_proj"],
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_one_parallel_adapter_stands_beside_every_mlp(name: str) -> None:
+    model = wrap(tiny(name), "adapter", **PARALLEL)
+    found = {key for key, module in model.named_modules() if isinstance(module, AdapterLinear)}
+    assert found == {place.format(index) for place in BESIDE[name] for index in range(2)}
+
+
+@pytest.mark.parametrize("name", ["bert-tokens", "t5-seq2seq", "gemma3-causal", "opt-causal", *MOE])
+def test_parallel_adapters_start_as_the_base_and_can_be_passed_by(name: str) -> None:
+    inputs = batch(name)
+    expected = frozen(tiny(name))(**inputs).logits
+    model = wrap(tiny(name), "adapter", **PARALLEL)
+    assert torch.equal(model(**inputs).logits, expected)
+    stir(model, std=0.1)
+    assert float((model(**inputs).logits - expected).detach().abs().max()) > 1e-3
+    with without_tuning(model):
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def _beside(x: torch.Tensor, made: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """Equation 5 of He et al. 2022, with biases: s f(x W_down) W_up."""
+    low = F.relu(x @ made["adapter_down.weight"].T + made["adapter_down.bias"])
+    return scale * (low @ made["adapter_up.weight"].T + made["adapter_up.bias"])
+
+
+@pytest.mark.parametrize(("given", "scale"), [({}, 4.0), ({"scale": 0.75}, 0.75)])
+@pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
+def test_parallel_adapters_follow_the_paper_in_float64(
+    name: str, given: dict[str, float], scale: float
+) -> None:
+    """h <- MLP(x) + s f(x W_down) W_up, x being what the block adds it to (after attention)."""
+    model = wrap(tiny(name).double(), "adapter", **PARALLEL, **given)
+    stir(model, std=0.1)
+    base = model.get_submodule(getattr(model, "base_model_prefix", ""))
+    block = base.encoder.layer[0] if name == "bert-classify" else base.layers[0]
+    site = block.output.dense if name == "bert-classify" else block.mlp.down_proj
+    twin = {key: value.detach().clone().requires_grad_() for key, value in site.tuned().items()}
+    torch.manual_seed(2)
+    x, upstream = torch.randn(2, 2, 5, 64, dtype=torch.float64)
+    if name == "bert-classify":
+        inner = F.gelu(x @ block.intermediate.dense.weight.T + block.intermediate.dense.bias)
+        y = inner @ site.weight.T + site.bias
+        norm = block.output.LayerNorm
+        expected = F.layer_norm(y + _beside(x, twin, scale) + x, (64,), norm.weight, norm.bias, norm.eps)
+        found = block.feed_forward_chunk(x)
+    else:
+        normed = block.post_attention_layernorm(x)
+        inner = F.silu(normed @ block.mlp.gate_proj.weight.T) * (normed @ block.mlp.up_proj.weight.T)
+        expected = inner @ site.weight.T + _beside(x, twin, scale)
+        found = block.mlp(normed)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (found * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    for key, value in site.tuned().items():
+        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_scale_of_an_adapter_after_a_sub_layer_is_one_unless_it_is_set() -> None:
+    torch.manual_seed(0)
+    plain = tune(nn.Linear(8, 8), AdapterConfig(reduction=2), "it")
+    scaled = tune(nn.Linear(8, 8), AdapterConfig(reduction=2, scale=3.0), "it")
+    for value in plain.tuned().values():
+        nn.init.normal_(value)
+    scaled.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 8)
+    y = F.linear(x, plain.weight, plain.bias)
+    torch.testing.assert_close(scaled(x) - y, 3 * (plain(x) - y), rtol=1e-5, atol=1e-5)
+
+
+def test_parallel_adapters_begin_as_a_linear_does() -> None:
+    model = wrap(tiny("bert-classify", hidden_size=256), "adapter", **PARALLEL)
+    drawn = [value for key, value in tuned_state(model).items() if key.endswith("adapter_down.weight")]
+    for value in drawn:
+        assert float(value.abs().max()) <= 256**-0.5
+        assert float(value.std()) == pytest.approx((3 * 256) ** -0.5, rel=0.03)
+    others = [value for key, value in tuned_state(model).items() if not key.endswith("adapter_down.weight")]
+    assert not any(value.any() for value in others)
+
+
+@pytest.mark.parametrize("name", ["bart-seq2seq", "qwen3moe-causal"])
+def test_parallel_adapters_come_back_from_their_files(name: str, tmp_path: Path) -> None:
+    inputs = batch(name)
+    model = wrap(tiny(name), "adapter", **PARALLEL, dropout=0.1, scale=2.0)
+    stir(model)
+    expected = model(**inputs).logits
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny(name), tmp_path / "tuned")
+    assert torch.equal(again.eval()(**inputs).logits, expected)
+    assert torch.equal(copy.deepcopy(again)(**inputs).logits, expected)
+    with pytest.raises(UsageError, match="adapter cannot be merged"):
+        petune.merge(again)

@@ -1,5 +1,5 @@
 """The step of a bottleneck, the small network that a method puts behind the linear by which a sub-layer is
-left."""
+left, or beside the sub-layer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from petune.models.tuned_linear import BottleneckPart
 
 @dataclass(eq=False)
 class Bottleneck(Step):
-    """n = y + up(drop(act(down(y)))), summed in float32 and rounded once.
+    """n = y + up(drop(act(down(y)))), or with x for the y that is read, summed in float32 and rounded once.
 
     y comes in float32 and is rounded for `down` alone; it comes rounded, and n is y, while the bottleneck is
-    passed by. features: of the bottleneck; at: which of the block's; first: the place of its first tensor.
+    passed by. features: of the bottleneck; at: which of the block's; first: the place of its first tensor;
+    x: what it reads beside the sub-layer, in the dtype of the block, or None.
     """
 
     y: str
@@ -32,24 +33,26 @@ class Bottleneck(Step):
     at: int
     first: int
     keep: Level | None
+    x: str | None = None
 
     def __post_init__(self) -> None:
         # what enters `down` and the activation
-        self.rounded, self.z = self.reads = f"{self.n}.y", f"{self.n}.z"
-        self.takes, self.gives = (self.y,), (self.n, *self.reads)
+        self.read, self.z = self.reads = self.x or f"{self.n}.y", f"{self.n}.z"
+        made = self.reads if self.x is None else (self.z,)
+        self.takes, self.gives = (self.y, *(() if self.x is None else (self.x,))), (self.n, *made)
         self.trained = tuple(range(self.first, self.first + 4))
-        kept = self.reads if self.keep is None else (self.n, *self.reads)
-        self.keeps = dict.fromkeys(kept, "projections")
+        self.keeps = dict.fromkeys(made if self.keep is None else (self.n, *made), "projections")
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         part, y = run.bottlenecks[self.at][0], v[self.y]
-        v[self.n], v[self.rounded], v[self.z] = y, None, None
+        v.update(dict.fromkeys(self.gives, None) | {self.n: y})
         if part.tensors is None:
             return
         down, down_bias, up, up_bias = part.tensors
-        v[self.rounded] = rounded = y.to(down.dtype)
-        v[self.z] = z = F.linear(rounded, down, down_bias)
+        if self.x is None:
+            v[self.read] = y.to(down.dtype)
+        v[self.z] = z = F.linear(v[self.read].to(down.dtype), down, down_bias)
         v[self.n] = run.ops.add_low(up_bias.expand_as(y), y, (self._inner(run, part, z), up))
 
     def _inner(self, run: Run, part: BottleneckPart, z: Tensor) -> Tensor:
@@ -69,22 +72,26 @@ class Bottleneck(Step):
         (down, _, up, _), z = part.tensors, v[self.z]
         dinner = self._dropped(run, dn @ up)
         dz = run.ops.activate_backward(dinner, z, part.activation, False)[0]
-        self._learn(run, self.first, dz, lambda: v[self.rounded])
-        self._learn(run, self.first + 2, dn, lambda: self._inner(run, part, z))
-        if self.y in run.wants:
-            run.grads[self.y] = torch.addmm(dn, dz, down)
+        self._learn(run, self.first, dz, lambda: v[self.read].to(down.dtype))
+        self._learn(run, self.first + 2, dn, lambda: self._inner(run, part, z), part.scale)
+        if self.x is not None:
+            run.give(self.y, dn)
+        into = self.x or self.y
+        if into in run.wants:  # of x others may have made a gradient already
+            run.grads[into] = torch.addmm(dn if self.x is None else run.grads[into], dz, down)
 
-    def _learn(self, run: Run, first: int, dy: Tensor, x: Callable[[], Tensor]) -> None:
+    def _learn(self, run: Run, first: int, dy: Tensor, x: Callable[[], Tensor], scale: float = 1.0) -> None:
         """Add the gradients of one linear, weight and bias, that train."""
         if run.sink.needs[first]:
-            run.sink.add(first, matmul32(dy.T, x()))
+            run.sink.add(first, matmul32(dy.T, x()).mul_(scale))
         if run.sink.needs[first + 1]:
-            run.sink.add(first + 1, dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            run.sink.add(first + 1, dy.sum(0, dtype=wide).mul_(scale))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
         whole, inner = shape.width * shape.itemsize, self.features * shape.itemsize
-        return dict(zip(self.gives, (whole, whole, inner), strict=True))
+        return dict.fromkeys(self.gives, whole) | {self.z: inner}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. What `up` reads."""
@@ -92,7 +99,7 @@ class Bottleneck(Step):
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.y: shape.width * shape.itemsize}
+        return {self.x or self.y: shape.width * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. What `up` reads, its gradient, and that of what enters the activation."""
@@ -100,7 +107,8 @@ class Bottleneck(Step):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        yield "memory", Cost(0, (4 + shape.itemsize) * rows * shape.width)  # y rounded
+        if self.x is None:
+            yield "memory", Cost(0, (4 + shape.itemsize) * rows * shape.width)  # y rounded
         yield "matmul", matmul(rows, shape.width, self.features, shape.itemsize)
         yield "memory", activate(rows, self.features, False, shape.itemsize)
         yield "matmul", add_low(rows, shape.width, shape.itemsize, self.features)

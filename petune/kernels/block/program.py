@@ -173,7 +173,7 @@ class _Build:
         make = self.core if sublayer.connection is None else self.cut
         branch = make(name, h, sublayer, None if sublayer.bottleneck else keep)
         if sublayer.bottleneck:
-            branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep)
+            branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep, x)
         if out is not None:
             branch = self.norm(f"{name}.n", branch, out)
         held = self.rescales and out is None and sublayer.connection is None
@@ -209,13 +209,14 @@ class _Build:
         self.steps.append(Leave(branch, left, number, connection, keep, self.rescales))
         return left
 
-    def bottleneck(self, n: str, y: str, sublayer: SubLayer, keep: Level | None) -> str:
-        """n = y + up(act(down(y)))."""
+    def bottleneck(self, n: str, y: str, sublayer: SubLayer, keep: Level | None, x: str) -> str:
+        """n = y + up(act(down(y))), or with x for the y that is read."""
         at = len(self.bottlenecks)
         core = sublayer.core
         self.bottlenecks.append(core.at if isinstance(core, RoutedMlp) else core.region.leave)
         self.order.append(Drawing("bottleneck", at))
-        self.steps.append(Bottleneck(y, n, sublayer.bottleneck, at, self.linears_end + 4 * at, keep))
+        first, reads = self.linears_end + 4 * at, x if sublayer.beside else None
+        self.steps.append(Bottleneck(y, n, sublayer.bottleneck, at, first, keep, reads))
         return n
 
     def norm(self, h: str, x: str, norm: Norm) -> str:

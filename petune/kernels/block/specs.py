@@ -250,6 +250,7 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     sublayer = replace(
         sublayer, scale=scale, bottleneck=features, scaled=scaled, entries=entries, connection=connection
     )
+    sublayer = replace(sublayer, beside=part is not None and part.beside)
     if sublayer.norm_first is not None and getattr(block, sublayer.norm_first):
         sublayer = replace(sublayer, norm_in=sublayer.norm_after_sum, norm_after_sum=None)
     if isinstance(core, Mlp):

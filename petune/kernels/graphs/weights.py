@@ -48,7 +48,8 @@ class Weights:
         self.scaled: list[tuple[object, float]] = [
             (part.scale, part.dropout) for own in parts for group in own.groups for part in group
         ]
-        self.scaled += [(part.activation, part.dropout) for own in parts for part in own.bottlenecks]
+        behind = [part for own in parts for part in own.bottlenecks]
+        self.scaled += [((part.activation, part.scale), part.dropout) for part in behind]
         self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
         self.recorded = (
             [id(value) for value in places],  # of None too: an update may be passed by

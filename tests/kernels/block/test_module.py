@@ -61,7 +61,10 @@ def test_loss_and_every_gradient_are_those_of_the_unfused_model_on_every_rung(
 @pytest.mark.parametrize("tile", [1, 4, 100])
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("llama", "lora"), ("bert", "lora"), ("bert", "adapter"), ("llama", "dora"), ("bert", "ia3")],
+    [
+        *(("llama", "lora"), ("bert", "lora"), ("bert", "adapter"), ("llama", "dora"), ("bert", "ia3")),
+        ("llama", "adapter beside"),
+    ],
 )
 @pytest.mark.parametrize("keep", ["projections", "attention", "input"])
 def test_tiling_the_mlp_changes_nothing(name: str, method: str, keep: Any, tile: int) -> None:
@@ -88,7 +91,10 @@ def test_state_names_and_values_survive_fusing(name: str) -> None:
 @pytest.mark.parametrize("keep", ["all", "projections", "attention", "input"])
 @pytest.mark.parametrize(
     ("name", "method"),
-    [*((name, method) for method in ("lora", "adapter", "miss") for name in ("llama", "bert"))],
+    [
+        *((name, method) for method in ("lora", "adapter", "miss") for name in ("llama", "bert")),
+        ("llama", "adapter beside"),
+    ],
 )
 def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(
     name: str, method: str, keep: Any

@@ -40,6 +40,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora of two ranks": ("lora", {"r": 3, "rank_pattern": {"down_proj": 2}}),
     "full": ("full", {}),
     "adapter": ("adapter", {"reduction": 4}),
+    "adapter beside": ("adapter", {"kind": "parallel", "reduction": 4}),
     "side": ("side", {"reduction": 2}),
 }
 ROUTING = {  # shares as they are, or divided by their sum; of Mixtral always the latter

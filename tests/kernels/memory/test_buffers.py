@@ -413,10 +413,14 @@ def by_torch(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
     return made(x, len(offs), len(x), y.shape[1]) if y.dim() == 2 else made(x, len(x), y.shape[2])
 
 
-def adapted(shape: BlockShape) -> BlockShape:
-    """The block with bottlenecks of a sixteenth of its width, and nothing else that trains."""
-    sublayers = tuple(replace(one, bottleneck=shape.width // 16) for one in shape.sublayers)
-    return replace(shape, ranks=Ranks(), described=sublayers)
+def adapted(shape: BlockShape, beside: bool = False) -> BlockShape:
+    """The block with bottlenecks of a sixteenth of its width, and nothing else that trains. beside: with one
+    beside its MLP."""
+    features = shape.width // 16
+    sublayers = [replace(one, bottleneck=features, beside=beside) for one in shape.sublayers]
+    if beside:
+        sublayers[:-1] = shape.sublayers[:-1]
+    return replace(shape, ranks=Ranks(), described=tuple(sublayers))
 
 
 def scaled(shape: BlockShape) -> BlockShape:
@@ -505,6 +509,7 @@ class Nobody:
         replace(BERT, ranks=Ranks(q=8, k=8, v=8, o=8, up=8, down=8)),
         adapted(LLAMA),
         adapted(BERT),
+        adapted(LLAMA, beside=True),
         *(scaled(one) for one in (LLAMA, BERT, GEMMA, normed(LLAMA), cut(LLAMA))),
         *(ia3(one) for one in (LLAMA, BERT, GEMMA)),
         GEMMA,
@@ -537,6 +542,7 @@ class Nobody:
         "bert with all roles",
         "adapter",
         "bert's adapter",
+        "adapter beside",
         *("dora", "bert, dora", "gemma, dora", "norms of heads, dora", "dora, cut"),
         *("ia3", "bert, ia3", "gemma, ia3"),
         "gemma",
