@@ -24,6 +24,7 @@ class Layout(StrEnum):
     """Who is to read the files."""
 
     peft = "peft"
+    adapters = "adapters"
     hf = "hf"
     vllm = "vllm"
     sglang = "sglang"
@@ -37,7 +38,11 @@ def export(
     to: Annotated[
         Layout,
         typer.Option(
-            "--to", help="peft: lora as peft reads it; hf: a merged model; else lora as a server loads it."
+            "--to",
+            help=(
+                "peft: lora as peft reads it; adapters: adapter as AdapterHub's library reads it; hf: a"
+                " merged model; else lora as a server loads it."
+            ),
         ),
     ] = ...,  # type: ignore[assignment]
     out: Out = None,
@@ -49,6 +54,8 @@ def export(
     place = run.export(to.value, out, overwrite=overwrite)
     if run.serve_report:
         return echo(f"{place}\n   {run.serve_report}")
+    if to is Layout.adapters:
+        return echo(f"{place}\n   load it with model.load_adapter({str(place)!r}, use_safetensors=True)")
     tell_place(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else None)
 
 

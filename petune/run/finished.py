@@ -270,25 +270,27 @@ class Run:
         return sentence_files(config, int(model.config.hidden_size), limit)
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write what another library reads: `peft` (lora), `hf` (lora and full), or a server of SERVERS
-        (lora); `serve_report` then says what to type there. Raises UsageError for other formats and
-        methods, and for what a server refuses."""
+        """Write what another library reads: `peft` (lora), `adapters` (adapter), `hf` (lora and full), or a
+        server of SERVERS (lora); `serve_report` then says what to type there. Raises UsageError for other
+        formats and methods, and for what a server refuses."""
         if to == "hf":
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
         if (server := ALIASES.get(to, to)) in SERVERS:
             return self._export_for(server, Path(out) if out else self.folder / to, overwrite)
-        if to != "peft":
-            known = ", ".join(("peft", "hf", *SERVERS, *ALIASES))
+        layouts = {"peft": export.write_peft, "adapters": export.write_adapters}
+        if to not in layouts:
+            known = ", ".join((*layouts, "hf", *SERVERS, *ALIASES))
             raise UsageError(f"there is no export to {to!r}", expected=known)
-        if (files := method_of(self.recipe.method).files) != "peft":
-            name = self.recipe.method_name
+        name, files = self.recipe.method_name, method_of(self.recipe.method).files
+        if to == "peft" and files != "peft":
             remedy = "petune.load(base, folder) reads it" if files == "petune" else "use --to hf"
             raise UsageError(f"peft reads LoRA, not {name}", remedy=remedy)
-        place = Path(out) if out else self.folder / "peft"
+        if to == "adapters" and name != "adapter":
+            raise UsageError(f"adapters' layout is for bottleneck adapters, not {name}")
         speaker = self.speaker
-        return export.write_peft(
+        return layouts[to](
             speaker.model,
-            place,
+            Path(out) if out else self.folder / to,
             tokenizer=speaker.tokenizer,
             base_name=base_name(self.recipe),
             overwrite=overwrite,

@@ -36,6 +36,7 @@ from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model, plan_reads
 from petune.models.tuned_linear import TunedLayer, tuned_layers
+from petune.saving.adapters import to_adapters
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.saving.load import TUNED, kinds_of
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
@@ -43,7 +44,7 @@ from petune.saving.peft import CONFIG, TENSORS, refuse_tied_heads, settings_in_f
 from petune.saving.several import save_each
 from petune.saving.tuning_record import facts_of, origin, write_record
 
-__all__ = ["MergeReport", "fingerprint", "full_hash", "save", "save_merged", "write_peft"]
+__all__ = ["MergeReport", "fingerprint", "full_hash", "save", "save_merged", "write_adapters", "write_peft"]
 
 _OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
 
@@ -160,6 +161,37 @@ def refuse_unwritable(model: nn.Module) -> None:
     record = tuning(model)
     if method_of(record.config).files == "peft":
         refuse_tied_heads(model, record.also_train)
+
+
+def write_adapters(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    name: str = "petune",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    base_name: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write bottleneck adapters as AdapterHub's library `adapters` lays them out, under a name.
+
+    Raises as `save`, and UsageError for another method and for what that layout has no place for.
+    """
+    model = bare(model)
+    sole_tuning(model)
+    refuse_merged(model)
+    state = {plain_name(own): value for own, value in tuned_state(model).items()}
+    files = to_adapters(model, state, base_name or origin(model), name)
+
+    def fill(work: Path) -> None:
+        for file, own in files.items():
+            if file.endswith(".json"):
+                write_json(work / file, own)
+            else:
+                write_tensors(work / file, own, {"format": "pt"})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+
+    return commit_folder(Path(folder), fill, overwrite, _OURS)
 
 
 def _write_model(

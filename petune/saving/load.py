@@ -28,6 +28,7 @@ from petune.methods.trainable import base_biases
 from petune.methods.wrapped import refuse_no_model
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
+from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters, refuse_pickle
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
 from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft
@@ -46,8 +47,9 @@ def load(
     verify_base: bool = False,
     base_files: Mapping[str, Path] | None = None,
 ) -> Model:
-    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA
-    wrote; one of several adapters gives them all, by their names (`add` takes one of them).
+    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save`, peft's LoRA
+    or AdapterHub's `adapters` wrote; one of several adapters gives them all, by their names (`add` takes one
+    of them).
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.load(base, "tuned")
@@ -73,7 +75,7 @@ def load(
         check_folder(folder)
         if verify_base:
             raise FileError(
-                "stores no hash of its base: peft's files do not",
+                "stores no hash of its base: files of other libraries do not",
                 where=str(folder),
                 remedy="load without verify_base",
             )
@@ -137,7 +139,12 @@ def _explain(folder: Path) -> None:
             remedy="check the path",
         )
     if (folder / CONFIG).is_file():
-        _check_peft(read_json(folder / CONFIG, links=True), folder / CONFIG)
+        fields = read_json(folder / CONFIG, links=True)
+        if is_of_adapters(fields):
+            check_adapters(fields, folder / CONFIG)
+            refuse_pickle(folder)
+            return
+        _check_peft(fields, folder / CONFIG)
         if not (folder / TENSORS).exists() and list(folder.glob("adapter_model*.bin")):
             remedy = (
                 "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
@@ -172,8 +179,12 @@ def _check_peft(fields: Mapping[str, Any], file: Path) -> None:
 
 
 def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
-    """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
+    """Build each saved layer around its saved factors: nothing is drawn only to be overwritten. A folder of
+    another library may be AdapterHub's."""
     fields = read_json(folder / CONFIG, links=True)
+    if record is None and is_of_adapters(fields):
+        load_adapters(model, fields, folder)
+        return
     _check_peft(fields, folder / CONFIG)
     tensors = read_tensors(folder / TENSORS, links=True)
     if fields["peft_type"] in BY_TYPE:

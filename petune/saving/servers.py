@@ -16,7 +16,7 @@ _DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _BLOCK = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NO_TENSORS = {
-    "adapter": "bottleneck adapters are read by petune alone",
+    "adapter": "no server reads bottleneck adapters",
     "side": "ladders are read by petune alone",
 }
 

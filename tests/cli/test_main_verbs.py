@@ -283,6 +283,7 @@ def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun)
         in type_("merge", "runs/mine", "--out", "there").out
     )
     assert "peft.PeftModel" in type_("export", "runs/mine", "--to", "peft").out
+    assert "use_safetensors=True" in type_("export", "runs/mine", "--to", "adapters").out
     assert type_("export", "runs/mine", "--to", "hf").out.startswith(str(run_folder.folder / "hf"))
     assert "vllm serve" in type_("export", "runs/mine", "--to", "vllm").out
 

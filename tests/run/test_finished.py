@@ -328,6 +328,21 @@ def test_peft_reads_an_exported_lora_run_with_equal_logits(family: str, tmp_path
 
 
 @pictureless
+def test_adapters_exported_in_adapterhubs_layout_are_where_another_run_begins(tmp_path: Path):
+    finished = run(settings(tmp_path, method="adapter", lr=0.02))
+    place = finished.export("adapters")
+    base = auto("llama").from_pretrained(tmp_path / "llama")
+    expected = logits(finished.speaker.model, "llama")
+    untuned = logits(base, "llama")
+    assert torch.equal(logits(petune.load(base, place), "llama"), expected)
+    begun = {"init_adapter": str(place), "lr": 1e-5, "out": str(tmp_path / "more")}
+    more = logits(run({**settings(tmp_path, method="adapter"), **begun}).speaker.model, "llama")
+    assert float((more - expected).abs().max()) < 0.02 * float((untuned - expected).abs().max())
+    with pytest.raises(UsageError, match="peft reads LoRA, not adapter"):
+        finished.export("peft")
+
+
+@pictureless
 def test_an_export_to_a_server_says_what_to_type(tmp_path: Path):
     finished = run(settings(tmp_path, "llama", {"name": "lora", "r": 3}, lr=0.02))
     place = finished.export("vllm")
@@ -355,7 +370,7 @@ def test_an_export_nobody_knows_is_refused(tmp_path: Path):
     full = run(settings(tmp_path, method="full"))
     with pytest.raises(UsageError, match="tgi") as caught:
         full.export("tgi")
-    assert "peft, hf, vllm" in str(caught.value)
+    assert "peft, adapters, hf, vllm" in str(caught.value)
     with pytest.raises(UsageError, match="--to hf"):
         full.export("peft")
 
