@@ -184,11 +184,23 @@ class SideConfig(MethodConfig):
             "doc": "residual: h + up(s), identity at init; paper: up(norm(s))",
         },
     )
+    start: str = field(
+        default="random",
+        metadata={
+            "choices": ("random", "pruned"),
+            "doc": "start of the side blocks; pruned: what is left of the backbone's, by the size of weights",
+        },
+    )
     temperature: float = field(default=0.1, metadata={"gt": 0, "doc": "temperature of the sigmoid gates"})
     dropout: float = field(
         default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on what enters the side network"}
     )
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+    @property
+    def reads_weights(self) -> bool:
+        """See MethodConfig."""
+        return self.start != "random"
 
 
 # the files of a tuned folder: whose library reads them besides petune

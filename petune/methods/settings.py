@@ -73,6 +73,7 @@ class SideSettings(Shared, total=False):
 
     reduction: int
     end: str
+    start: str
     temperature: float
     dropout: float
     also_train: Names

@@ -7,16 +7,17 @@ that needs no backward pass.
 h_i is the output of backbone block i, block_i the family's own block class with every width divided by
 `reduction` and as many heads, a_i one scalar that starts at 0. End `residual`: h_L + up(s_L) with up = 0, so
 a wrapped model computes exactly what the base did. End `paper`: up(dropout(norm(s_L))) in place of the
-backbone's normed output. The backbone runs in eval mode under no_grad. Side blocks start at random; the
-paper's initialisation by pruning is not here. An encoder's side state reaches the decoder's ladder beside
-encoder_hidden_states on the hidden dim, so generate's expansion for beams carries it along. Side keys and
-values live in the model's own cache, past the backbone's layers.
+backbone's normed output. The backbone runs in eval mode under no_grad. Side blocks start at random or,
+`start: pruned`, as what is left of the backbone's (petune/methods/pruning.py). An encoder's side state
+reaches the decoder's ladder beside encoder_hidden_states on the hidden dim, so generate's expansion for beams
+carries it along. Side keys and values live in the model's own cache, past the backbone's layers.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -28,8 +29,9 @@ from transformers import PreTrainedModel
 
 from petune.errors import Problem, UsageError
 from petune.methods.configs import SideConfig
+from petune.methods.pruning import Chain, of_embedding, prune_into
 from petune.models.port import Call, Pass
-from petune.models.spec import Config, Family, StackRule, stack_paths, tail_of
+from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
 from petune.models.tuned_linear import TunedModule
 from petune.rng.context import running
@@ -82,6 +84,11 @@ class Ladder(TunedModule, PreTrainedModel):
     def tuned(self) -> dict[str, nn.Parameter]:
         """Every parameter of the side network."""
         return dict(self.named_parameters())
+
+    def begun(self) -> Collection[str]:
+        """See TunedModule: side blocks, and the norm behind them, that were pruned."""
+        pruned = self.settings.start != "random"
+        return [name for name in self.tuned() if pruned and name.startswith(("blocks.", "norm."))]
 
     @torch.no_grad()
     def draw(self, name: str) -> None:
@@ -257,6 +264,8 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
         if not weight.is_meta:
             cast("nn.Module", ladder).to(weight.device)
         ladders[name] = ladder.train(around.training)
+    if config.start == "pruned":
+        _start_pruned(model, family, config, ladders, paths)
     for name, stack in own_stacks(model, family).items():
         around = model.get_submodule(paths[name].rpartition(".")[0])
         stack.add_module("side", ladders[name])
@@ -266,6 +275,29 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
             tail.register_forward_hook(PassTail(stack))
         around.register_forward_pre_hook(hold_still)  # generate calls an encoder by itself
     getattr(model, "base_model", model).register_forward_pre_hook(hold_still)
+
+
+@torch.no_grad()
+def _start_pruned(
+    model: nn.Module,
+    family: Family,
+    config: SideConfig,
+    ladders: Mapping[StackName, Ladder],
+    paths: Mapping[StackName, str],
+) -> None:
+    """Fill every ladder's blocks, and its norm, with what is left of the backbone's."""
+    shape, memory = family.shape(cast("Any", model).config), None
+    if next(model.parameters()).is_meta:  # of a model that is only planned
+        return
+    first = of_embedding(model, shape.width, config.reduction)
+    for name, path in paths.items():
+        ladder, rule = cast("Any", ladders[name]), family.stacks[name]
+        chain = Chain(shape, rule, config.reduction, first, memory)
+        prune_into(ladder.blocks, dict(model.get_submodule(path).named_children()), chain, path)
+        tail = tail_of(model.get_submodule(path.rpartition(".")[0]), rule)
+        for own, value in ladder.norm.named_parameters() if ladder.norm is not None else ():
+            value.copy_(cast("Any", tail).get_parameter(own)[chain.features])
+        memory = chain.features
 
 
 def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:

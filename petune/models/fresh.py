@@ -49,6 +49,8 @@ def draw_tuned(model: nn.Module, seed: int) -> None:
     """Draw every tensor that a method has added to `model`, which is whole and in memory, in place."""
     for name, module in tuned_modules(model):
         for own, value in module.tuned().items():
+            if own in module.begun():
+                continue
             draw(model, f"{name}.{own}", seed, value.data, (0,) * value.dim())
 
 

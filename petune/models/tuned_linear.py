@@ -8,7 +8,7 @@ what it keeps is what the layer says here: nobody decides it by the names of att
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
@@ -114,6 +114,11 @@ class TunedModule(nn.Module, ABC):
     def draw(self, name: str) -> None:
         """Fill one tensor of `tuned`, and nothing else, in place with what it begins as; random numbers come
         from torch's generator of the CPU, or of the tensor's device."""
+
+    def begun(self) -> Collection[str]:
+        """The tensors of `tuned` that are made of the base's weights and not drawn: they hold what they begin
+        as."""
+        return ()
 
     def rates(self) -> dict[str, float]:
         """Learning rates over the run's, of those tensors of `tuned` that have one of their own."""

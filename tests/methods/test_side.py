@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import petune
 import petune.models.stack
 from petune.errors import UsageError
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.side import Ladder
+from petune.models.fresh import draw_tuned
 from petune.models.stack import Stack
 from tests.methods.zoo import (
     FOUR,
@@ -449,3 +452,99 @@ def test_a_width_that_leaves_odd_heads_is_refused_where_positions_turn() -> None
     with pytest.raises(UsageError, match="heads of width 1, and rotary positions turn pairs"):
         wrap(tiny("llama-causal"), "side", reduction=8)
     wrap(tiny("bert-classify"), "side", reduction=8)
+
+
+# ------------------------------------------------------------------ a pruned start
+
+
+def _most(importance: Tensor, count: int) -> list[int]:
+    """The places of the greatest, in their order."""
+    order = sorted(range(len(importance)), key=lambda place: -float(importance[place]))
+    return sorted(order[:count])
+
+
+def test_a_pruned_start_follows_the_paper_in_float64() -> None:
+    """Rows by sum_j |W_ij|, columns by the rows that the weight before has kept; by loops, for BERT and 2 of
+    its 8 features of each head, 8 heads."""
+    base = tiny("bert-tokens").double()
+    model = wrap(tiny("bert-tokens").double(), "side", reduction=4, start="pruned", also_train=())
+    narrow, heads, wide = 16, 8, 8
+    stream = _most(base.bert.embeddings.word_embeddings.weight.abs().sum(0), narrow)
+    for index, block in enumerate(base.bert.encoder.layer):
+        own = dict(block.named_parameters())
+        side = dict(stacks(model)[0].side.blocks[index].named_parameters())
+        expected: dict[str, Tensor] = {}
+        at = [f"attention.self.{name}" for name in ("query", "key", "value")]
+        product = torch.ones(64, narrow, dtype=torch.float64)
+        for path in at:
+            product = product * own[f"{path}.weight"][:, stream].abs()
+        rows: list[int] = []
+        for head in range(heads):
+            first = head * wide
+            rows += [first + place for place in _most(product[first : first + wide].sum(1), wide // 4)]
+        for path in at:
+            expected[f"{path}.weight"] = own[f"{path}.weight"][rows][:, stream]
+            expected[f"{path}.bias"] = own[f"{path}.bias"][rows]
+        for path, norm in (
+            ("attention.output.dense", "attention.output.LayerNorm"),
+            ("intermediate.dense", None),
+            ("output.dense", "output.LayerNorm"),
+        ):
+            inner = rows if norm else stream
+            weight = own[f"{path}.weight"][:, inner]
+            rows = _most(weight.abs().sum(1), len(weight) // 4)
+            expected[f"{path}.weight"], expected[f"{path}.bias"] = weight[rows], own[f"{path}.bias"][rows]
+            if norm:
+                stream = rows
+                for leaf in ("weight", "bias"):
+                    expected[f"{norm}.{leaf}"] = own[f"{norm}.{leaf}"][rows]
+        assert side.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(side[name], value), name
+
+
+def test_pruned_heads_that_turn_keep_pairs_and_share_keys_as_the_backbones_do() -> None:
+    base, model = tiny("llama-causal"), wrap(tiny("llama-causal"), "side", reduction=4, start="pruned")
+    block, side = base.model.layers[0], stacks(model)[0].side.blocks[0]
+    stream = _most(base.model.embed_tokens.weight.abs().sum(0), 16)
+    q, k, v = (getattr(block.self_attn, f"{name}_proj").weight[:, stream] for name in "qkv")
+    for head in range(4):  # 8 heads of q, 2 to a key, 8 features each: one pair of 4 is left
+        keys = slice(8 * head, 8 * head + 8)
+        shared = (q[16 * head : 16 * head + 8].abs() + q[16 * head + 8 : 16 * head + 16].abs()) / 2
+        each = (shared * k[keys].abs() * v[keys].abs()).sum(1)
+        pair = int((each[:4] + each[4:]).argmax())
+        left = side.self_attn.k_proj.weight[2 * head : 2 * head + 2]
+        assert torch.equal(left, k[keys][[pair, pair + 4]])
+        for one in range(2):
+            first = 8 * (2 * head + one)
+            left = side.self_attn.q_proj.weight[2 * (2 * head + one) :][:2]
+            assert torch.equal(left, q[[first + pair, first + pair + 4]])
+
+
+@pytest.mark.parametrize("name", ["bart-seq2seq", "t5-gated", "gemma2-causal", "opt-causal"])
+def test_a_pruned_start_begins_as_the_base_and_comes_back(name: str, tmp_path: Path) -> None:
+    inputs = batch(name)
+    expected = frozen(tiny(name))(**inputs).logits
+    model = wrap(tiny(name), "side", reduction=4, start="pruned", also_train=())
+    assert torch.equal(model(**inputs).logits, expected)
+    stir(model)
+    model(**inputs).loss.backward()
+    petune.save(model, tmp_path / "tuned")
+    assert torch.equal(petune.load(tiny(name), tmp_path / "tuned")(**inputs).logits, model(**inputs).logits)
+
+
+def test_drawing_anew_leaves_what_was_pruned() -> None:
+    model = wrap(tiny("t5-seq2seq"), "side", reduction=4, start="pruned", end="paper")
+    before = {name: value.clone() for name, value in tuned_state(model).items()}
+    draw_tuned(model, 5)
+    same = {name for name, value in tuned_state(model).items() if torch.equal(value, before[name])}
+    pruned = {name for name in before if ".side.blocks." in name or ".side.norm." in name}
+    assert pruned <= same
+    assert not any(".down." in name or name.endswith("up.weight") for name in same)
+
+
+@pytest.mark.parametrize(("name", "match"), [("qwen3-causal", "q_norm"), ("phi3-causal", "q, k and v apart")])
+def test_what_pruning_has_no_rule_for_is_refused_by_name(name: str, match: str) -> None:
+    with pytest.raises(UsageError, match=match) as refused:
+        wrap(tiny(name), "side", reduction=4, start="pruned")
+    assert "start: random" in str(refused.value)

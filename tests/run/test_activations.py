@@ -56,6 +56,22 @@ def test_rows_that_are_padded_alike_end_bit_by_bit_as_without_a_cache(family: st
     assert_same_run(found, uncached(tmp_path, family, **alike))
 
 
+@pytest.mark.parametrize("way", ["cached and resumed", pytest.param("in stages", marks=pytest.mark.long)])
+def test_a_pruned_ladder_is_the_same_however_it_is_trained(way: str, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"name": "side", "reduction": 4, "start": "pruned"}
+    short: dict[str, Any] = {"method": own, "max_steps": 3, "save_every": 2}
+    expected = run({**settings(tmp_path, "bert", "side"), **short}).folder
+    if way == "in stages":
+        found = trained({**settings(tmp_path, "bert", "side", parallel=PLANS["pp"], out="staged"), **short})
+    else:
+        again = {**settings(tmp_path, "bert", "side", cache=True, out="again"), **short}
+        with pytest.raises(Stopped):
+            run(again, terminate_at(2))
+        found = run(again, resume=True).folder
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
 def test_a_run_that_is_stopped_and_resumed_computes_no_row_twice(tmp_path: Path) -> None:
     recipe = cached(tmp_path, "bert")
     with pytest.raises(Stopped):

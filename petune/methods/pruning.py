@@ -1,0 +1,154 @@
+"""Structural pruning of a backbone's blocks, by which a ladder may start (Sung et al. 2022, arXiv:2206.06522,
+section 3.3, after Li et al. 2017, arXiv:1608.08710).
+
+A weight W [out, in] loses the columns whose inputs the layer before has lost, and keeps of its rows those
+that matter most, I = sum_j |W_ij|, in their order. Weights whose rows belong together (q, k and v; gate and
+up) keep the same ones: I is of the product of their entries. A chain goes through a stack: it begins with the
+features of the embedding of tokens that matter most, residual sums are no link of it, and norms keep what
+their input has. Each head keeps as many of its own, and where positions turn pairs, pairs; of heads that
+share a key, q counts as their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.models.spec import Attention, Mlp, Norm, Role, RoutedMlp, Shape, StackRule, SubLayer, child_of
+
+_ELSE = "set start: random"
+
+
+def kept(importance: Tensor, reduction: int) -> Tensor:
+    """The indices, in their order, of one in `reduction` entries of importance [..., n]: the greatest."""
+    count = importance.shape[-1] // reduction
+    return importance.topk(count, dim=-1).indices.sort(-1).values
+
+
+@dataclass
+class Chain:
+    """The way through one stack. features: those of the hidden states that the weight before has kept;
+    memory: of an encoder's last, None without one."""
+
+    shape: Shape
+    rule: StackRule
+    reduction: int
+    features: Tensor
+    memory: Tensor | None = None
+    found: dict[str, Tensor] = field(default_factory=dict)
+
+    def block(self, block: nn.Module, where: str) -> dict[str, Tensor]:
+        """The pruned tensors of the next block, by their names in it. Raises UsageError for a block of which
+        the table does not say all."""
+        self.found, self.own = {}, {name: _wide(value) for name, value in block.named_parameters()}
+        for one in self.rule.sublayers_in(block):
+            self._sublayer(block, one, where)
+        if left := [name for name in self.own if name not in self.found]:
+            what = "start: pruned knows no place for this tensor"
+            raise UsageError(what, where=f"{where}.{left[0]}", remedy=_ELSE)
+        return self.found
+
+    def _sublayer(self, block: nn.Module, one: SubLayer, where: str) -> None:
+        ahead = one.norm_first is not None and getattr(block, one.norm_first)
+        self._norm(one.norm_after_sum if ahead else one.norm_in)
+        if isinstance(one.core, RoutedMlp):
+            raise UsageError("start: pruned knows no experts", where=where, remedy=_ELSE)
+        inner = (
+            self._attention(block, one.core)
+            if isinstance(one.core, Attention)
+            else self._mlp(block, one.core)
+        )
+        out = one.core.out if isinstance(one.core, Attention) else one.core.down
+        self.features = kept(self._rows(out)[:, inner].abs().sum(1), self.reduction)
+        self._take(out, self.features, inner)
+        for norm in (one.norm_out, None if ahead else one.norm_after_sum):
+            self._norm(norm)
+
+    def _attention(self, block: nn.Module, core: Attention) -> Tensor:
+        """What the way out reads of it."""
+        members = dict(_present(block, core))
+        if not {"q", "k", "v"} <= members.keys():
+            raise UsageError("start: pruned knows q, k and v apart alone", where=core.at, remedy=_ELSE)
+        sources = {role: self.features for role in members}
+        if core.memory is not None and self.memory is not None:
+            sources |= {"k": self.memory, "v": self.memory}
+        shape = self.shape
+        groups = shape.heads // shape.kv_heads
+        parts = {role: self._rows(path)[:, sources[role]].abs() for role, path in members.items()}
+        shared = parts["q"].unflatten(0, (shape.kv_heads, groups, shape.head_dim)).mean(1).flatten(0, 1)
+        each = (shared * parts["k"] * parts["v"]).sum(1).unflatten(0, (shape.kv_heads, shape.head_dim))
+        if self.rule.rotary is not None:  # feature i turns with i + head_dim / 2
+            pairs = kept(each.unflatten(1, (2, -1)).sum(1), self.reduction)
+            chosen = torch.cat([pairs, pairs + shape.head_dim // 2], 1)
+        else:
+            chosen = kept(each, self.reduction)
+        first = torch.arange(shape.heads)[:, None] * shape.head_dim
+        queries = (chosen.repeat_interleave(groups, 0) + first).flatten()
+        keys = (chosen + first[: shape.kv_heads]).flatten()
+        for role, path in members.items():
+            self._take(path, queries if role == "q" else keys, sources[role])
+        if core.bias is not None and (table := f"{core.at}.{core.bias}.weight") in self.own:
+            self.found[table] = self.own[table]  # of heads, which are as many
+        return queries
+
+    def _mlp(self, block: nn.Module, core: Mlp) -> Tensor:
+        """What the way out reads of it."""
+        members = [path for role, path in _present(block, core) if role != "down"]
+        product = torch.stack([self._rows(path)[:, self.features].abs() for path in members]).prod(0)
+        columns = kept(product.sum(1), self.reduction)
+        for path in members:
+            self._take(path, columns, self.features)
+        return columns
+
+    def _rows(self, path: str) -> Tensor:
+        return self.own[f"{path}.weight"]
+
+    def _take(self, path: str, rows: Tensor, columns: Tensor) -> None:
+        self.found[f"{path}.weight"] = self._rows(path)[rows][:, columns]
+        if f"{path}.bias" in self.own:
+            self.found[f"{path}.bias"] = self.own[f"{path}.bias"][rows]
+
+    def _norm(self, norm: Norm | None) -> None:
+        for name in () if norm is None else (f"{norm.path}.weight", f"{norm.path}.bias"):
+            if name in self.own:
+                self.found[name] = self.own[name][self.features]
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _present(block: nn.Module, core: Attention | Mlp) -> Iterator[tuple[Role, str]]:
+    """The roles that a block has, with their paths, but for the way out of attention."""
+    for role, path in core.region.sites.items():
+        if role != "o" and (hit := child_of(block, path)) is not None:
+            yield role, hit[0]
+
+
+def of_embedding(model: nn.Module, width: int, reduction: int) -> Tensor:
+    """The features of the embedding of tokens that matter most. Raises UsageError for one of another
+    width."""
+    table = cast("Any", model).get_input_embeddings().weight
+    if table.shape[1] != width:
+        found = f"{table.shape[1]} features, and {width} in the blocks"
+        raise UsageError("start: pruned begins with the embedding of tokens", found=found, remedy=_ELSE)
+    return kept(_wide(table).abs().sum(0), reduction)
+
+
+@torch.no_grad()
+def prune_into(side: nn.ModuleList, blocks: Mapping[str, nn.Module], chain: Chain, path: str) -> None:
+    """Fill the side blocks with what a chain keeps of the backbone's. blocks: by number; path: of their list.
+
+    Raises UsageError for blocks that the chain has no rule for."""
+    for index, (at, block) in enumerate(blocks.items()):
+        made = chain.block(block, f"{path}.{at}")
+        for name, value in side[index].named_parameters():
+            if name not in made or made[name].shape != value.shape:
+                what = "start: pruned knows no place for this tensor of a side block"
+                raise UsageError(what, where=f"{path}.{at}.{name}", remedy=_ELSE)
+            value.copy_(made[name])
