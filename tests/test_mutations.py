@@ -22,14 +22,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from petune.kernels.block import attention as attending
-from petune.kernels.block import attention_steps, drawing, exchange_steps, part
+from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part, scaling
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
-from petune.methods import several
+from petune.methods import miss, pruning, several
+from petune.methods.adapter import AdapterLinear, AdapterNorm, Bottleneck
+from petune.methods.configs import AdapterConfig
+from petune.methods.dora import DoraLinear
+from petune.methods.ia3 import Ia3Linear
 from petune.methods.miss import MissLinear
+from petune.methods.side import Ladder
 from petune.models import attention
 from petune.models.exchange import Rows
 from petune.models.stack import Stack
+from petune.models.tuned_linear import BottleneckPart
 from petune.parallel import boundary, placement, runner
 from petune.parallel.collectives import (
     COPY,
@@ -48,6 +54,8 @@ from petune.parallel.tensor import hooks, shard_params, vocabulary
 from petune.rng import dropout as dropping
 from petune.rng.context import Running
 from petune.tasks.loss import count
+from tests.kernels import fused_pairs
+from tests.methods import references
 from tests.methods.named_jobs import assert_rows_meet_their_own, assert_trained_as_alone
 from tests.methods.peft_twins import assert_trains_as_peft
 from tests.methods.zoo import stir
@@ -665,3 +673,137 @@ def test_what_miss_sums_is_guarded(fault: str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(MissLinear, "forward", wrong)
     with pytest.raises(AssertionError):
         assert_trains_as_peft("llama-causal", tmp_path, "miss", r=8)
+
+
+# ------------------------------------------------------------------ what a method adds
+
+
+def _fused(name: str, method: str) -> Callable[[], None]:
+    """Fused blocks against the model's own, whose layers have no fault, in float64; biases are no zeros."""
+
+    def sees() -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            models = fused_pairs.pair(name, fused_pairs.METHODS[method])
+            for model in models:
+                draw = torch.Generator().manual_seed(6)
+                for path, value in model.named_parameters():
+                    if path.endswith("dense.bias"):
+                        value.data.normal_(generator=draw)
+            fused_pairs.assert_alike(*models, fused_pairs.batch(name), 2e-6)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return sees
+
+
+def _norms_that_train(self: DoraLinear) -> Tensor:
+    return (self.weight + self.scale * self.lora_B @ self.lora_A).norm(dim=1)
+
+
+def _bias_left_out(self: Ia3Linear, x: Tensor) -> Tensor:
+    """The bias is not scaled."""
+    y = nn.functional.linear(x, self.weight) * self.ia3_l[:, 0]
+    return y if self.bias is None else y + self.bias
+
+
+def _behind_the_norm(self: Any, total: Tensor) -> Tensor:
+    """What the adapter adds is not normed."""
+    normed: Tensor = nn.functional.layer_norm(total, self.normalized_shape, self.weight, self.bias, self.eps)
+    return normed + self.update(normed)
+
+
+def _of_the_sum(self: Any, total: Tensor) -> Tensor:
+    """The adapter reads the sum before the norm."""
+    shape = self.normalized_shape, self.weight, self.bias, self.eps
+    return nn.functional.layer_norm(total + self.update(total), *shape)
+
+
+def _in_a_row(self: Bottleneck, y: Tensor) -> Tensor:
+    """The adapter reads what the MLP gives."""
+    return y + self.update(y)
+
+
+def _unscaled_up(self: BottleneckPart, tensors: Any, dtype: torch.dtype) -> BottleneckPart:
+    return WITH_TENSORS(self._replace(scale=1.0), tensors, dtype)._replace(scale=self.scale)
+
+
+def _the_least(importance: Tensor, reduction: int) -> Tensor:
+    return KEPT(-importance, reduction)
+
+
+def _in_order_of_size(importance: Tensor, reduction: int) -> Tensor:
+    return importance.topk(importance.shape[-1] // reduction, dim=-1).indices
+
+
+WITH_TENSORS, KEPT = BottleneckPart.with_tensors, pruning.kept
+PFEIFFER = references.pfeiffers_adapter_follows_the_paper
+PRUNED = references.pruned_start_follows_the_paper
+PARALLEL = partial(references.parallel_adapters_follow_the_paper, "bert-classify", {}, 4.0)
+# Fault: what is patched by what, and the test that sees it.
+ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
+    "dora: the norm is no constant": (
+        *(DoraLinear, "row_norms", _norms_that_train),
+        partial(references.dora_follows_the_equation, True),
+    ),
+    "dora's node: norms of the base alone": (
+        *(scaling, "lengths_of", lambda weight, a, b: weight.norm(dim=1)),
+        _fused("bert", "dora"),
+    ),
+    "dora's node: the bias is scaled": (
+        *(scaling.Shifts, "of", lambda parts, columns: None),
+        _fused("bert", "dora"),
+    ),
+    "dora's node: the gradient of lengths": (
+        *(packed_linear, "over_vector", lambda sums, by: sums.view(by.shape)),
+        _fused("bert", "dora"),
+    ),
+    "ia3: the bias": (
+        *(Ia3Linear, "forward", _bias_left_out),
+        partial(references.ia3_follows_the_equation, False),
+    ),
+    "ia3's node: inputs": (
+        *(packed_linear, "scaled_inputs", lambda x, by: x.clone()),
+        _fused("bert", "ia3"),
+    ),
+    "miss's node: the shards": (
+        *(miss, "_identities", lambda r, inputs, dtype, device: torch.eye(r, inputs, dtype=dtype)),
+        _fused("bert", "miss"),
+    ),
+    "pfeiffer: behind the norm": (AdapterNorm, "forward", _behind_the_norm, PFEIFFER),
+    "pfeiffer: what it reads": (AdapterNorm, "forward", _of_the_sum, PFEIFFER),
+    "parallel: what it reads": (Bottleneck, "adapted", _in_a_row, PARALLEL),
+    "parallel: its scale": (AdapterConfig, "factor", property(lambda self: 1.0), PARALLEL),
+    "parallel's step: its scale": (
+        *(BottleneckPart, "with_tensors", _unscaled_up),
+        _fused("llama", "adapter beside"),
+    ),
+    "a ladder's start: what matters": (pruning, "kept", _the_least, PRUNED),
+    "a ladder's start: the order": (pruning, "kept", _in_order_of_size, PRUNED),
+    "a ladder's start: drawn over": (
+        *(Ladder, "begun", lambda self: ()),
+        references.drawing_anew_leaves_what_was_pruned,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ADDED)
+def test_the_line_that_matters_of_every_method_is_guarded(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, wrong, sees = ADDED[fault]
+    sees()
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError):
+        sees()
+
+
+def test_an_adapter_beside_a_region_that_is_cut_acts_behind_the_sum(fails: Fails) -> None:
+    """Its gradient is whole on every rank: it is no part of a sum."""
+    kind = (("kind", "parallel"),)
+    splits = AdapterLinear.splits
+
+    def inside(self: AdapterLinear, cut: Any) -> Any:
+        return {name: None if split == "after" else split for name, split in splits(self, cut).items()}
+
+    fails(cell("bert-classify", "adapter", "tp", tuning=kind), AdapterLinear, "splits", inside, GRADIENTS)

@@ -15,6 +15,7 @@ from petune.errors import UsageError
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.adapter import AdapterLinear, AdapterNorm, tune
 from petune.methods.configs import AdapterConfig
+from tests.methods import references
 from tests.methods.zoo import ADAPTED, MOE, batch, frozen, gradients, prompt, stir, tiny
 
 BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
@@ -222,27 +223,7 @@ def test_pfeiffers_adapters_stand_at_norms_and_start_as_the_base(name: str) -> N
 
 
 def test_pfeiffers_adapter_follows_the_paper_in_float64() -> None:
-    """MAD-X: the adapter reads the normed sum of the MLP and what it is added to, and adds to the MLP."""
-    model = tiny("bert-classify").double()
-    wrap(model, "adapter", kind="pfeiffer", reduction=4, activation="relu", also_train=())
-    stir(model, std=0.1)
-    block = model.bert.encoder.layer[0]
-    norm, made = block.output.LayerNorm, block.output.LayerNorm.tuned()
-    assert {value.dtype for value in made.values()} == {torch.float64}
-    twin = {key: value.detach().clone().requires_grad_() for key, value in made.items()}
-    torch.manual_seed(2)
-    x, upstream = torch.randn(2, 2, 5, 64, dtype=torch.float64)
-    inner = block.intermediate(x)
-    y = F.linear(inner, block.output.dense.weight, block.output.dense.bias)
-    layer_norm = lambda total: F.layer_norm(total, (64,), norm.weight, norm.bias, norm.eps)  # noqa: E731
-    low = F.relu(layer_norm(y + x) @ twin["adapter_down.weight"].T + twin["adapter_down.bias"])
-    expected = layer_norm(y + low @ twin["adapter_up.weight"].T + twin["adapter_up.bias"] + x)
-    found = block.output(inner, x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    (found * upstream).sum().backward()
-    (expected * upstream).sum().backward()
-    for key, value in made.items():
-        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+    references.pfeiffers_adapter_follows_the_paper()
 
 
 def test_pfeiffers_adapters_come_back_from_their_files(tmp_path: Path) -> None:
@@ -276,7 +257,7 @@ def test_why_pfeiffers_adapters_are_not_fused_is_said() -> None:
 
 # ------------------------------------------------------------------ the parallel kind
 
-PARALLEL = {"kind": "parallel", "reduction": 4, "activation": "relu", "also_train": ()}
+PARALLEL = references.PARALLEL
 BESIDE = {
     "bert-classify": ["bert.encoder.layer.{}.output.dense"],
     "bart-seq2seq": ["model.encoder.layers.{}.fc2", "model.decoder.layers.{}.fc2"],
@@ -304,42 +285,12 @@ def test_parallel_adapters_start_as_the_base_and_can_be_passed_by(name: str) -> 
         assert torch.equal(model(**inputs).logits, expected)
 
 
-def _beside(x: torch.Tensor, made: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """Equation 5 of He et al. 2022, with biases: s f(x W_down) W_up."""
-    low = F.relu(x @ made["adapter_down.weight"].T + made["adapter_down.bias"])
-    return scale * (low @ made["adapter_up.weight"].T + made["adapter_up.bias"])
-
-
 @pytest.mark.parametrize(("given", "scale"), [({}, 4.0), ({"scale": 0.75}, 0.75)])
 @pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
 def test_parallel_adapters_follow_the_paper_in_float64(
     name: str, given: dict[str, float], scale: float
 ) -> None:
-    """h <- MLP(x) + s f(x W_down) W_up, x being what the block adds it to (after attention)."""
-    model = wrap(tiny(name).double(), "adapter", **PARALLEL, **given)
-    stir(model, std=0.1)
-    base = model.get_submodule(getattr(model, "base_model_prefix", ""))
-    block = base.encoder.layer[0] if name == "bert-classify" else base.layers[0]
-    site = block.output.dense if name == "bert-classify" else block.mlp.down_proj
-    twin = {key: value.detach().clone().requires_grad_() for key, value in site.tuned().items()}
-    torch.manual_seed(2)
-    x, upstream = torch.randn(2, 2, 5, 64, dtype=torch.float64)
-    if name == "bert-classify":
-        inner = F.gelu(x @ block.intermediate.dense.weight.T + block.intermediate.dense.bias)
-        y = inner @ site.weight.T + site.bias
-        norm = block.output.LayerNorm
-        expected = F.layer_norm(y + _beside(x, twin, scale) + x, (64,), norm.weight, norm.bias, norm.eps)
-        found = block.feed_forward_chunk(x)
-    else:
-        normed = block.post_attention_layernorm(x)
-        inner = F.silu(normed @ block.mlp.gate_proj.weight.T) * (normed @ block.mlp.up_proj.weight.T)
-        expected = inner @ site.weight.T + _beside(x, twin, scale)
-        found = block.mlp(normed)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    (found * upstream).sum().backward()
-    (expected * upstream).sum().backward()
-    for key, value in site.tuned().items():
-        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+    references.parallel_adapters_follow_the_paper(name, given, scale)
 
 
 def test_the_scale_of_an_adapter_after_a_sub_layer_is_one_unless_it_is_set() -> None:

@@ -20,19 +20,10 @@ from petune.methods.dora import DoraLinear
 from petune.parallel.plan import ParallelPlan
 from petune.recipe import load_recipe
 from petune.saving.export import save_merged
-from tests.methods import zoo
+from tests.methods import references, zoo
 from tests.methods.zoo import batch, frozen, stir, tiny
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, settings_of
-
-
-def tuned(layer: nn.Linear, **settings: Any) -> DoraLinear:
-    """The layer with everything that trains moved from its start."""
-    form = DoraLinear.around(layer, DoraConfig(**({"r": 3, "alpha": 5} | settings)))
-    with torch.no_grad():
-        for value in form.tuned().values():
-            value += 0.3 * torch.randn_like(value)
-    return form
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,22 +39,7 @@ def test_it_starts_as_the_base_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward_and_gradients_follow_the_equation_with_a_constant_norm(bias: bool) -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(10, 6, bias).double()
-    form, x, upstream = (
-        tuned(layer),
-        torch.randn(4, 7, 10).double().requires_grad_(),
-        torch.randn(4, 7, 6).double(),
-    )
-    y = form(x)
-    found = torch.autograd.grad((y * upstream).sum(), [x, *form.tuned().values()])
-    m, turned = form.lora_magnitude_vector, layer.weight + 5 / 3 * form.lora_B @ form.lora_A
-    own = x @ ((m / turned.norm(dim=1).detach())[:, None] * turned).T + (layer.bias if bias else 0)
-    torch.testing.assert_close(y, own, rtol=1e-12, atol=1e-12)
-    expected = torch.autograd.grad((own * upstream).sum(), [x, *form.tuned().values()])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    form.merged, merged = True, nn.functional.linear(x, form.merged_weight(), layer.bias)
-    torch.testing.assert_close(merged, own, rtol=1e-12, atol=1e-12)
+    references.dora_follows_the_equation(bias)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +53,7 @@ def test_forward_and_gradients_follow_the_equation_with_a_constant_norm(bias: bo
     ids=["written past autograd", "moved", "replaced", "written"],
 )
 def test_lengths_are_those_of_the_weight_as_it_is(change: Any) -> None:
-    form = tuned(nn.Linear(10, 6))
+    form = references.with_dora(nn.Linear(10, 6))
     form.row_norms()
     change(form)
     expected = (form.weight + 5 / 3 * form.lora_B @ form.lora_A).norm(dim=1)

@@ -10,15 +10,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import nn
 
 import petune
 from petune.errors import FileError, UsageError
 from petune.kernels.configs import MemoryConfig
 from petune.methods import merge, merged_weights, without_tuning, wrap
-from petune.methods.ia3 import Ia3Linear
 from petune.saving.export import save_merged
-from tests.methods import zoo
+from tests.methods import references, zoo
 from tests.methods.peft_twins import assert_close, assert_trains_as_peft
 from tests.methods.zoo import assert_same_gradients, batch, frozen, gradients, stir, tiny
 from tests.parallel.harness import Case, check
@@ -39,15 +37,7 @@ def test_it_starts_as_the_base_and_trains_as_in_peft_with_files_both_ways(name: 
 
 @pytest.mark.parametrize("of_inputs", [False, True])
 def test_forward_and_gradient_follow_the_equation(of_inputs: bool) -> None:
-    torch.manual_seed(0)
-    form, x = Ia3Linear.around(nn.Linear(5, 4).double(), of_inputs), torch.randn(3, 5).double()
-    with torch.no_grad():
-        form.ia3_l += torch.randn_like(form.ia3_l)
-    scale = form.ia3_l.flatten()
-    own = x * scale @ form.weight.T + form.bias if of_inputs else scale * (x @ form.weight.T + form.bias)
-    torch.testing.assert_close(form(x), own)
-    found, expected = (torch.autograd.grad(y.square().sum(), form.ia3_l) for y in (form(x), own))
-    torch.testing.assert_close(found, expected)
+    references.ia3_follows_the_equation(of_inputs)
 
 
 def biased(name: str) -> Any:

@@ -17,8 +17,8 @@ import petune.models.stack
 from petune.errors import UsageError
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.side import Ladder
-from petune.models.fresh import draw_tuned
 from petune.models.stack import Stack
+from tests.methods import references
 from tests.methods.zoo import (
     FOUR,
     GENERATE,
@@ -457,56 +457,14 @@ def test_a_width_that_leaves_odd_heads_is_refused_where_positions_turn() -> None
 # ------------------------------------------------------------------ a pruned start
 
 
-def _most(importance: Tensor, count: int) -> list[int]:
-    """The places of the greatest, in their order."""
-    order = sorted(range(len(importance)), key=lambda place: -float(importance[place]))
-    return sorted(order[:count])
-
-
 def test_a_pruned_start_follows_the_paper_in_float64() -> None:
-    """Rows by sum_j |W_ij|, columns by the rows that the weight before has kept; by loops, for BERT and 2 of
-    its 8 features of each head, 8 heads."""
-    base = tiny("bert-tokens").double()
-    model = wrap(tiny("bert-tokens").double(), "side", reduction=4, start="pruned", also_train=())
-    narrow, heads, wide = 16, 8, 8
-    stream = _most(base.bert.embeddings.word_embeddings.weight.abs().sum(0), narrow)
-    for index, block in enumerate(base.bert.encoder.layer):
-        own = dict(block.named_parameters())
-        side = dict(stacks(model)[0].side.blocks[index].named_parameters())
-        expected: dict[str, Tensor] = {}
-        at = [f"attention.self.{name}" for name in ("query", "key", "value")]
-        product = torch.ones(64, narrow, dtype=torch.float64)
-        for path in at:
-            product = product * own[f"{path}.weight"][:, stream].abs()
-        rows: list[int] = []
-        for head in range(heads):
-            first = head * wide
-            rows += [first + place for place in _most(product[first : first + wide].sum(1), wide // 4)]
-        for path in at:
-            expected[f"{path}.weight"] = own[f"{path}.weight"][rows][:, stream]
-            expected[f"{path}.bias"] = own[f"{path}.bias"][rows]
-        for path, norm in (
-            ("attention.output.dense", "attention.output.LayerNorm"),
-            ("intermediate.dense", None),
-            ("output.dense", "output.LayerNorm"),
-        ):
-            inner = rows if norm else stream
-            weight = own[f"{path}.weight"][:, inner]
-            rows = _most(weight.abs().sum(1), len(weight) // 4)
-            expected[f"{path}.weight"], expected[f"{path}.bias"] = weight[rows], own[f"{path}.bias"][rows]
-            if norm:
-                stream = rows
-                for leaf in ("weight", "bias"):
-                    expected[f"{norm}.{leaf}"] = own[f"{norm}.{leaf}"][rows]
-        assert side.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(side[name], value), name
+    references.pruned_start_follows_the_paper()
 
 
 def test_pruned_heads_that_turn_keep_pairs_and_share_keys_as_the_backbones_do() -> None:
     base, model = tiny("llama-causal"), wrap(tiny("llama-causal"), "side", reduction=4, start="pruned")
     block, side = base.model.layers[0], stacks(model)[0].side.blocks[0]
-    stream = _most(base.model.embed_tokens.weight.abs().sum(0), 16)
+    stream = references.most(base.model.embed_tokens.weight.abs().sum(0), 16)
     q, k, v = (getattr(block.self_attn, f"{name}_proj").weight[:, stream] for name in "qkv")
     for head in range(4):  # 8 heads of q, 2 to a key, 8 features each: one pair of 4 is left
         keys = slice(8 * head, 8 * head + 8)
@@ -534,13 +492,7 @@ def test_a_pruned_start_begins_as_the_base_and_comes_back(name: str, tmp_path: P
 
 
 def test_drawing_anew_leaves_what_was_pruned() -> None:
-    model = wrap(tiny("t5-seq2seq"), "side", reduction=4, start="pruned", end="paper")
-    before = {name: value.clone() for name, value in tuned_state(model).items()}
-    draw_tuned(model, 5)
-    same = {name for name, value in tuned_state(model).items() if torch.equal(value, before[name])}
-    pruned = {name for name in before if ".side.blocks." in name or ".side.norm." in name}
-    assert pruned <= same
-    assert not any(".down." in name or name.endswith("up.weight") for name in same)
+    references.drawing_anew_leaves_what_was_pruned()
 
 
 @pytest.mark.parametrize(("name", "match"), [("qwen3-causal", "q_norm"), ("phi3-causal", "q, k and v apart")])

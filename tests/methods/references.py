@@ -1,0 +1,181 @@
+"""What methods add, held against their papers' equations in float64: for the tests of methods, and for those
+that plant faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.methods import tuned_state, wrap
+from petune.methods.configs import DoraConfig
+from petune.methods.dora import DoraLinear
+from petune.methods.ia3 import Ia3Linear
+from petune.models.fresh import draw_tuned
+from petune.models.stack import Stack
+from tests.methods.zoo import stir, tiny
+
+PARALLEL: dict[str, Any] = {"kind": "parallel", "reduction": 4, "activation": "relu", "also_train": ()}
+
+
+def with_dora(layer: nn.Linear, **settings: Any) -> DoraLinear:
+    """The layer with everything that trains moved from its start."""
+    form = DoraLinear.around(layer, DoraConfig(**({"r": 3, "alpha": 5} | settings)))
+    with torch.no_grad():
+        for value in form.tuned().values():
+            value += 0.3 * torch.randn_like(value)
+    return form
+
+
+def dora_follows_the_equation(bias: bool) -> None:
+    """DoRA's forward and gradients, the norm a constant."""
+    torch.manual_seed(0)
+    layer = nn.Linear(10, 6, bias).double()
+    form, x, upstream = (
+        with_dora(layer),
+        torch.randn(4, 7, 10).double().requires_grad_(),
+        torch.randn(4, 7, 6).double(),
+    )
+    y = form(x)
+    found = torch.autograd.grad((y * upstream).sum(), [x, *form.tuned().values()])
+    m, turned = form.lora_magnitude_vector, layer.weight + 5 / 3 * form.lora_B @ form.lora_A
+    own = x @ ((m / turned.norm(dim=1).detach())[:, None] * turned).T + (layer.bias if bias else 0)
+    torch.testing.assert_close(y, own, rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad((own * upstream).sum(), [x, *form.tuned().values()])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    form.merged, merged = True, nn.functional.linear(x, form.merged_weight(), layer.bias)
+    torch.testing.assert_close(merged, own, rtol=1e-12, atol=1e-12)
+
+
+def ia3_follows_the_equation(of_inputs: bool) -> None:
+    """(IA)^3's forward and gradient."""
+    torch.manual_seed(0)
+    form, x = Ia3Linear.around(nn.Linear(5, 4).double(), of_inputs), torch.randn(3, 5).double()
+    with torch.no_grad():
+        form.ia3_l += torch.randn_like(form.ia3_l)
+    scale = form.ia3_l.flatten()
+    own = x * scale @ form.weight.T + form.bias if of_inputs else scale * (x @ form.weight.T + form.bias)
+    torch.testing.assert_close(form(x), own)
+    found, expected = (torch.autograd.grad(y.square().sum(), form.ia3_l) for y in (form(x), own))
+    torch.testing.assert_close(found, expected)
+
+
+def pfeiffers_adapter_follows_the_paper() -> None:
+    """MAD-X: the adapter reads the normed sum of the MLP and what it is added to, and adds to the MLP."""
+    model = tiny("bert-classify").double()
+    wrap(model, "adapter", kind="pfeiffer", reduction=4, activation="relu", also_train=())
+    stir(model, std=0.1)
+    block = model.bert.encoder.layer[0]
+    norm, made = block.output.LayerNorm, block.output.LayerNorm.tuned()
+    assert {value.dtype for value in made.values()} == {torch.float64}
+    twin = {key: value.detach().clone().requires_grad_() for key, value in made.items()}
+    torch.manual_seed(2)
+    x, upstream = torch.randn(2, 2, 5, 64, dtype=torch.float64)
+    inner = block.intermediate(x)
+    y = F.linear(inner, block.output.dense.weight, block.output.dense.bias)
+    layer_norm = lambda total: F.layer_norm(total, (64,), norm.weight, norm.bias, norm.eps)  # noqa: E731
+    low = F.relu(layer_norm(y + x) @ twin["adapter_down.weight"].T + twin["adapter_down.bias"])
+    expected = layer_norm(y + low @ twin["adapter_up.weight"].T + twin["adapter_up.bias"] + x)
+    found = block.output(inner, x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (found * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    for key, value in made.items():
+        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+
+
+def _beside(x: torch.Tensor, made: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """Equation 5 of He et al. 2022, with biases: s f(x W_down) W_up."""
+    low = F.relu(x @ made["adapter_down.weight"].T + made["adapter_down.bias"])
+    return scale * (low @ made["adapter_up.weight"].T + made["adapter_up.bias"])
+
+
+def parallel_adapters_follow_the_paper(name: str, given: dict[str, float], scale: float) -> None:
+    """h <- MLP(x) + s f(x W_down) W_up, x being what the block adds it to (after attention)."""
+    model = wrap(tiny(name).double(), "adapter", **PARALLEL, **given)
+    stir(model, std=0.1)
+    base = model.get_submodule(getattr(model, "base_model_prefix", ""))
+    block = base.encoder.layer[0] if name == "bert-classify" else base.layers[0]
+    site = block.output.dense if name == "bert-classify" else block.mlp.down_proj
+    twin = {key: value.detach().clone().requires_grad_() for key, value in site.tuned().items()}
+    torch.manual_seed(2)
+    x, upstream = torch.randn(2, 2, 5, 64, dtype=torch.float64)
+    if name == "bert-classify":
+        inner = F.gelu(x @ block.intermediate.dense.weight.T + block.intermediate.dense.bias)
+        y = inner @ site.weight.T + site.bias
+        norm = block.output.LayerNorm
+        expected = F.layer_norm(y + _beside(x, twin, scale) + x, (64,), norm.weight, norm.bias, norm.eps)
+        found = block.feed_forward_chunk(x)
+    else:
+        normed = block.post_attention_layernorm(x)
+        inner = F.silu(normed @ block.mlp.gate_proj.weight.T) * (normed @ block.mlp.up_proj.weight.T)
+        expected = inner @ site.weight.T + _beside(x, twin, scale)
+        found = block.mlp(normed)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (found * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    for key, value in site.tuned().items():
+        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+
+
+def most(importance: Tensor, count: int) -> list[int]:
+    """The places of the greatest, in their order."""
+    order = sorted(range(len(importance)), key=lambda place: -float(importance[place]))
+    return sorted(order[:count])
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    return [module for module in model.modules() if isinstance(module, Stack)]
+
+
+def pruned_start_follows_the_paper() -> None:
+    """Rows by sum_j |W_ij|, columns by the rows that the weight before has kept; by loops, for BERT and 2 of
+    its 8 features of each head, 8 heads."""
+    base = tiny("bert-tokens").double()
+    model = wrap(tiny("bert-tokens").double(), "side", reduction=4, start="pruned", also_train=())
+    narrow, heads, wide = 16, 8, 8
+    stream = most(base.bert.embeddings.word_embeddings.weight.abs().sum(0), narrow)
+    for index, block in enumerate(base.bert.encoder.layer):
+        own = dict(block.named_parameters())
+        side = dict(stacks(model)[0].side.blocks[index].named_parameters())
+        expected: dict[str, Tensor] = {}
+        at = [f"attention.self.{name}" for name in ("query", "key", "value")]
+        product = torch.ones(64, narrow, dtype=torch.float64)
+        for path in at:
+            product = product * own[f"{path}.weight"][:, stream].abs()
+        rows: list[int] = []
+        for head in range(heads):
+            first = head * wide
+            rows += [first + place for place in most(product[first : first + wide].sum(1), wide // 4)]
+        for path in at:
+            expected[f"{path}.weight"] = own[f"{path}.weight"][rows][:, stream]
+            expected[f"{path}.bias"] = own[f"{path}.bias"][rows]
+        for path, norm in (
+            ("attention.output.dense", "attention.output.LayerNorm"),
+            ("intermediate.dense", None),
+            ("output.dense", "output.LayerNorm"),
+        ):
+            inner = rows if norm else stream
+            weight = own[f"{path}.weight"][:, inner]
+            rows = most(weight.abs().sum(1), len(weight) // 4)
+            expected[f"{path}.weight"], expected[f"{path}.bias"] = weight[rows], own[f"{path}.bias"][rows]
+            if norm:
+                stream = rows
+                for leaf in ("weight", "bias"):
+                    expected[f"{norm}.{leaf}"] = own[f"{norm}.{leaf}"][rows]
+        assert side.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(side[name], value), name
+
+
+def drawing_anew_leaves_what_was_pruned() -> None:
+    """What a ladder's blocks began as stays; the rest is drawn."""
+    model = wrap(tiny("t5-seq2seq"), "side", reduction=4, start="pruned", end="paper")
+    before = {name: value.clone() for name, value in tuned_state(model).items()}
+    draw_tuned(model, 5)
+    same = {name for name, value in tuned_state(model).items() if torch.equal(value, before[name])}
+    pruned = {name for name in before if ".side.blocks." in name or ".side.norm." in name}
+    assert pruned <= same
+    assert not any(".down." in name or name.endswith("up.weight") for name in same)
