@@ -56,7 +56,8 @@ def test_rows_that_are_padded_alike_end_bit_by_bit_as_without_a_cache(family: st
     assert_same_run(found, uncached(tmp_path, family, **alike))
 
 
-@pytest.mark.parametrize("way", ["cached and resumed", pytest.param("in stages", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["cached and resumed", "in stages"])
 def test_a_pruned_ladder_is_the_same_however_it_is_trained(way: str, tmp_path: Path) -> None:
     own: dict[str, Any] = {"name": "side", "reduction": 4, "start": "pruned"}
     short: dict[str, Any] = {"method": own, "max_steps": 3, "save_every": 2}
