@@ -174,6 +174,8 @@ def row_of(text: str, task: str) -> dict[str, Any]:
         }
     if task == "embed":
         return {"anchor": text, "positive": " ".join(reversed(words)) + " one"}
+    if task == "rerank":
+        return {"query": words[0], "positive": text, "negative": [f"dog {words[-1]}", "fox hill"]}
     if task == "prefer":
         answer = " ".join(reversed(words))
         return {"prompt": text, "chosen": f"{answer} one", "rejected": " ".join(["dog", *words[:2]])}

@@ -119,6 +119,7 @@ def of_python(folder: Path) -> dict[str, Any]:
 BEFORE = {
     "docs/recipes.md": of_recipes,
     "docs/how-to/embeddings.md": of_recipes,
+    "docs/how-to/reranking.md": of_recipes,
     "docs/report.md": of_reports,
     "docs/python.md": of_python,
     "docs/kernels.md": of_python,

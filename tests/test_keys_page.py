@@ -17,6 +17,7 @@ from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS
 from petune.recipe.schema import Recipe
 from petune.recipe.written_schema import json_schema
 from petune.recipe.yaml_lines import write_scalar
+from petune.tasks.configs import OF_TASKS
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Every key of a recipe
@@ -25,7 +26,7 @@ Written by `python -m tests.test_keys_page` from the schema that checks recipes;
 larger settings do, and how paths and overrides are read, is in [recipes.md](recipes.md). `petune check --full
 RECIPE` prints the same for a recipe of yours; `petune.recipe.json_schema()` is the schema, for an editor.
 """
-SECTIONS = ("data", "method", "prefer", "embed", "memory", "parallel")
+SECTIONS = ("data", "method", *OF_TASKS, "memory", "parallel")
 KINDS = {"string": "text", "boolean": "true, false", "null": "null", "object": "mapping", "array": "list"}
 LOW = {"minimum": "from", "exclusiveMinimum": "above"}
 HIGH = {"maximum": "to", "exclusiveMaximum": "below"}
@@ -97,7 +98,7 @@ def page() -> str:
         lines += (
             [f"Those of {alike}."] if alike else rows("method.", settings) if settings else ["No settings."]
         )
-    for name in ("prefer", "embed", "memory"):
+    for name in (*OF_TASKS, "memory"):
         lines += ["", f"## {name}", "", meaning(keys[name]), ""]
         lines += rows(f"{name}.", keys[name]["anyOf"][1]["properties"])
     lines += ["", "## parallel", "", meaning(keys["parallel"]), ""]

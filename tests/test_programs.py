@@ -183,6 +183,53 @@ def test_sentence_transformers_reads_a_merged_model_and_has_the_same_loss(
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("loss", ["bce", "softmax"])
+def test_a_cross_encoder_reads_a_merged_model_and_has_the_same_loss_and_gradients(
+    loss: str, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="make test-system installs it")
+    losses = pytest.importorskip("sentence_transformers.cross_encoder.losses")
+    write_model(tmp_path / "bert", "bert")
+    (tmp_path / "bert" / "chat_template.jinja").unlink()  # encoders have none; it would write pairs as turns
+    rows = [
+        {"query": f"red {one}", "positive": f"sun {one} hill", "negative": ["dog", f"fox {one} sea"]}
+        for one in ("one", "two", "three sings", "moon")
+    ]
+    for name, part in {"rerank": rows, "rerank-held": [rows[0] | {"query": "blue"}]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    recipe = settings(
+        tmp_path, "bert", "full", task="rerank", rerank=loss, batch_size=4, accumulate=1, max_steps=3
+    )
+    step = training(recipe)
+    found = step.passes(step.micro_batches(0), 0)
+    for made in (step.model, step.prepared.tokenizer):
+        made.save_pretrained(tmp_path / "begun")  # type: ignore[operator]
+    read = library.CrossEncoder(str(tmp_path / "begun"), device="cpu")
+    columns = [[row["query"], row["positive"], *row["negative"]] for row in rows]
+    if loss == "softmax":
+        theirs = losses.MultipleNegativesRankingLoss(read, scale=1.0, activation_fn=nn.Identity())
+        # one query at a time, or the passages of the others would join
+        expected = sum(theirs([[text] for text in column], None) for column in columns) / len(columns)
+    else:
+        pairs = [(query, passage) for query, *passages in columns for passage in passages]
+        gold = torch.tensor([1.0, 0.0, 0.0] * 4)
+        expected = losses.BinaryCrossEntropyLoss(read)(
+            [list(side) for side in zip(*pairs, strict=True)], gold
+        )
+    expected.backward()
+    assert found == pytest.approx(float(expected.detach()), abs=1e-6)
+    own = {name: value.grad for name, value in step.tuned.items() if name not in step.idle}
+    for name, value in own.items():
+        torch.testing.assert_close(value, read.model.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+
+    done = run(recipe)
+    merged = library.CrossEncoder(str(done.merge()), device="cpu")
+    ranked = done.rank("red two", ["sun two hill", "dog", "blue sea fox"])
+    scores = merged.predict([("red two", passage) for passage, _ in ranked])
+    assert merged.max_seq_length == 64 and scores == pytest.approx([score for _, score in ranked], abs=1e-6)
+
+
+@pytest.mark.system
 def test_recomputation_by_trl_is_refused_with_the_switch_that_ends_it(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,13 @@ STREAMED = {"clip": None, "memory": {"stream": "fp32"}, "kernels": "reference"} 
 OTHER_TASKS: dict[str, dict[str, Any]] = {  # over what the recipe of family and method says
     "bert_lora_tokens": {"task": "tokens", "class_weights": "none", "lr": 1e-3},
     "bert_lora_embed": {"task": "embed", "class_weights": "none", "lr": 2e-4},
+    "bert_lora_rerank": {
+        "task": "rerank",
+        "rerank": "softmax",
+        "class_weights": "none",
+        "lr": 2e-4,
+        "epochs": 1,
+    },
     "llama_lora_prefer": {
         "task": "prefer",
         "data": {"path": "demo:docstrings", "max_length": 128, "truncation": "left"},

@@ -17,10 +17,8 @@ from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.raw import (
     AUTO,
-    EMBED,
     MEMORY,
     PARALLEL,
-    PREFER,
     SECTIONS,
     Found,
     Written,
@@ -31,7 +29,7 @@ from petune.recipe.rules import broken_rules
 from petune.recipe.schema import Recipe, section_model
 from petune.recipe.suggest import meant_value, suggest
 from petune.recipe.yaml_lines import MAX_PROBLEMS, KeyPath, dotted, scalar, short, write_scalar
-from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig
+from petune.tasks.configs import OF_TASKS, DataConfig, choices_of
 
 
 def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
@@ -54,7 +52,7 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
         values["method"] = None
         problems.append(_no_method(written, method_name))
     values["data"] = data
-    for key, config in ((MEMORY, MemoryConfig), (PREFER, PreferConfig), (EMBED, EmbedConfig)):
+    for key, config in {MEMORY: MemoryConfig, **OF_TASKS}.items():
         values[key], more = _section(written, key, config, "", method_name)
         problems += more
     values["parallel"], more = _parallel(written)
@@ -160,14 +158,15 @@ _EXAMPLES = {
     "data": "data: demo:docstrings",
     "method": "method: lora",
     "memory": "memory: input",
-    "prefer": "prefer: dpo",
-    "embed": "embed: mean",
+    **{key: f"{key}: {getattr(config(), SECTIONS[key])}" for key, config in OF_TASKS.items()},
 }
 _FORMS = {
     "data": "a file, folder, glob, demo:NAME or hub id, or a mapping with path",
     "memory": f"one of {', '.join(KEEPS)}, or a mapping of settings",
-    "prefer": "one of dpo, ipo, orpo, or a mapping of settings",
-    "embed": "one of mean, cls, or a mapping of settings",
+    **{
+        key: f"one of {', '.join(choices_of(config))}, or a mapping of settings"
+        for key, config in OF_TASKS.items()
+    },
 }
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from petune.errors import Problem
 from petune.recipe.yaml_lines import KeyPath, scalar, short, write_scalar
+from petune.tasks.configs import OF_TASKS
 
+MEMORY = "memory"
 # a bare text there means this setting
-SECTIONS = {"data": "path", "method": "name", "memory": "keep", "prefer": "loss", "embed": "pooling"}
-MEMORY, PREFER, EMBED = "memory", "prefer", "embed"
-OPTIONAL = (MEMORY, PREFER, EMBED)  # sections that may be left out or empty
+SECTIONS = {"data": "path", "method": "name", MEMORY: "keep"}
+SECTIONS |= {key: dataclasses.fields(config)[0].name for key, config in OF_TASKS.items()}
+OPTIONAL = (MEMORY, *OF_TASKS)  # sections that may be left out or empty
 PARALLEL = "parallel"  # holds an axis per backend, which holds settings
 AUTO = "auto"  # in the place of its axes: they are chosen when a run starts
 

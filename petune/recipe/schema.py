@@ -21,7 +21,7 @@ from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.raw import AUTO, OPTIONAL, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
-from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig
+from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig, RerankConfig
 
 # What the recipe names as input; a relative one is looked for beside the recipe, then in the working
 # directory.
@@ -53,11 +53,13 @@ class Recipe(BaseModel):
     data: SkipValidation[DataConfig] = Field(
         description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more"
     )
-    task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat", "prefer", "embed"] | None = Field(
+    task: (
+        Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat", "prefer", "embed", "rerank"] | None
+    ) = Field(
         None,
         description=(
-            "classify, tokens, mlm, seq2seq, causal, chat, prefer or embed; null: inferred from model and"
-            " data where unambiguous"
+            "classify, tokens, mlm, seq2seq, causal, chat, prefer, embed or rerank; null: inferred from"
+            " model and data where unambiguous"
         ),
     )
     method: SkipValidation[MethodConfig] = Field(
@@ -145,6 +147,9 @@ class Recipe(BaseModel):
     )
     embed: SkipValidation[EmbedConfig] = Field(
         EmbedConfig(), description="task embed: mean or cls pooling; or a mapping with pooling and more"
+    )
+    rerank: SkipValidation[RerankConfig] = Field(
+        RerankConfig(), description="task rerank: bce or softmax; or a mapping with loss"
     )
     cache: bool | Literal["fp32", "bf16", "fp8"] = Field(
         False, description="side: run the frozen backbone once for each row; true, or the dtype to store"

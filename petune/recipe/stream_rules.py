@@ -43,7 +43,7 @@ def _only(name: str) -> _Row:
 STREAM_RULES: tuple[_Row, ...] = (
     (
         ("data.stream", "task"),
-        lambda recipe: not _data(recipe, "stream") or recipe.task not in ("prefer", "embed"),
+        lambda recipe: not _data(recipe, "stream") or recipe.task not in ("prefer", "embed", "rerank"),
         "rows of several texts are not streamed yet",
         "set data.stream: false",
     ),

@@ -15,10 +15,10 @@ from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS
 from petune.recipe.aliases import CLASSIC
-from petune.recipe.raw import EMBED, MEMORY, PARALLEL, PREFER, SECTIONS
+from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS
 from petune.recipe.schema import Recipe
 from petune.recipe.yaml_lines import KeyPath
-from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig
+from petune.tasks.configs import OF_TASKS, DataConfig
 
 # Names other toolkits and people use -> the key path here, or a sentence (it has a space) where there is
 # none.
@@ -179,7 +179,7 @@ def _settings() -> dict[str, dict[str, tuple[str, ...]]]:
         table.setdefault(entry.name, {})[f"data.{entry.name}"] = ()
     for entry in dataclasses.fields(MemoryConfig):
         table.setdefault(entry.name, {})[f"{MEMORY}.{entry.name}"] = ()
-    for section, config in ((PREFER, PreferConfig), (EMBED, EmbedConfig)):
+    for section, config in OF_TASKS.items():
         for entry in dataclasses.fields(config):
             table.setdefault(entry.name, {})[f"{section}.{entry.name}"] = ()
     for name, method in METHODS.items():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from petune.methods.configs import method_of
 from petune.recipe.schema import Recipe
-from petune.tasks.configs import EmbedConfig, PreferConfig
+from petune.tasks.configs import OF_TASKS
 
 
 class Rule(NamedTuple):
@@ -22,6 +22,17 @@ class Rule(NamedTuple):
 
 def _task_is(recipe: Recipe, *tasks: str) -> bool:
     return recipe.task is None or recipe.task in tasks
+
+
+def _belongs(task: str) -> Rule:
+    """The settings of a task must be the usual ones where it is another one."""
+    usual = OF_TASKS[task]()
+    return Rule(
+        (task, "task"),
+        lambda recipe: getattr(recipe, task) == usual or _task_is(recipe, task),
+        f"it belongs to task: {task}",
+        f"remove {task}",
+    )
 
 
 TASK_RULES = (
@@ -55,18 +66,7 @@ TASK_RULES = (
         "they belong to task: classify",
         "remove class_weights",
     ),
-    Rule(
-        ("prefer", "task"),
-        lambda recipe: recipe.prefer == PreferConfig() or _task_is(recipe, "prefer"),
-        "it belongs to task: prefer",
-        "remove prefer",
-    ),
-    Rule(
-        ("embed", "task"),
-        lambda recipe: recipe.embed == EmbedConfig() or _task_is(recipe, "embed"),
-        "it belongs to task: embed",
-        "remove embed",
-    ),
+    *(_belongs(task) for task in OF_TASKS),
     Rule(
         ("parallel", "task"),
         lambda recipe: recipe.task != "embed" or "pp" not in recipe.parallel.axes,

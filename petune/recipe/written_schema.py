@@ -9,9 +9,9 @@ from typing import Any, get_type_hints
 from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.raw import EMBED, MEMORY, PARALLEL, PREFER
+from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS
 from petune.recipe.schema import Recipe, field_docs, section_model
-from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig
+from petune.tasks.configs import OF_TASKS, DataConfig, choices_of
 
 
 def json_schema() -> dict[str, Any]:
@@ -26,15 +26,20 @@ def json_schema() -> dict[str, Any]:
             *(_section_schema(method.config, name) for name, method in METHODS.items()),
         ],
         MEMORY: [{"enum": [*KEEPS, None]}, _section_schema(MemoryConfig)],
-        EMBED: [{"enum": ["mean", "cls", None]}, _section_schema(EmbedConfig)],
-        PREFER: [{"enum": ["dpo", "ipo", "orpo", None]}, _section_schema(PreferConfig)],
+        **{key: _short_or_section(config) for key, config in OF_TASKS.items()},
         PARALLEL: [{"enum": ["none", "auto", *BACKENDS, None]}, _parallel_schema()],
     }
     for key, forms in sections.items():
         schema["properties"][key] = {"anyOf": forms, "description": Recipe.model_fields[key].description}
-    schema["properties"][PREFER]["default"], schema["properties"][EMBED]["default"] = "dpo", "mean"
+    for key, config in OF_TASKS.items():
+        schema["properties"][key]["default"] = getattr(config(), SECTIONS[key])
     schema["properties"][MEMORY]["default"], schema["properties"][PARALLEL]["default"] = "auto", "none"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "petune recipe"}
+
+
+def _short_or_section(config: type) -> list[dict[str, Any]]:
+    """The forms of a section: a bare text, which is one of its settings, or a mapping."""
+    return [{"enum": [*choices_of(config), None]}, _section_schema(config)]
 
 
 def _parallel_schema() -> dict[str, Any]:

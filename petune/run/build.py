@@ -45,7 +45,7 @@ from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, m
 from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
 from petune.run.balance import balance_in
-from petune.run.objective import embed_objective, objective_of
+from petune.run.objective import embed_objective, objective_of, rerank_objective
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.rows import rows_of
 from petune.run.streaming import refuse_unstreamable, stream, streams
@@ -59,6 +59,7 @@ from petune.tasks import (
     check_fit,
     detect_format,
     infer_task,
+    refuse_single,
 )
 
 
@@ -155,6 +156,8 @@ def prepare(
         load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
     )
     rows, encoded = rows_of(recipe, name, config, positions_of(config), tokenizer, labels, objects)
+    if name == "rerank":
+        refuse_single(recipe.rerank, encoded.train, recipe.where("rerank"))
     return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects)
 
 
@@ -181,7 +184,7 @@ def load_base(
     """
     whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.float32 if whole else choose_place(recipe).dtype
-    ends = (source, cast("Head", task.head), labels, dtype)
+    ends = (source, cast("Head", task.head), task.outputs(labels), dtype)
     own = (*ends, deepcopy(config), recipe.seed)
     loaded = load_model(*own) if given is None else adopt_model(given, *ends)
     loaded.model.config.pad_token_id = tokenizer.pad_token_id
@@ -286,8 +289,11 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     mesh's device."""
     recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
     found = objective_of(prepared.task, weights, balance_in(model, mesh), recipe.prefer)
+    texts = len(prepared.encoded.train[0].texts)
     if prepared.task.name == "embed":
-        found = embed_objective(recipe.embed, len(prepared.encoded.train[0].texts), mesh)
+        found = embed_objective(recipe.embed, texts, mesh)
+    elif prepared.task.name == "rerank":
+        found = rerank_objective(recipe.rerank, texts)
     objective = replace(found, autocast=prepared.place.autocast)
     unread = contents_of(model) is not None
     with phase("reading the weights" if unread else f"moving the model to {mesh.device}"):

@@ -21,6 +21,7 @@ from petune.tasks import METRICS, Example, Scorer, Task, collate
 from petune.tasks.embed_loss import EmbeddingScorer
 from petune.tasks.metrics import Scores
 from petune.tasks.prefer_loss import PreferenceScorer
+from petune.tasks.rerank_loss import JUDGED, LISTED, RankingScorer
 
 
 def batches(
@@ -79,14 +80,20 @@ class Metric(NamedTuple):
     larger_is_better: bool
 
 
-def metric_of(recipe: Recipe, task: Task) -> Metric:
-    """The metric that a recipe names, or its task's own. Raises RecipeError for one that the task does not
-    have."""
-    name, known = recipe.metric or task.metric, METRICS[task.name]
+def metric_of(recipe: Recipe, task: Task, row: Example) -> Metric:
+    """The metric that a recipe names, or its task's own for rows like this one. Raises RecipeError for one
+    that they do not have."""
+    usual, better = task.metric, METRICS[task.name]
+    known: Sequence[str] = tuple(better)
+    if task.name == "rerank":
+        known = LISTED if row.others else JUDGED
+        usual = known[0]
+    name = recipe.metric or usual
     if name not in known:
-        what, expected = f"task {task.name} has no metric {name!r}", ", ".join(known)
+        rows = f" for rows of {len(row.texts)} text{'s' * bool(row.others)}" if task.name == "rerank" else ""
+        what, expected = f"task {task.name} has no metric {name!r}{rows}", ", ".join(known)
         raise RecipeError(what, where=recipe.where("metric"), expected=expected)
-    return Metric(name, (known[name] if recipe.direction == "auto" else recipe.direction) == "max")
+    return Metric(name, (better[name] if recipe.direction == "auto" else recipe.direction) == "max")
 
 
 Ask = Callable[[Batch], Tensor | None]  # logits of a batch; None in a process that only passes them on
@@ -102,6 +109,8 @@ Add = Callable[[Any], Any]  # numbers summed over all processes
 def scorer_of(recipe: Recipe, task: Task, labels: Sequence[str] = (), rows: Sequence[Example] = ()) -> Scores:
     """A scorer of a recipe's task that has seen none of `rows`. `labels` are the classes or tags in the order
     of their ids, none for other tasks."""
+    if task.name == "rerank":
+        return RankingScorer(recipe.rerank, len(rows[0].texts))
     if task.name == "embed":
         size = recipe.eval_batch_size or recipe.batch_size
         return EmbeddingScorer(recipe.embed, len(rows), len(rows[0].texts), size)

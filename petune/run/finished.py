@@ -155,10 +155,11 @@ class Run:
     def generate(self, prompt: str | Sequence[str], **options: Any) -> str | list[str]:
         """The tuned model's answer to a text, or a list of answers to a list of texts, each asked by itself.
 
-        That is the label for classify, a line `word<tab>tag` a word for tokens, and the text with its masks
-        filled in for mlm. `options` are transformers' generation options. Greedy unless one of sampling
-        (`temperature=0.7`, `top_p=0.9`, ...) is given. Raises UsageError for prompts that are no texts and
-        for options that are unknown, out of range or contradict each other.
+        That is the label for classify, a line `word<tab>tag` a word for tokens, the text with its masks
+        filled in for mlm, and for rerank, of a query and a passage a line, lines `score<tab>passage`.
+        `options` are transformers' generation options. Greedy unless one of sampling (`temperature=0.7`,
+        `top_p=0.9`, ...) is given. Raises UsageError for prompts that are no texts and for options that are
+        unknown, out of range or contradict each other.
         """
         if isinstance(prompt, list | tuple):
             return self.generate_many(prompt, **options)
@@ -173,6 +174,11 @@ class Run:
                 remedy="for one text use generate",
             )
         return [self.speaker.ask(prompt, **options) for prompt in [text_of(prompt) for prompt in prompts]]
+
+    def rank(self, query: str, passages: Sequence[str]) -> list[tuple[str, float]]:
+        """The passages with how well each answers the query, from 0 to 1, the best first; for task rerank.
+        Raises UsageError for other tasks, and for anything but texts."""
+        return self.speaker.rank(query, passages)
 
     def chat(self, **options: Any) -> Chat:
         """A conversation with the tuned model that can switch to the untouched base."""

@@ -22,6 +22,7 @@ from petune.methods import is_wrapped, without_tuning
 from petune.run.build import Place, positions_of
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Coder, cut_on
+from petune.tasks.rerank_loss import passage_scores
 from petune.tasks.tokens import encode_words
 
 _WHOLE = {
@@ -46,6 +47,7 @@ _OTHER_ANSWERS = {
     "output_logits",
     "output_attentions",
 }
+_PASSAGES = 32  # that are read at a time
 _NOT_OPTIONS = _OTHER_ANSWERS | {"output_hidden_states", "transformers_version"}
 
 
@@ -162,7 +164,7 @@ class Speaker:
 
     def ask(self, prompt: str | Sequence[Message], **options: Any) -> str:
         """The model's answer to one prompt, a text or, for chat, a conversation; for classify the label, for
-        tokens a line `word<tab>tag` per word, for mlm the masks filled in.
+        tokens a line `word<tab>tag` per word, for mlm the masks filled in, for rerank see `rank_lines`.
 
         `options` are transformers' generation options (max_new_tokens, temperature, top_p, num_beams, ...);
         greedy, 128 new tokens unless said, and sampled where one of sampling is given. Raises UsageError for
@@ -216,6 +218,38 @@ class Speaker:
         best = int(probabilities.argmax())
         return str(self.model.config.id2label[best]), float(probabilities[best])  # type: ignore[union-attr, index]
 
+    def rank(self, query: str, passages: Sequence[str]) -> list[tuple[str, float]]:
+        """The passages with how well each answers `query`, from 0 to 1, the best first; pairs are cut as in
+        training. Raises UsageError for a task other than rerank, and for anything but texts."""
+        if self.task.name != "rerank":
+            raise UsageError(f"a model of task {self.task.name} does not rank", where="rank")
+        pairs = [(text_of(query), text_of(passage)) for passage in passages]
+        limit, found = self._coder().limit, []
+        for at in range(0, len(pairs), _PASSAGES):
+            with cut_on(self.tokenizer, self.data.truncation):
+                inputs = self.tokenizer(
+                    pairs[at : at + _PASSAGES],
+                    padding=True,
+                    truncation="longest_first",
+                    max_length=limit,
+                    return_tensors="pt",
+                ).to(self.place.device)
+            with torch.no_grad(), self.place.autocast():
+                found += passage_scores(self.model(**inputs).logits).sigmoid().tolist()
+        return sorted(zip(passages, found, strict=True), key=lambda one: -one[1])
+
+    def rank_lines(self, text: str) -> str:
+        """`rank` of a query in the first line and a passage in each line after it: lines
+        `score<tab>passage`. Raises UsageError where no passage is given."""
+        query, *passages = [line for line in text.splitlines() if line.strip()]
+        if not passages:
+            remedy = (
+                r"""printf 'query\npassage\npassage' | petune generate RUN, or Run.rank(query, passages)"""
+            )
+            what = "the query has no passages to rank"
+            raise UsageError(what, where="generate", expected="a line for each", remedy=remedy)
+        return "\n".join(f"{score:.6f}\t{passage}" for passage, score in self.rank(query, passages))
+
     def tag(self, text: str) -> str:
         """Each word of `text`, as blanks part them, with its tag: lines `word<tab>tag`. Raises UsageError for
         one that is too long."""
@@ -268,6 +302,7 @@ _ANSWERS: dict[str, Callable[[Speaker, str], str]] = {  # of tasks that generate
     "classify": lambda speaker, text: speaker.classify(text)[0],
     "tokens": Speaker.tag,
     "mlm": Speaker.fill_masks,
+    "rerank": Speaker.rank_lines,
 }
 
 

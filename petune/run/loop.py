@@ -49,7 +49,7 @@ class Loop:
         self.callbacks = callbacks or Callbacks()
         self.prepared, self.folder, self.reporter, self.stop = prepared, folder, reporter, stop
         self.recipe, self.task = prepared.recipe, prepared.task
-        self.metric = metric_of(self.recipe, self.task)
+        self.metric = metric_of(self.recipe, self.task, prepared.encoded.train[0])
         self.trackers = Trackers(self.recipe.trackers if mesh is None or mesh.main else ())
         self.step = Step(prepared, mesh)
         self.runner, self.steps = self.step.runner, self.step.steps
@@ -278,7 +278,7 @@ class Loop:
             "format": rows.format,
             "rows": rows.sha256,
             "held_out": len(self.prepared.encoded.eval),
-            "num_labels": len(rows.labels or ()),
+            "num_labels": len(self.task.outputs(rows.labels) or ()),
             "metric": self.metric.name,
             "direction": "max" if self.metric.larger_is_better else "min",
             **self.progress.summary(scores),

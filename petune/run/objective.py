@@ -13,9 +13,10 @@ from petune.parallel.collectives import gather_dim, gather_seq
 from petune.run.balance import Balance
 from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, loss_sum, trained_positions
-from petune.tasks.configs import EmbedConfig, PreferConfig
+from petune.tasks.configs import EmbedConfig, PreferConfig, RerankConfig
 from petune.tasks.embed_loss import alone, contrastive, pooled
 from petune.tasks.prefer_loss import judged, token_losses
+from petune.tasks.rerank_loss import passage_scores, ranking_losses
 
 DPO = PreferConfig()
 
@@ -63,6 +64,29 @@ def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
         return contrastive(found, config, meet if mesh.plan.dp > 1 else alone)
 
     return Objective(ask, loss, texts=texts, tuned=tuned_parameters, meets=True)
+
+
+def rerank_objective(config: RerankConfig, texts: int) -> Objective:
+    """What a runner needs to know of queries with so many passages each, as `objective_of`."""
+
+    def ask(model: nn.Module, batch: Batch) -> Outputs:
+        return outputs_of(model, batch)
+
+    def loss(outputs: Outputs, batch: Batch) -> Tensor:
+        kept, rows = real_rows(outputs.logits, batch)
+        return ranking_losses(passage_scores(kept), rows["labels"], texts, config).sum()
+
+    return Objective(ask, loss, texts=texts, tuned=tuned_parameters)
+
+
+def idle_tensors(model: nn.Module, task: Task, rerank: RerankConfig) -> frozenset[str]:
+    """The tuned tensors that the loss does not depend on: what a softmax over the passages of a query sees
+    is the same whatever is added to all of their scores. Their gradients are rounding, which no optimizer
+    should follow."""
+    if task.name != "rerank" or rerank.loss != "softmax":
+        return frozenset()
+    tuned = tuned_parameters(model).items()
+    return frozenset(name for name, value in tuned if name.endswith(".bias") and value.shape == (1,))
 
 
 def objective_of(

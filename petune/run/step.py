@@ -34,6 +34,7 @@ from petune.run.build import Prepared, build, run_on
 from petune.run.control import untouched_base
 from petune.run.evaluate import scoring
 from petune.run.expert_load import ExpertLoad
+from petune.run.objective import idle_tensors
 from petune.run.progress import Progress
 from petune.run.references import referred, refuse_unreferable
 from petune.run.schedule import Steps, learning_rate, plan_steps, units_of_step
@@ -110,6 +111,7 @@ class Step:
             self.read_by_ranges = contents_of(model) is not None
             refuse_unreferable(model, prepared)
             self._note_whole(model, mesh)
+            self.idle = idle_tensors(model, prepared.task, recipe.rerank)
             self.make_optimizer = partial(state.make_optimizer, recipe, rates=learning_rates(model))
             self.runner = run_on(model, prepared, mesh, self.weights)
         self.model, self.tuned = self.runner.model, self.runner.tuned
@@ -155,7 +157,8 @@ class Step:
             (self.tuned, None) if streamed is None else (streamed.moving, streamed.has_gradient)
         )
         here = {name: local(value) for name, value in frozen.items()}
-        return Audit(moving, here, runner.names, runner.any, has_gradient)
+        names = [name for name in runner.names if name not in self.idle]
+        return Audit(moving, here, names, runner.any, has_gradient)
 
     def explain_memory(self, doing: str) -> AbstractContextManager[None]:
         """Turns running out of memory inside the block into a MachineError that says where and what to
@@ -298,7 +301,11 @@ class Step:
                 "every label of this step is masked", where=f"step {number + 1}", remedy=remedy
             )
         key, meanwhile = self._dropout_key(number), self.keeper.begin
-        return self.runner.backward(micro, total, key, meanwhile, whole)
+        loss = self.runner.backward(micro, total, key, meanwhile, whole)
+        for name in self.idle & self.tuned.keys():
+            if (grad := self.tuned[name].grad) is not None:
+                grad.zero_()
+        return loss
 
     def _update(self) -> None:
         self.audit.after_backward()

@@ -22,6 +22,7 @@ from petune.tasks.load import detect_format, infer_task, load_rows
 from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
 from petune.tasks.registry import TASKS, Task, check_fit
 from petune.tasks.report import DataReport, render, spans
+from petune.tasks.rerank import refuse_single
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, RowFacts, Rows, Tagged, Text
 from petune.tasks.streamed import stream_rows
 
@@ -80,6 +81,7 @@ __all__ = [
     "loss_sum",
     "make_coder",
     "pad_token_id",
+    "refuse_single",
     "render",
     "rows_and_examples",
     "spans",

@@ -43,7 +43,7 @@ def collate(
         batch["token_type_ids"] = _stack(
             [example.token_types or [] for example in examples], 0, padding_side, shortest
         )
-    if task in ("classify", "embed"):
+    if task in ("classify", "embed", "rerank"):
         batch["labels"] = torch.tensor([example.labels for example in examples])
     else:
         labels = [example.labels for example in examples if isinstance(example.labels, list)]

@@ -14,15 +14,16 @@ def encode_classify(rows: Sequence[Row], coder: Coder) -> list[Example]:
     assert coder.labels is not None
     number = {label: index for index, label in enumerate(coder.labels)}
     labelled = [row for row in rows if isinstance(row, Labelled)]
-    examples = []
     with cut_on(coder.tokenizer, coder.config.truncation):
-        for row in labelled:
-            whole = coder.tokenizer(row.text, row.pair, verbose=False)
-            length = len(whole["input_ids"])
-            if length > coder.limit:
-                whole = coder.tokenizer(
-                    row.text, row.pair, truncation="longest_first", max_length=coder.limit, verbose=False
-                )
-            types = whole.get("token_type_ids") if coder.segments else None
-            examples.append(Example(whole["input_ids"], number[row.label], row.where, length, types))
-    return examples
+        return [pair_example(row.text, row.pair, number[row.label], row.where, coder) for row in labelled]
+
+
+def pair_example(text: str, pair: str | None, label: int, where: str, coder: Coder) -> Example:
+    """The example of a text, or of a pair, whose longer one is cut, on the side the tokenizer is set to."""
+    whole = coder.tokenizer(text, pair, verbose=False)
+    length = len(whole["input_ids"])
+    if length > coder.limit:
+        cut = {"truncation": "longest_first", "max_length": coder.limit}
+        whole = coder.tokenizer(text, pair, verbose=False, **cut)
+    types = whole.get("token_type_ids") if coder.segments else None
+    return Example(whole["input_ids"], label, where, length, types)

@@ -8,16 +8,16 @@ usual names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 FORMATS = (
     *("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text"),
-    *("preferences", "preference-turns", "anchors"),
+    *("preferences", "preference-turns", "anchors", "passages"),
 )
 ROLES = (
     *("text", "text_pair", "label", "tokens", "tags", "source", "target", "instruction", "input", "output"),
     *("messages", "system", "history", "tools", "prompt", "chosen", "rejected"),
-    *("anchor", "positive", "negative"),
+    *("anchor", "positive", "negative", "query", "passage"),
 )
 _OF_TEXT = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
 METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better direction
@@ -29,6 +29,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better dir
     "chat": _OF_TEXT,
     "prefer": {"loss": "min", "accuracy": "max", "margin": "max"},
     "embed": {"mrr": "max", "recall_at_1": "max", "loss": "min"},
+    "rerank": {"mrr_at_10": "max", "ndcg_at_10": "max", "accuracy": "max", "loss": "min"},
 }
 DEFAULT_MAX_LENGTH = 1024
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is a broken file far more often than a row
@@ -166,3 +167,26 @@ class EmbedConfig:
         default=(),
         metadata={"ge": 1, "doc": "also train the first so many features alone, as [256, 64]; Matryoshka"},
     )
+
+
+@dataclass(frozen=True)
+class RerankConfig:
+    """How a passage is judged beside its query: by itself, or among the passages of that query (Cao et al.
+    2007, "Learning to rank: from pairwise approach to listwise approach")."""
+
+    loss: str = field(
+        default="bce",
+        metadata={
+            "choices": ("bce", "softmax"),
+            "doc": "bce: each passage by itself; softmax: the right one of a query's passages",
+        },
+    )
+
+
+# key of a recipe, which is the name of its task -> its settings, of which the first may stand for all
+OF_TASKS: Mapping[str, type] = {"prefer": PreferConfig, "embed": EmbedConfig, "rerank": RerankConfig}
+
+
+def choices_of(config: type) -> tuple[str, ...]:
+    """What the setting takes that may stand for all of such a section."""
+    return tuple(fields(config)[0].metadata["choices"])

@@ -19,20 +19,25 @@ from petune.tasks.rows import Anchored, Row
 def encode_embed(rows: Sequence[Row], coder: Coder) -> list[Example]:
     """One example per Anchored row. DataError for the first row with another number of negatives."""
     found = [row for row in rows if isinstance(row, Anchored)]
-    for row in found:
-        if len(row.negatives) != len(found[0].negatives):
-            expected = f"{len(found[0].negatives)}, as at {found[0].where}"
-            remedy = "give every row as many, or remove the column"
-            what = "the rows have different numbers of negatives"
-            raise DataError(
-                what, where=row.where, expected=expected, found=str(len(row.negatives)), remedy=remedy
-            )
+    refuse_uneven(found)
     with cut_on(coder.tokenizer, coder.config.truncation):
         examples = [
             [_example(text, row, coder) for text in (row.anchor, row.positive, *row.negatives)]
             for row in found
         ]
     return [replace(first, others=tuple(others)) for first, *others in examples]
+
+
+def refuse_uneven(rows: Sequence[Anchored]) -> None:
+    """Raise DataError for the first row with another number of negatives than the first has."""
+    for row in rows:
+        if len(row.negatives) != len(rows[0].negatives):
+            expected = f"{len(rows[0].negatives)}, as at {rows[0].where}"
+            remedy = "give every row as many, or remove the column"
+            what = "the rows have different numbers of negatives"
+            raise DataError(
+                what, where=row.where, expected=expected, found=str(len(row.negatives)), remedy=remedy
+            )
 
 
 def _example(text: str, row: Anchored, coder: Coder) -> Example:

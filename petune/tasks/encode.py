@@ -272,7 +272,7 @@ def _report(train: _Side, held_out: _Side, coder: Coder, task: str) -> DataRepor
         dropped=train.rows - len(train.left),
         eval_dropped=held_out.rows - len(held_out.left),
         tokens=train.tokens,
-        trained=None if task in ("classify", "mlm", "embed") else sum(train.targets),
+        trained=None if task in ("classify", "mlm", "embed", "rerank") else sum(train.targets),
         target_p50=percentile(targets, 0.5) if targets else None,
         target_longest=max(targets) if targets else None,
         bins=None,

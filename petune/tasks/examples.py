@@ -25,7 +25,7 @@ AT_A_TIME = 256  # texts in one call of the tokenizer
 @dataclass(frozen=True)
 class Example:
     """`labels`: one per input token, the target's tokens (seq2seq, which sets `has_target`), or the number of
-    the class (classify).
+    the class (classify), or whether a passage answers its query (rerank).
 
     `others`: the texts that it is compared with, each an example of its own (prefer: the rejected answer).
     `reference`: what the model before training says of each of its texts, see petune.tasks.prefer_loss.

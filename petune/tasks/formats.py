@@ -35,6 +35,8 @@ USUAL: dict[str, tuple[str, ...]] = {
     "anchor": ("anchor", "query", "text1", "sentence1", "question"),
     "positive": ("positive", "pos", "text2", "sentence2", "document", "answer", "passage"),
     "negative": ("negative", "neg", "negatives", "hard_negative"),
+    "query": ("query", "question", "text1", "sentence1"),
+    "passage": ("passage", "document", "text2", "sentence2", "answer", "text"),
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -45,6 +47,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "pairs": ("source", "target"),
     "preferences": ("prompt", "chosen", "rejected"),
     "preference-turns": ("chosen", "rejected"),
+    "passages": ("query", "passage", "label"),
     "anchors": ("anchor", "positive"),
     "text": ("text",),
 }
@@ -68,8 +71,9 @@ TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
     "prefer": ("preferences", "preference-turns"),
     "embed": ("anchors",),
+    "rerank": ("passages", "anchors"),
 }
-ASKED = ("anchors",)  # formats whose columns could be others', and which a task must ask for
+ASKED = ("anchors", "passages")  # formats whose columns could be others', and which a task must ask for
 DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corpus
     "classify": {"text": "text", "label": "kind"},
     "tokens": {"tokens": "tokens", "tags": "tags"},  # which load makes of the text
@@ -79,6 +83,7 @@ DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corp
     "chat": {"source": "body", "target": "summary"},
     "prefer": {"prompt": "body", "chosen": "summary", "rejected": "rejected"},  # which load makes of summary
     "embed": {"anchor": "summary", "positive": "body"},
+    "rerank": {"anchor": "summary", "positive": "body", "negative": "others"},  # which load finds
 }
 
 
@@ -127,7 +132,8 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
     telling = [
         one
         for one in fitting
-        if one.format != "text" and not (one.format == "pairs" and fitting[0].format == "alpaca")
+        if (one.format, fitting[0].format) not in (("pairs", "alpaca"), ("anchors", "passages"))
+        and one.format != "text"
     ]
     if len(telling) > 1:
         names = ", ".join(one.format for one in telling)

@@ -4,7 +4,7 @@ becomes a note."""
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from petune.tasks.sources import Source, find_source, held_out_of
 from petune.tasks.splits import Split, keep_apart, sample, split_documents, split_off
 
 WITH_LABELS = ("classify", "tokens")
+OTHERS = 4  # passages of other docstrings beside the right one, in the demo of rerank
 CLASSES_TOLD = 12  # in the header; the most frequent
 LABEL_ROWS = 1000  # that are looked at for a label beside the text
 INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
@@ -48,10 +49,28 @@ def _preferred(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {**columns, "rejected": "" if bare == columns["summary"] else bare}
 
 
-# task -> what it reads of a record of the demo corpus, where that is not in its columns
-DERIVED: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "tokens": _tagged,
-    "prefer": _preferred,
+def _among_others(records: Iterable[Record]) -> Iterator[Record]:
+    """Docstrings, and with each what the OTHERS before it say, which are mostly of the same module; the first
+    have none before them and are left out."""
+    before: deque[str] = deque(maxlen=OTHERS)
+    for record in records:
+        body = record.columns["body"]
+        if len(before) == OTHERS and body not in before:
+            yield Record(record.where, {**record.columns, "others": list(before)})
+        if body and body not in before:
+            before.append(body)
+
+
+def _each(make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[..., Iterator[Record]]:
+    """The records that `make` makes of the columns of each."""
+    return lambda records: (Record(one.where, make(one.columns)) for one in records)
+
+
+# task -> the records it reads of the demo corpus, where it is not told by their columns
+DERIVED: Mapping[str, Callable[[Iterable[Record]], Iterator[Record]]] = {
+    "tokens": _each(_tagged),
+    "prefer": _each(_preferred),
+    "rerank": _among_others,
 }
 
 
@@ -170,7 +189,7 @@ def _read(
     demo = source.demo if config.format == "auto" and not config.columns else None
     records = source.records(side, faults, whole=config.chunk)
     if demo and task in DERIVED:
-        records = (Record(one.where, DERIVED[task](one.columns)) for one in records)
+        records = DERIVED[task](records)
     first = _first(records, source.name, faults)
     columns: Mapping[str, str] = DEMO[task] if demo else config.columns
     make = RowMaker(

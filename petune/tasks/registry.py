@@ -14,6 +14,7 @@ from petune.tasks.examples import Coder, Example
 from petune.tasks.formats import TASK_FORMATS
 from petune.tasks.mlm import encode_mlm
 from petune.tasks.prefer import encode_prefer
+from petune.tasks.rerank import ONE_OUTPUT, encode_rerank
 from petune.tasks.rows import Row
 from petune.tasks.seq2seq import encode_seq2seq
 from petune.tasks.tokens import encode_tokens
@@ -50,7 +51,12 @@ class Task:
     @property
     def names_classes(self) -> bool:
         """Whether a whole row has one label, of classes that are named."""
-        return self.head == "classify"
+        return self.name == "classify"
+
+    def outputs(self, labels: Sequence[str] | None) -> Sequence[str] | None:
+        """What the outputs of its head are called, for rows of these labels; None for heads over a
+        vocabulary, and for none."""
+        return ONE_OUTPUT if self.name == "rerank" else labels
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -77,6 +83,7 @@ TASKS: dict[str, Task] = {
     "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),
     "prefer": Task("prefer", "causal", frozenset({"decoder"}), "loss", "min", False, encode_prefer),
     "embed": Task("embed", "embed", frozenset({"encoder"}), "mrr", "max", False, encode_embed),
+    "rerank": Task("rerank", "classify", frozenset({"encoder"}), "mrr_at_10", "max", False, encode_rerank),
 }
 
 

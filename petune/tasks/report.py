@@ -129,7 +129,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequenc
     name if `labels` is given. Texts that are compared stand below one another, the better one first."""
     if example.others and isinstance(example.labels, int):
         texts = [_text(tokenizer, text.input_ids) for text in example.texts]
-        marks = ["=", "+", *"-" * len(texts[2:])]
+        marks = ["+", *"-" * len(texts[1:])] if example.labels else ["=", "+", *"-" * len(texts[2:])]
         return "\n".join(f"{mark} {text}" for mark, text in zip(marks, texts, strict=True))
     if example.others:
         return "\n".join(

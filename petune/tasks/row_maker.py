@@ -26,6 +26,11 @@ ALPACA = (
     " request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:"
 )
 
+RELEVANCE = {  # what a label may be, as Python writes it
+    **dict.fromkeys(("1", "1.0", "True", "true"), "1"),
+    **dict.fromkeys(("0", "0.0", "False", "false"), "0"),
+}
+
 
 class RowMaker:
     """Turns records of one layout into rows of one task, remembering the type each column began with."""
@@ -46,6 +51,7 @@ class RowMaker:
             "preferences": self._preference,
             "preference-turns": self._preferred_turns,
             "anchors": self._anchored,
+            "passages": self._judged,
             "text": lambda record: Text(record.where, self._text(record, "text")),
         }[layout.format]
 
@@ -203,6 +209,14 @@ class RowMaker:
         if positive in negatives:
             raise Bad("a negative is the positive", "another text", None, "drop it")
         return Anchored(record.where, anchor, positive, negatives)
+
+    def _judged(self, record: Record) -> Row:
+        query, passage = (self._text(record, role) for role in ("query", "passage"))
+        value, name = self._cell(record, "label"), self.columns["label"]
+        if str(value) not in RELEVANCE:
+            remedy = "write 1 for a passage that answers its query, else 0"
+            raise Bad(f"column {name!r} says neither yes nor no", "0, 1, true or false", repr(value), remedy)
+        return Labelled(record.where, query, passage, RELEVANCE[str(value)])
 
     def _preference(self, record: Record) -> Row:
         if self._given(record, "system"):

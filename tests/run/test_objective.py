@@ -1,8 +1,9 @@
-"""Objectives: that of a task that balances experts against transformers' own, that of embeddings against a
-formula in float64, under plans against one process."""
+"""Objectives: that of a task that balances experts against transformers' own, those of embeddings and of
+passages against formulas in float64, under plans against one process."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy
-from transformers import AutoModel, AutoTokenizer
+from torch.nn.functional import binary_cross_entropy, cosine_similarity, cross_entropy
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import petune
-from petune.errors import RecipeError
+from petune.errors import RecipeError, UsageError
 from petune.methods import tuned_parameters
 from petune.parallel.mesh import alone
 from petune.recipe import load_recipe
+from petune.run.answers import before_and_after
 from petune.run.balance import balance_in, balance_of
 from petune.run.objective import objective_of
 from petune.tasks import TASKS
@@ -138,3 +140,103 @@ def test_a_run_learns_what_belongs_together_and_its_merged_model_says_the_same(t
     assert (merged / "modules.json").is_file() and (merged / "1_Pooling" / "config.json").is_file()
     again = run(embedding(tmp_path, out="again", model=str(merged), max_steps=1))
     assert again.summary["before"]["loss"] == pytest.approx(done.summary["after"]["loss"], abs=1e-4)
+
+
+# ---------------------------------------------------------------- reranking
+
+RERANK_PLANS: dict[str, Any] = {
+    "dp": {"dp": {"shares": [3, 1]}},
+    "tp": {"tp": 2},
+    "sp": {"sp": 2},
+    "pp": {"pp": {"size": 2, "microbatches": 2}},
+}
+
+
+def reranking(place: Path, method: Any = "lora", **changes: Any) -> dict[str, Any]:
+    """A recipe of queries with three passages each: six steps of four, in one forward pass each."""
+    more = {"warmup": 0, "batch_size": 4, "accumulate": 1, "rerank": "softmax", **changes}
+    return settings(place, "bert", method, task="rerank", **more)
+
+
+@pytest.mark.parametrize("loss", ["bce", "softmax"])
+def test_a_step_on_passages_has_loss_and_gradient_of_the_formula(loss: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "bert", "bert")
+    tuned = {"name": "lora", "r": 2}
+    step = training(reranking(tmp_path, tuned, rerank=loss, kernels="reference"))
+    found = step.passes(step.micro_batches(0), 0)
+    bias = step.tuned["classifier.bias"].grad  # which no softmax can see
+    assert bias is not None and bool(bias.any()) == (loss == "bce")
+    plain = training(reranking(tmp_path, tuned, kernels="off"))
+    model: Any = plain.model.double().eval()
+    assert model.config.num_labels == 1
+    with torch.no_grad():
+        for name, value in plain.tuned.items():
+            value.copy_(step.tuned[name])
+    expected = torch.zeros((), dtype=torch.float64)
+    for example in plain.rows_of(0):
+        scores = torch.cat(
+            [model(input_ids=torch.tensor([text.input_ids])).logits[0] for text in example.texts]
+        )
+        gold = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+        expected = expected + (
+            cross_entropy(scores[None], torch.tensor([0]))
+            if loss == "softmax"
+            else binary_cross_entropy(scores.sigmoid(), gold)
+        )
+    expected = expected / 4
+    assert found == pytest.approx(float(expected.detach()), abs=1e-6)
+    grads = torch.autograd.grad(expected, list(plain.tuned.values()))
+    largest = max(float(grad.abs().max()) for grad in grads)
+    for (name, value), grad in zip(step.tuned.items(), grads, strict=True):
+        assert value.grad is not None
+        assert float((value.grad.double() - grad).abs().max()) <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("plan", RERANK_PLANS)
+def test_a_plan_ranks_as_one_process_does(plan: str, tmp_path: Path) -> None:
+    method = {"name": "lora", "r": 2}
+    write_model(tmp_path / "bert", "bert", dropout=0.1)
+    run(reranking(tmp_path, method, out="one", max_steps=3))
+    parallel = RERANK_PLANS[plan]
+    ranks(2, train_in_group, reranking(tmp_path, method, out="many", max_steps=3, parallel=parallel))
+    assert_same_but_for_rounding(tmp_path / "many", tmp_path / "one")
+
+
+def test_a_run_ranks_passages_and_its_merged_model_says_the_same(tmp_path: Path) -> None:
+    done = run(reranking(tmp_path, {"name": "lora", "r": 2}, lr=1e-2, epochs=6))
+    assert done.summary["metric"] == "mrr_at_10" and done.summary["num_labels"] == 1
+    assert done.summary["after"]["loss"] < done.summary["before"]["loss"]
+    assert done.eval()["tuned"] == pytest.approx(done.summary["after"], abs=1e-5)
+    passages = ["dog sea", "red sun sings", "fox"]
+    ranked = done.rank("red", passages)
+    merged = AutoModelForSequenceClassification.from_pretrained(done.merge()).eval()
+    tokenizer = AutoTokenizer.from_pretrained(done.folder / "merged")
+    for passage, score in ranked:
+        with torch.no_grad():
+            own = merged(**tokenizer("red", passage, return_tensors="pt")).logits.sigmoid()
+        assert score == pytest.approx(float(own), abs=1e-6)
+    assert [score for _, score in ranked] == sorted((score for _, score in ranked), reverse=True)
+    lines = done.generate("\n".join(["red", *passages])).splitlines()
+    assert [line.split("\t")[1] for line in lines] == [passage for passage, _ in ranked]
+    again = run(reranking(tmp_path, out="again", model=str(done.folder / "merged"), max_steps=1))
+    assert again.summary["before"]["loss"] == pytest.approx(done.summary["after"]["loss"], abs=1e-4)
+    with pytest.raises(UsageError, match="the query has no passages to rank"):
+        done.generate("red")
+    with pytest.raises(UsageError, match="pairs of texts cannot be asked as one text"):
+        before_and_after(done, 1)
+
+
+def test_rows_of_single_passages_are_scored_by_their_labels(tmp_path: Path) -> None:
+    recipe = reranking(tmp_path, rerank="bce", max_steps=1)
+    for side, number in (("rerank", 8), ("rerank-held", 3)):
+        lines = [{"query": f"red {at}", "passage": "sun one", "label": at % 2} for at in range(number)]
+        text = "".join(json.dumps(line | {"query": f"{side} {line['query']}"}) + "\n" for line in lines)
+        (tmp_path / f"{side}.jsonl").write_text(text)
+    done = run(recipe)
+    assert done.summary["metric"] == "accuracy" and set(done.summary["after"]) == {"accuracy", "loss"}
+    with pytest.raises(RecipeError, match=r"no metric 'ndcg_at_10' for rows of 1 text"):
+        run(recipe | {"metric": "ndcg_at_10", "out": str(tmp_path / "other")})
+    with pytest.raises(UsageError, match="softmax compares the passages of one query"):
+        run(recipe | {"rerank": "softmax", "out": str(tmp_path / "other")})
+    with pytest.raises(RecipeError, match="it belongs to task: rerank"):
+        load_recipe(embedding(tmp_path) | {"rerank": "softmax"})
