@@ -106,8 +106,8 @@ class VocabularySlice(Protocol):
         ...
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The summed cross-entropy in nats, a scalar, of logits [n, rows of this slice] that are there.
-        labels [n] are of the whole vocabulary; negative ones count nothing."""
+        """The cross-entropies in nats [n] of logits [n, rows of this slice] that are there. labels [n] are of
+        the whole vocabulary; where one is negative the loss is 0."""
         ...
 
 

@@ -3,6 +3,8 @@ rows."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +17,14 @@ from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, loss_sum, trained_positions
 from petune.tasks.configs import EmbedConfig, PreferConfig, RerankConfig
 from petune.tasks.embed_loss import alone, contrastive, pooled
-from petune.tasks.prefer_loss import judged, token_losses
+from petune.tasks.prefer_loss import judged, judged_texts, token_losses, trained_tokens
 from petune.tasks.rerank_loss import passage_scores, ranking_losses
 
 DPO = PreferConfig()
 
 
 def prefer_objective(config: PreferConfig, balance: Balance | None = None) -> Objective:
-    """What a runner needs to know of preferences, as `objective_of`. Logits are made: what a text weighs in
-    the gradient follows from the loss of all its tokens, which a loss without logits would have to know
-    first."""
+    """What a runner needs to know of preferences, as `objective_of`."""
 
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         return outputs_of(model, batch)
@@ -42,8 +42,26 @@ def prefer_objective(config: PreferConfig, balance: Balance | None = None) -> Ob
         kept, rows = real_rows(outputs.logits, batch)
         return trained_positions(kept, rows["labels"], "prefer")
 
-    meets = balance is not None
-    return Objective(ask, loss, select, finish, texts=2, tuned=tuned_parameters, meets=meets)
+    def of_tokens(table: Tensor, batch: Batch) -> Tensor:
+        kept, rows = real_rows(table, batch)
+        return judged_texts(-kept.sum(-1), trained_tokens(rows["labels"]), rows, config).loss.sum()
+
+    def fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
+        if balance is not None or not has_fused_head(model):
+            return None
+        finish = partial(of_tokens, batch=batch)
+        return head_loss(model, batch, ask, shift=True, trained=trained, finish=finish)
+
+    return Objective(
+        ask,
+        loss,
+        select,
+        finish,
+        texts=2,
+        fused_loss=fused_loss,
+        tuned=tuned_parameters,
+        meets=balance is not None,
+    )
 
 
 def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import TrainingFault, UsageError
-from petune.kernels.head.hooks import has_fused_head
-from petune.log import phase, say
+from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
 from petune.methods.activation_cache import ActivationCache, identity_of
 from petune.methods.trainable import frozen_digest
@@ -221,8 +220,6 @@ class Step:
         """Ask the untouched model about every text of the steps and of the held-out rows, where the loss
         compares with it. All ranks go together; `check` runs between passes and may raise."""
         recipe, runner = self.recipe, self.runner
-        if self.prepared.task.name == "prefer" and has_fused_head(runner.model):
-            say("the head and its loss are not fused: what a text weighs follows from all its tokens")
         if self.prepared.task.name != "prefer" or not recipe.prefer.refers:
             return
         steps = range(self.steps.total)  # those taken too: padded alike, a run that goes on has the same bits

@@ -44,13 +44,23 @@ def text_scores(losses: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """log p [rows] and the trained tokens [rows] of every text, of the losses [n] of their tokens."""
     trained = labels[:, 1:].to(losses.device) != MASKED
     table = losses.new_zeros(trained.shape).masked_scatter(trained, losses)
-    return -table.sum(-1), trained.sum(-1)
+    return -table.sum(-1), trained_tokens(labels)
+
+
+def trained_tokens(labels: Tensor) -> Tensor:
+    """The trained tokens [rows] of every text."""
+    return (labels[:, 1:] != MASKED).sum(-1)
 
 
 def judged(losses: Tensor, batch: Mapping[str, Tensor], config: PreferConfig) -> Judged:
     """The pairs of a batch by the losses [n] of its trained tokens; its rows are chosen, rejected, ..."""
-    scores, tokens = text_scores(losses, batch["labels"])
+    return judged_texts(*text_scores(losses, batch["labels"]), batch, config)
+
+
+def judged_texts(scores: Tensor, tokens: Tensor, batch: Mapping[str, Tensor], config: PreferConfig) -> Judged:
+    """The same by log p [rows] and the trained tokens [rows] of its texts."""
     if config.loss != "dpo":
+        tokens = tokens.to(scores.device)
         scores = scores / tokens
     if config.refers:
         known = batch["reference"].to(scores.device)

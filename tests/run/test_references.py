@@ -149,7 +149,8 @@ def train_in_group(recipe: Mapping[str, Any]) -> None:
 def test_a_plan_trains_as_one_process_does(plan: str, loss: str, tmp_path: Path) -> None:
     method = {"name": "lora", "r": 2}
     write_model(tmp_path / "llama", "llama", dropout=0.1)
-    common = {"max_steps": 3, "prefer": loss, "batch_size": 4, "accumulate": 1}
+    kernels = {"dpo": "off", "ipo": "reference"}[loss]  # with logits and without
+    common = {"max_steps": 3, "prefer": loss, "batch_size": 4, "accumulate": 1, "kernels": kernels}
     run(preferring(tmp_path, method, out="one", **common))
     recipe = preferring(tmp_path, method, out="many", parallel=PLANS[plan], **common)
     ranks(2, train_in_group, recipe)

@@ -161,6 +161,7 @@ class _Fusion:
         smoothing: float,
         softcap: float,
         count: Tensor | None,
+        each: bool,
     ) -> Tensor:
         """The cross-entropy of unmade logits, by the head as it is now."""
         linear = cast("LowRank", low_rank_of(self.head))
@@ -178,6 +179,7 @@ class _Fusion:
                 trained=None if self.trained is None else self.trained(),
                 count=count,
                 part=self.part,
+                each=each,
             )
 
 
@@ -223,6 +225,7 @@ def head_loss(
     *,
     shift: bool,
     trained: int | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The summed cross-entropy in nats of a batch, a scalar, float32 or wider, by a model that `fuse_head`
     has seen; nothing is waited for.
@@ -233,7 +236,8 @@ def head_loss(
     ask: (model, batch) -> the model's outputs, with logits [b, s, v], labels not among what it hands to the
     model. batch: "labels" [b, s] and perhaps "rows" [b], which are negative where a row only fills the batch
     up. shift: the logits of a token are about the next one. trained: how many labels count at most, where the
-    host knows; see `linear_cross_entropy`.
+    host knows; see `linear_cross_entropy`. finish: what makes the loss of the cross-entropies [b, s], 0 where
+    a label does not count, in the place of their sum.
     """
 
     def loss(logits: Tensor) -> Tensor:
@@ -245,8 +249,11 @@ def head_loss(
         wide = logits if logits.dtype == torch.float64 else logits.float()
         scores, gold = wide.flatten(0, 1), labels.flatten()
         if fusion.part is not None and not unmade(scores):
-            return fusion.part.cross_entropy(scores, gold)
-        return F.cross_entropy(scores, gold, ignore_index=IGNORED, reduction="sum")
+            found = fusion.part.cross_entropy(scores, gold)
+        else:
+            how = "sum" if finish is None else "none"
+            found = F.cross_entropy(scores, gold, ignore_index=IGNORED, reduction=how)
+        return found.sum() if finish is None else finish(found.view(labels.shape))
 
     fusion: _Fusion = getattr(model, _FUSION)
     with fusion.asking(loss, trained):

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 from petune.errors import UsageError
 from petune.kernels.head.linear_cross_entropy import IGNORED
 
-# hidden, bias [v], labels, smoothing, softcap, count -> scalar
-Loss = Callable[[Tensor, Tensor | None, Tensor, float, float, Tensor | None], Tensor]
+# hidden, bias [v], labels, smoothing, softcap, count, whether of each row -> scalar, or [rows]
+Loss = Callable[[Tensor, Tensor | None, Tensor, float, float, Tensor | None, bool], Tensor]
 CAPPING = 3  # operations of a soft cap
 
 
@@ -183,18 +183,21 @@ def _fused(
     """`cross_entropy` of rows and their classes. Of the float32 that a bfloat16 head is widened to, or of its
     own dtype, alike. Raises UsageError for another one of a slice, which has not all classes."""
     origin = logits.origin.settled
-    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    plain = (
+        weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    )
     if not plain or logits.dim() != 2 or target.dim() != 1 or origin.between:
         if origin.whole:
             return NotImplemented
         raise UsageError(
             "the loss of a vocabulary that is cut across ranks is the plain cross-entropy of rows",
-            expected="a sum or a mean, without class weights",
+            expected="without class weights, labels by number",
             remedy="set vocabulary: false",
         )
     labels = target.masked_fill(target == ignore_index, IGNORED) if ignore_index >= 0 else target
     count = (labels >= 0).sum() if reduction == "mean" else None
-    return origin.loss(origin.hidden, origin.bias, labels, label_smoothing, origin.softcap, count)
+    each = reduction == "none"
+    return origin.loss(origin.hidden, origin.bias, labels, label_smoothing, origin.softcap, count, each)
 
 
 _FACTS = {

@@ -10,7 +10,7 @@ petune.kernels.head.hooks brings it to Hugging Face's models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -48,6 +48,7 @@ def linear_cross_entropy(
     trained: int | None = None,
     count: float | Tensor | None = None,
     part: VocabularySlice | None = None,
+    each: bool = False,
 ) -> Tensor:
     """The summed cross-entropy in nats of hidden weight^T + bias + scale hidden a^T b^T: a scalar, float32
     (float64 for float64).
@@ -68,18 +69,23 @@ def linear_cross_entropy(
 
     The gradient can be taken once: a second backward through a retained graph, or a derivative of it, raises
     RuntimeError.
+
+    each: the losses [n] of all rows instead, 0 where a label is negative, for a loss that weighs them by what
+    they are. What a row weighs is known in the backward pass alone, so that one makes the logits again, a
+    chunk at a time: one matmul more, and nothing is kept but hidden states and labels.
     """
     if trained is None and labels.device.type == "cpu":
         trained = int((labels >= 0).sum())
     missed: Tensor | None = None
+    rows: Tensor | None = None
+    number = len(labels)
     if trained is not None and 8 * trained <= 7 * len(labels):
         # unlike a mask, it does not make the host wait for a size
         order = torch.argsort((labels < 0).to(torch.uint8), stable=True)
         rows, missed = order[:trained], (labels.index_select(0, order[trained : trained + 1]) >= 0).any()
-        hidden, labels = (
-            hidden.index_select(0, rows.to(hidden.device, non_blocking=True)),
-            labels.index_select(0, rows),
-        )
+        labels = labels.index_select(0, rows)
+        rows = rows.to(hidden.device, non_blocking=True)
+        hidden = hidden.index_select(0, rows)
     labels = labels.to(hidden.device, non_blocking=True)
     dtype = _matmul_dtype(hidden)
     entropy: Entropy = (
@@ -92,12 +98,16 @@ def linear_cross_entropy(
         # the product is float32 on its way
         chunk = chunk_rows(columns, dtype.itemsize if low is None else 4 * dtype.itemsize)
     a, b = (None, None) if low is None else (low[0] * low[2], low[1])
-    summed: Tensor = cast("Any", _LinearCrossEntropy).apply(
-        hidden, weight, bias, a, b, labels, entropy, chunk, dtype, ops, part, torch.is_grad_enabled()
-    )
+    inputs = (hidden, weight, bias, a, b, labels, entropy, chunk, dtype, ops, part)
+    found: Tensor
+    if each:
+        found = cast("Any", _TokenLosses).apply(*inputs)
+        found = found if rows is None else found.new_zeros(number).index_copy(0, rows, found)
+    else:
+        found = cast("Any", _LinearCrossEntropy).apply(*inputs, torch.is_grad_enabled())
     if missed is not None:
-        summed = summed.masked_fill(missed.to(summed.device, non_blocking=True), torch.nan)
-    return summed if count is None else summed / count
+        found = found.masked_fill(missed.to(found.device, non_blocking=True), torch.nan)
+    return found if count is None else found / count
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -178,23 +188,10 @@ class _LinearCrossEntropy(Function):
         differentiated: bool,
     ) -> Tensor:
         inputs = (hidden, weight, bias, a, b)
-        sums = torch.promote_types(dtype, torch.float32)
-        found: list[Tensor | None] = [None] * len(inputs)
-        for place, value in enumerate(inputs):
-            if value is not None and differentiated and ctx.needs_input_grad[place]:
-                found[place] = (
-                    torch.zeros_like(value, dtype=sums) if place else torch.empty_like(value, dtype=dtype)
-                )
+        found = _room(inputs, ctx.needs_input_grad if differentiated else (False,) * len(inputs), dtype)
         ctx.part, ctx.found = part, found
         ctx.dtypes = [None if value is None else value.dtype for value in inputs]
-        return _chunks(
-            [None if value is None else value.to(dtype) for value in inputs],
-            labels,
-            entropy,
-            chunk,
-            ops,
-            found,
-        )
+        return _chunks(_cast(inputs, dtype), labels, entropy, chunk, ops, found).sum()
 
     @staticmethod
     @once_differentiable
@@ -214,6 +211,60 @@ class _LinearCrossEntropy(Function):
         return (*scaled, *[None] * 7)
 
 
+class _TokenLosses(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        labels: Tensor,
+        entropy: Entropy,
+        chunk: int,
+        dtype: torch.dtype,
+        ops: Ops,
+        part: VocabularySlice | None,
+    ) -> Tensor:
+        inputs = (hidden, weight, bias, a, b)
+        ctx.save_for_backward(*inputs, labels)
+        ctx.how, ctx.dtype, ctx.part = (entropy, chunk, ops), dtype, part
+        return _chunks(_cast(inputs, dtype), labels, entropy, chunk, ops, [None] * len(inputs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [n]
+        *inputs, labels = ctx.saved_tensors
+        found = _room(inputs, ctx.needs_input_grad, ctx.dtype)
+        entropy, chunk, ops = ctx.how
+        _chunks(_cast(inputs, ctx.dtype), labels, entropy, chunk, ops, found, grad)
+        made = [
+            None if value is None else value.to(own.dtype) for value, own in zip(found, inputs, strict=True)
+        ]
+        if ctx.part is not None and made[0] is not None:
+            made[0] = ctx.part.enter_backward(made[0])
+        return (*made, *[None] * 6)
+
+
+def _room(inputs: Sequence[Tensor | None], wanted: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
+    """Where the gradients of hidden, weight, bias, a and b go, those that are wanted: of the rows of hidden
+    states each is written once, of the others a sum is taken."""
+    sums = torch.promote_types(dtype, torch.float32)
+    return [
+        None
+        if value is None or not want
+        else torch.zeros_like(value, dtype=sums)
+        if place
+        else torch.empty_like(value, dtype=dtype)
+        for place, (value, want) in enumerate(zip(inputs, wanted, strict=False))
+    ]
+
+
+def _cast(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if value is None else value.to(dtype) for value in inputs]
+
+
 def _chunks(
     inputs: list[Tensor | None],
     labels: Tensor,
@@ -221,8 +272,10 @@ def _chunks(
     chunk: int,
     ops: Ops,
     found: list[Tensor | None],
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """The summed loss; what `found` has of the gradients of hidden, weight, bias, a and b is filled."""
+    """The losses of the rows; what `found` has of the gradients of hidden, weight, bias, a and b is filled,
+    with those of the sum of losses, each times its entry of `weights`."""
     hidden, weight, bias, a, b = inputs
     assert hidden is not None and weight is not None
     dhidden, dweight, dbias, da, db = found
@@ -243,6 +296,8 @@ def _chunks(
         else:
             torch.addmm(bias, x, weight.T, out=logits)
         losses[now] = entropy(logits, labels[now])
+        if weights is not None:
+            logits.mul_(weights[now, None])
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[now])
         if dweight is not None:
@@ -257,7 +312,7 @@ def _chunks(
                 _add_product_(da, ds, x)
             if db is not None:
                 _add_product_(db, logits, s)
-    return losses.sum()
+    return losses
 
 
 def _add_product_(total: Tensor, x: Tensor, y: Tensor) -> None:

@@ -179,7 +179,7 @@ class Pipeline:
         Gradients add to what is there. `key` is what dropout is drawn from.
         """
         self.now.total, self.now.key, self.now.training = total, key, True
-        self.now.trained = _trained(batch, pieces)  # counted where nothing has to wait for it
+        self.now.trained = _trained(batch, pieces, self.texts)  # counted where nothing has to wait for it
         batch = self._padded(batch, pieces)
         losses: list[Tensor] = []
         self._step(batch, pieces, target=batch["rows"], losses=losses)
@@ -369,10 +369,12 @@ class Pipeline:
         return decoded(words)
 
 
-def _trained(batch: Batch, pieces: int) -> list[int]:
-    """How many labels count at most in each piece of a batch; rows that only fill up the last have none."""
+def _trained(batch: Batch, pieces: int, texts: int) -> list[int]:
+    """How many labels count at most in each piece of a batch, which no piece parts within `texts` rows; rows
+    that only fill up the last have none."""
     labels = batch["labels"]
-    rows, each = (labels >= 0).view(len(labels), -1).sum(1).tolist(), -(-len(labels) // pieces)
+    rows = (labels >= 0).view(len(labels), -1).sum(1).tolist()
+    each = -(-len(labels) // (pieces * texts)) * texts
     return [sum(rows[at * each : (at + 1) * each]) for at in range(pieces)]
 
 

@@ -276,7 +276,7 @@ class Logits(_Hook):
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See VocabularySlice."""
-        return vocabulary_loss(logits, labels, self.talk(), self.first)
+        return vocabulary_losses(logits, labels, self.talk(), self.first)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Copy the hidden states: every rank's logits add to their gradient."""

@@ -109,9 +109,10 @@ def test_the_last_stage_makes_its_loss_without_logits(monkeypatch: pytest.Monkey
 
 def test_labels_are_counted_by_piece_where_they_are() -> None:
     labels = torch.tensor([[1, 2, -100], [3, -100, -100], [4, 5, 6]])
-    assert schedule._trained({"labels": labels}, 2) == [3, 3]
-    assert schedule._trained({"labels": labels}, 4) == [2, 1, 3, 0]
-    assert schedule._trained({"labels": torch.tensor([1, 0, 2])}, 2) == [2, 1]
+    assert schedule._trained({"labels": labels}, 2, 1) == [3, 3]
+    assert schedule._trained({"labels": labels}, 4, 1) == [2, 1, 3, 0]
+    assert schedule._trained({"labels": torch.tensor([1, 0, 2])}, 2, 1) == [2, 1]
+    assert schedule._trained({"labels": torch.tensor([1, 0, -1, 2, 3, 4])}, 2, 2) == [3, 2]  # of whole pairs
 
 
 # ------------------------------------------------------------------ what waits in host memory
