@@ -100,7 +100,7 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {  # over what the recipe of family and
         "task": "rerank",
         "rerank": "softmax",
         "class_weights": "none",
-        "lr": 2e-4,
+        "lr": 2e-3,
         "epochs": 1,
     },
     "llama_lora_prefer": {

@@ -171,7 +171,7 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
             except UsageError as error:
                 raise placed(error, recipe) from None
     work = Pass(
-        rows=recipe.batch_size * task.texts,
+        rows=min(recipe.batch_size, recipe.embed.cached or recipe.batch_size) * task.texts,
         tokens=_tokens(recipe, config, family),
         itemsize=2 if bf16 else 4,
         dropouts=_dropouts(

@@ -45,6 +45,19 @@ def no_fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """How a batch whose rows are compared with one another goes through the model, so many `rows` at a time.
+
+    give: (outputs, those rows) -> what is compared of each, [rows, ...]. loss: (that of all rows, batch) ->
+    what `Objective.loss` would give.
+    """
+
+    rows: int
+    give: Callable[[Outputs, Batch], Tensor]
+    loss: Callable[[Tensor, Batch], Tensor]
+
+
+@dataclass(frozen=True)
 class Objective:
     """forward: (model, batch) -> outputs, whose logits are [b, s, V] or [b, classes]. loss: (outputs, batch)
     -> the summed loss of all rows, a scalar.
@@ -52,10 +65,10 @@ class Objective:
     select: (outputs with logits [b, s, any width], batch) -> the logits [n, width] of the positions that
     count and their labels [n], for a vocabulary cut across ranks; finish: (the cross-entropies [n] of those,
     batch) -> what `loss` would give. texts: rows of a batch that belong together, which no pipeline parts.
-    fused_loss: (model, batch, labels that
-    count at most) -> what `loss` would give, for a model that makes it without logits, or None for one that
-    does not. meets: replicas tell one another something in every pass. tuned: what trains in a model, by
-    name. autocast: entered around every forward.
+    fused_loss: (model, batch, labels that count at most) -> what `loss` would give, for a model that makes it
+    without logits, or None for one that does not. pieces: see Pieces; None for batches that go through whole.
+    meets: replicas tell one another something in every pass. tuned: what trains in a model, by name.
+    autocast: entered around every forward.
     """
 
     forward: Callable[[nn.Module, Batch], Outputs]
@@ -65,5 +78,6 @@ class Objective:
     texts: int = 1
     fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = no_fused_loss
     tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = trainable
+    pieces: Pieces | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     meets: bool = False

@@ -22,6 +22,7 @@ from petune.files.range_writer import ALONE, Crew
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portions
 from petune.parallel.fsdp import copies, is_sharded, local, wholes
+from petune.parallel.in_pieces import backward_in_pieces
 from petune.parallel.launch import process_group
 from petune.parallel.mesh import Axis
 from petune.parallel.objective import Batch, Objective, Outputs
@@ -182,6 +183,8 @@ class Runner:
         trained = int((batch["labels"] >= 0).sum())  # counted where nothing has to wait for it
         batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
         objective = self.objective
+        if objective.pieces is not None:
+            return backward_in_pieces(self.model, batch, objective, objective.pieces, total, key) / total
         with drawing(Running(rows=batch.get("rows"), key=key)), objective.autocast():
             loss = objective.fused_loss(self.model, batch, trained)
             outputs = objective.forward(self.model, batch) if loss is None else None

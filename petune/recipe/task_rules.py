@@ -74,6 +74,18 @@ TASK_RULES = (
         "use dp, tp or sp",
     ),
     Rule(
+        ("embed.cached", "memory.stream"),
+        lambda recipe: recipe.embed.cached is None or recipe.memory.stream == "none",
+        "a streamed model is updated inside one backward pass, and pieces have one each",
+        "remove embed.cached, or set memory.stream: none",
+    ),
+    Rule(
+        ("embed.cached", "parallel.dp.shard"),
+        lambda recipe: recipe.embed.cached is None or not getattr(recipe.parallel.dp, "shard", False),
+        "replicas that gather weights together need as many pieces each, and may have other rows",
+        "remove embed.cached, or parallel.dp.shard",
+    ),
+    Rule(
         ("method", "prefer", "task"),
         lambda recipe: (
             recipe.task != "prefer" or not recipe.prefer.refers or not method_of(recipe.method).trains_base

@@ -12,6 +12,7 @@ from petune.kernels.head.hooks import has_fused_head, head_loss
 from petune.methods import tuned_parameters
 from petune.parallel import Batch, Mesh, Objective, Outputs
 from petune.parallel.collectives import gather_dim, gather_seq
+from petune.parallel.objective import Pieces
 from petune.run.balance import Balance
 from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, loss_sum, trained_positions
@@ -77,11 +78,18 @@ def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
         sizes = tuple(gather_dim(count, (1,) * mesh.plan.dp, 0, group).tolist())
         return gather_seq(rows[None], sizes, group)[0], sum(sizes[: mesh.at.dp])
 
-    def loss(outputs: Outputs, batch: Batch) -> Tensor:
-        found = pooled(*real_rows(outputs.logits, batch), config).unflatten(0, (-1, texts))
-        return contrastive(found, config, meet if mesh.plan.dp > 1 else alone)
+    def give(outputs: Outputs, batch: Batch) -> Tensor:
+        return pooled(outputs.logits, batch, config)
 
-    return Objective(ask, loss, texts=texts, tuned=tuned_parameters, meets=True)
+    def compare(found: Tensor, batch: Batch) -> Tensor:
+        kept, _ = real_rows(found, batch)
+        return contrastive(kept.unflatten(0, (-1, texts)), config, meet if mesh.plan.dp > 1 else alone)
+
+    def loss(outputs: Outputs, batch: Batch) -> Tensor:
+        return compare(give(outputs, batch), batch)
+
+    pieces = None if config.cached is None else Pieces(config.cached * texts, give, compare)
+    return Objective(ask, loss, texts=texts, pieces=pieces, tuned=tuned_parameters, meets=True)
 
 
 def rerank_objective(config: RerankConfig, texts: int) -> Objective:

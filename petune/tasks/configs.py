@@ -167,6 +167,13 @@ class EmbedConfig:
         default=(),
         metadata={"ge": 1, "doc": "also train the first so many features alone, as [256, 64]; Matryoshka"},
     )
+    cached: int | None = field(
+        default=None,
+        metadata={
+            "ge": 1,
+            "doc": "rows of a batch that go through the model at a time, twice each; all of it is compared",
+        },
+    )
 
 
 @dataclass(frozen=True)

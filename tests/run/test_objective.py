@@ -6,18 +6,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cosine_similarity, cross_entropy
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import petune
 from petune.errors import RecipeError, UsageError
 from petune.methods import tuned_parameters
+from petune.parallel.in_pieces import backward_in_pieces
 from petune.parallel.mesh import alone
+from petune.parallel.objective import Objective, Pieces
 from petune.recipe import load_recipe
 from petune.run.answers import before_and_after
 from petune.run.balance import balance_in, balance_of
@@ -61,6 +64,7 @@ PLANS: dict[str, Any] = {
     "tp": {"tp": 2},
     "sp": {"sp": 2},
 }
+CACHED = {"dp": 1, "dp with a replica without rows": 3, "sp": 3}  # plans that go in pieces, of so many rows
 
 
 def embedding(place: Path, method: Any = "lora", **changes: Any) -> dict[str, Any]:
@@ -114,8 +118,52 @@ def test_a_plan_compares_the_texts_of_all_replicas(plan: str, tmp_path: Path) ->
     method = {"name": "lora", "r": 2}
     write_model(tmp_path / "bert", "bert", dropout=0.1)
     run(embedding(tmp_path, method, out="one", max_steps=3))
-    ranks(2, train_in_group, embedding(tmp_path, method, out="many", max_steps=3, parallel=PLANS[plan]))
+    cached = {"embed": {"cached": CACHED.get(plan)}}
+    parallel = PLANS[plan]
+    ranks(
+        2, train_in_group, embedding(tmp_path, method, out="many", max_steps=3, parallel=parallel, **cached)
+    )
     assert_same_but_for_rounding(tmp_path / "many", tmp_path / "one")
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("cached", [1, 3, 8])
+def test_pieces_have_the_loss_and_gradients_of_the_whole_batch(
+    method: str, cached: int, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "bert", "bert", dropout=0.1)
+    tuned: Any = {"name": method, **({"r": 2, "dropout": 0.1} if method == "lora" else {})}
+
+    def taken(**embed: Any) -> tuple[float, dict[str, Tensor]]:
+        step = training(embedding(tmp_path, tuned, batch_size=7, embed={"dims": [8], **embed}))
+        step.model.train()
+        loss = step.passes(step.micro_batches(0), 0)
+        return loss, {name: cast("Tensor", value.grad) for name, value in step.tuned.items()}
+
+    (found, own), (expected, whole) = taken(cached=cached), taken()
+    assert found == pytest.approx(expected, abs=1e-6)
+    for name, grad in whole.items():
+        torch.testing.assert_close(own[name], grad, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_repeat_the_masks_that_torch_draws(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    batch = {"input_ids": torch.randn(6, 4)}
+
+    def ask(one: nn.Module, rows: dict[str, Tensor]) -> Any:
+        return SimpleNamespace(logits=one(rows["input_ids"]))
+
+    pieces = Pieces(2, lambda outputs, _: outputs.logits, lambda found, _: found.logsumexp(0).sum())
+    objective = Objective(ask, lambda outputs, _: outputs.logits.sum(), pieces=pieces)
+    torch.manual_seed(0)
+    loss = backward_in_pieces(model, batch, objective, pieces, 2.0, None)
+    torch.manual_seed(0)
+    drawn = torch.cat([model(part) for part in batch["input_ids"].split(2)]).logsumexp(0).sum()
+    torch.testing.assert_close(loss, drawn.detach())
+    for value, grad in zip(
+        model.parameters(), torch.autograd.grad(drawn / 2, list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(value.grad, grad)
 
 
 def test_what_cannot_embed_is_refused(tmp_path: Path) -> None:
@@ -123,6 +171,15 @@ def test_what_cannot_embed_is_refused(tmp_path: Path) -> None:
         ({"parallel": {"pp": 2}}, "a pipeline's pieces do not see one another's texts"),
         ({"task": "classify", "embed": "cls"}, "it belongs to task: embed"),
         ({"embed": "max"}, "embed.pooling does not take this value"),
+        ({"embed": {"cached": 0}}, "embed.cached is out of range"),
+        (
+            {"embed": {"cached": 2}, "parallel": {"dp": {"size": 2, "shard": True}}},
+            "replicas that gather weights together need as many pieces",
+        ),
+        (
+            {"embed": {"cached": 2}, "method": "full", "clip": None, "memory": {"stream": "fp32"}},
+            "a streamed model is updated inside one backward pass",
+        ),
     ):
         with pytest.raises(RecipeError, match=words):
             load_recipe(embedding(tmp_path) | changes)
