@@ -16,8 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from petune.errors import UsageError
 from petune.kernels.dispatch import reference_ops
@@ -31,6 +29,7 @@ from petune.methods.lora import tune
 from petune.models.boundary import put_slice
 from petune.run.evaluate import forward, outputs_of, real_rows
 from petune.tasks import loss_sum
+from tests.kernels.head.operands import SETTINGS, K, Made, N, V, assert_alike, grads, operands
 from tests.methods.zoo import (
     GENERATE,
     GENERATING,
@@ -44,12 +43,6 @@ from tests.methods.zoo import (
 
 OPS = reference_ops()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = {
-    "plain": {},
-    "softcap": {"softcap": 3.0},
-    "smoothing": {"smoothing": 0.1},
-    "both": {"softcap": 3.0, "smoothing": 0.1},
-}
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 MODELS = (
     "llama-causal",
@@ -62,39 +55,6 @@ MODELS = (
     "bert-mlm",
     "gemma3-causal",
 )
-N, K, V, R = 23, 12, 40, 3
-
-
-class Made(TorchDispatchMode):
-    """Watches what is made: the most elements of a result, and the rows that matmuls with `width` results
-    have."""
-
-    def __init__(self, width: int = V) -> None:
-        super().__init__()
-        self.width, self.largest, self.rows = width, 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.device.type != "meta":
-                self.largest = max(self.largest, value.numel())
-                if func._opname in ("mm", "addmm", "addmm_") and value.shape[-1] == self.width:
-                    self.rows += len(value)
-        return result
-
-
-def operands(dtype: torch.dtype = torch.float64, n: int = N) -> tuple[dict[str, Tensor], Tensor]:
-    """hidden, weight, bias, a, b that want gradients, and labels of which every fourth but the first is
-    ignored."""
-    generator = torch.Generator().manual_seed(n)
-    shapes = {"hidden": (n, K), "weight": (V, K), "bias": (V,), "a": (R, K), "b": (V, R)}
-    drawn = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for name, shape in shapes.items()
-    }
-    labels = torch.randint(0, V, (n,), generator=generator)
-    labels[4::4] = -100
-    return drawn, labels
 
 
 def plain(
@@ -116,21 +76,6 @@ def fused(parts: dict[str, Tensor], labels: Tensor, **settings: Any) -> Tensor:
     return linear_cross_entropy(
         parts["hidden"], parts["weight"], labels, ops=OPS, bias=parts.get("bias"), low=low, **settings
     )
-
-
-def grads(loss: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(zip(parts, torch.autograd.grad(loss, list(parts.values())), strict=True))
-
-
-def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-9) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name].to(value.dtype),
-            value,
-            rtol=tolerance,
-            atol=tolerance * float(value.abs().max()),
-            msg=name,
-        )
 
 
 # ------------------------------------------------------------------ the step

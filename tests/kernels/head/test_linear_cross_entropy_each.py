@@ -16,7 +16,7 @@ from petune.kernels.head.linear_cross_entropy import linear_cross_entropy
 from petune.run.evaluate import outputs_of
 from petune.run.objective import prefer_objective
 from petune.tasks.configs import PreferConfig
-from tests.kernels.head.test_linear_cross_entropy import (
+from tests.kernels.head.operands import (
     SETTINGS,
     Made,
     V,
