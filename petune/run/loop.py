@@ -130,7 +130,7 @@ class Loop:
         while self.progress.step < self.steps.total and not self._ended_early():
             self.saver.has_lost_folder()
             self.step.check = self.stop.noted()
-            self.saver.snapshots.check()
+            self.saver.check()
             first = not self.step.audit.updates
             with phase("first step, which prepares the kernels") if first else nullcontext():
                 record = self.step.take()
@@ -151,7 +151,7 @@ class Loop:
         """
         step = self.step
         self.stop.at_once("while a rank was replaced", self._way_on())
-        self.saver.snapshots.drain()
+        self.saver.let_go()
         assert step.fingerprint is not None
         distributed.rejoin(self.runner, self.folder, self.prepared, step.fingerprint)
         known = step.audit.frozen_before
@@ -173,9 +173,10 @@ class Loop:
         saved."""
         step = self.progress.step
         best = self._evaluation_due() and self._evaluate_and_compare()
-        save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0 or step == self.steps.total
-        if best or save_due or self._ended_early():
-            self.saver.save()
+        save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0
+        ends = step == self.steps.total or bool(self._ended_early())
+        if best or save_due or ends:
+            self.saver.save(beside=not ends)
         elif self.recipe.snapshot_every and step % self.recipe.snapshot_every == 0:
             self.saver.snapshot()
 

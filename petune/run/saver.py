@@ -25,6 +25,7 @@ from petune.run.evaluate import Metric
 from petune.run.folder import RunFolder
 from petune.run.progress import Progress
 from petune.run.reporting import Logged
+from petune.run.saves import Saves, lacks_room
 from petune.run.signals import StopRequest
 from petune.run.snapshot import KEPT, Snapshots, age
 from petune.run.state import HeldState
@@ -52,6 +53,9 @@ class Saver:
         self.snapshots = Snapshots(
             root, device, state.write_packed, lambda: self.progress.step, folder.is_lost
         )
+        self.saves = Saves(device, self.recipe.timeout / 2)
+        self.on_its_way = False  # a checkpoint that is written beside training, by some rank
+        self._told_of_room = False
         self.trusted = 0  # the last step at which the frozen weights were compared
         self.came_from: list[str] = []
         self.files = TunedFiles(step, reporter)
@@ -66,8 +70,8 @@ class Saver:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hash the base's files while the device trains, and write the last snapshot at the end."""
-        with self.files.hashing(), self.snapshots:
+        """Hash the base's files while the device trains, and write at the end what is on its way."""
+        with self.files.hashing(), self.snapshots, self.saves:
             yield
 
     def _check_disk(self) -> None:
@@ -87,26 +91,102 @@ class Saver:
 
     # ------------------------------------------------------------ saving
 
-    def save(self) -> Path:
-        """Commit a checkpoint of this very step, point `best` at the best one, rotate.
+    def save(self, *, beside: bool = False) -> Path:
+        """Commit a checkpoint of this very step, point `best` at the best one, rotate; where `beside` and the
+        hosts have room for copies, while training goes on.
 
-        Raises TrainingFault if a frozen tensor moved.
+        Raises TrainingFault if a frozen tensor moved, and what a save on its way has met.
         """
+        self._land()
         self._check_frozen()
-        root = self.folder.checkpoints
         held = self._held_state()
-        path = root / f"step-{self.progress.step}"
-        if self.main or not self.runner.uncut:
+        if beside and self._goes_beside(held):
+            return self._save_beside(held)
+        path = self._path()
+        if self._writes:
             with phase("writing the checkpoint"):
                 if self.main and self.has_lost_folder():
                     self._rescue(held)
-                path = self._commit(root, self._facts(), held)
-        if self.main:
-            best = self.progress.best_step
-            self._point_best()
-            checkpoint.rotate(root, self.recipe.keep, [] if best is None else [root / f"step-{best}"])
+                path = self._commit(self.folder.checkpoints, self._facts(), held)
+        self._tidy(self.progress)
         self.runner.barrier()  # nobody reads it, or computes on, before it is whole
         return path
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process has a part in writing a state."""
+        return self.main or not self.runner.uncut
+
+    def _path(self) -> Path:
+        return self.folder.checkpoints / f"step-{self.progress.step}"
+
+    def _tidy(self, progress: Progress) -> None:
+        """Point `best` at what was the best as a checkpoint was taken, and rotate."""
+        if self.main:
+            root, best = self.folder.checkpoints, progress.best_step
+            self.folder.point_best(best, self.metric.name, progress.best_value)
+            checkpoint.rotate(root, self.recipe.keep, [] if best is None else [root / f"step-{best}"])
+
+    def _goes_beside(self, held: HeldState) -> bool:
+        """Whether a state can be written beside training: all ranks agree."""
+        if self.runner.streamed is not None:
+            return False  # it rests in host memory, and changes inside the backward pass
+        lack = lacks_room(self.saves.needs(held.here) if self._writes else 0)
+        if lack is not None and not self._told_of_room:
+            self._told_of_room = True
+            self.reporter.note(f"training waits while a checkpoint is written: {lack}")
+        return lack is None and not self.runner.any([self.has_lost_folder()])[0]
+
+    def _save_beside(self, held: HeldState) -> Path:
+        """Copy a state to host memory, and commit it while training goes on."""
+        path, facts, progress, crew = self._path(), self._facts(), replace(self.progress), self.runner.crew
+
+        def write(copied: HeldState) -> None:
+            fill = partial(copied.fill, check=self.saves.refuse_if_ended)
+            checkpoint.commit(
+                path.parent,
+                progress.step,
+                copied.begin,
+                run_id=self.run_id,
+                facts=facts,
+                fill=fill,
+                crew=crew,
+            )
+            self._tidy(progress)
+
+        if self._writes:
+            crew = self.saves.crew(crew)
+            with phase("copying the state to host memory"):
+                self.saves.begin(held, write)
+        self.on_its_way = True
+        return path
+
+    def _land(self) -> None:
+        """Wait, on every rank, until the checkpoint on its way is committed; of one in a folder that is lost
+        nothing is kept. Raises what has kept a rank from writing it."""
+        if self.on_its_way:
+            with phase("waiting until the last checkpoint is written"):
+                if self.runner.any([self.has_lost_folder()])[0]:
+                    self.saves.give_up()
+                self.saves.drain()
+                self.runner.barrier()  # however long one of them has to work alone
+            self.on_its_way = False
+
+    def check(self) -> None:
+        """Raise what the threads that write snapshots and checkpoints have met, unless it is that the folder
+        is lost: then `save` keeps the state elsewhere."""
+        self.snapshots.check()
+        if self.saves.fault is not None and not self.folder.is_lost(self.run_id):
+            self.saves.check()
+
+    def let_go(self) -> None:
+        """End what is on its way when a rank is lost: a checkpoint of which that had a part cannot be
+        finished."""
+        self.snapshots.drain()
+        if self.runner.uncut:
+            self.saves.drain()
+        self.saves.give_up()
+        self.on_its_way = False
 
     def _held_state(self) -> HeldState:
         return state.held_state(self.runner, self.step.optimizer, self.step.make_optimizer)
@@ -169,8 +249,9 @@ class Saver:
         self.snapshots.begin()
 
     def settle(self) -> None:
-        """Wait, on the device, until that copy is whole."""
+        """Wait, on the device, until that copy, and a checkpoint's, is whole."""
         self.snapshots.settle()
+        self.saves.settle()
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same for a state to be continued, and the progress it belongs to."""
@@ -230,6 +311,7 @@ class Saver:
         Returns the step of that state.
         """
         self.snapshots.drain()
+        self._land()
         self.runner.barrier()
         path, manifest = self._saved_state()
         self.folder.refuse_other_run(manifest.run_id, path)
@@ -297,7 +379,8 @@ class Saver:
     # ------------------------------------------------------------ tuned/
 
     def drain(self) -> None:
-        """Wait until the newest snapshot is on disk, and say how many there were."""
+        """Wait until the newest states are on disk, and say how many snapshots there were."""
+        self._land()
         if not self.has_lost_folder():
             self.snapshots.drain()
         if (line := self.snapshots.summary()) is not None:

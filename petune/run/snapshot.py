@@ -13,7 +13,7 @@ the disk, and what is written cannot change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from threading import Condition, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from petune.errors import FileError, MachineError, PetuneError
 from petune.files.safetensors import writing
-from petune.kernels.memory.offload import pin
 from petune.log import human
+from petune.run.host_copy import HostCopy, Layout
 from petune.saving import checkpoint
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 Write = Callable[["Path", Mapping[str, Tensor], Mapping[str, Any]], None]
 KEPT = 2
-_ALIGN = 64  # bytes: where a tensor begins in a buffer
-_SMALL = 1 << 20  # bytes of a tensor that is gathered with others first
 
 
 def age(manifest: checkpoint.Manifest, path: Path) -> str:
@@ -55,100 +53,21 @@ def age(manifest: checkpoint.Manifest, path: Path) -> str:
     return f", a snapshot that was committed at step {step}"
 
 
-class Layout:
-    """Where each tensor of a state lies in one buffer of bytes: first the small ones of a GPU, then all
-    others.
-
-    The small ones are gathered on the GPU, in `packed`, and leave it in one copy: a thousand copies of their
-    own would take the host longer to begin than the device to make.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self.seen = dict(tensors)
-        self.kinds = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-        self.small = [name for name, value in tensors.items() if value.is_cuda and value.nbytes <= _SMALL]
-        self.large = [name for name, value in tensors.items() if not value.is_cuda or value.nbytes > _SMALL]
-        self.begins, self.end = {}, 0
-        sizes = {name: -(-value.nbytes // _ALIGN) * _ALIGN for name, value in tensors.items()}
-        for name in (*self.small, *self.large):
-            self.begins[name] = self.end
-            self.end += sizes[name]
-        self.small_end = sum(sizes[name] for name in self.small)
-        self.packed = torch.empty(self.small_end, dtype=torch.uint8, device=device)
-        inside = self.views(self.packed, self.small)
-        kinds = {value.dtype for value in inside.values()}  # one launch takes tensors of one dtype
-        self.gathers = [
-            {name: value for name, value in inside.items() if value.dtype is kind} for kind in kinds
-        ]
-
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these are tensors of the same names, shapes and dtypes."""
-        return tensors.keys() == self.kinds.keys() and all(
-            value is self.seen[name] or (value.shape, value.dtype) == self.kinds[name]
-            for name, value in tensors.items()
-        )
-
-    def views(self, buffer: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-        """Each of `names` as a tensor inside a buffer of bytes."""
-        found = {}
-        for name in names:
-            (shape, dtype), begin = self.kinds[name], self.begins[name]
-            found[name] = buffer[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        return found
-
-    def gather(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the small ones to `packed`."""
-        for inside in self.gathers:
-            torch._foreach_copy_(list(inside.values()), [tensors[name] for name in inside])
-
-
-class HostCopy:
-    """One state in host memory, pinned where it comes from a GPU. step, state, facts, run_id: what it is of,
-    as `Snapshots.take` says."""
+class Turn(HostCopy):
+    """A copy that waits for its turn. step, state, facts, run_id: what it is of, as `Snapshots.take` says."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.stream = stream
-        self.layout: Layout | None = None
-        self.copied: torch.cuda.Event | None = None
-        self.tensors: Mapping[str, Tensor] = {}
+        super().__init__(stream)
         self.step, self.run_id = -1, ""
         self.state: Mapping[str, Any] = {}
         self.facts: Mapping[str, Any] = {}
 
-    @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Tensor], layout: Layout, ready: torch.cuda.Event | None) -> None:
-        """Begin to copy; on a GPU this returns at once, and `tensors`, which are `ready` then, stay until
-        `copied` has happened."""
-        if layout is not self.layout:
-            self._make_room(layout)
-        large = [self.room[name] for name in layout.large], [tensors[name] for name in layout.large]
-        self.tensors = self.room
-        if self.stream is None:
-            torch._foreach_copy_(*large)
-            return
-        assert ready is not None
-        self.stream.wait_event(ready)
-        with torch.cuda.stream(self.stream):
-            layout.gather(tensors)
-            self.buffer[: layout.small_end].copy_(layout.packed, non_blocking=True)
-            if layout.large:
-                torch._foreach_copy_(*large, non_blocking=True)
-        self.copied = self.stream.record_event()
-
-    def _make_room(self, layout: Layout) -> None:
-        """One buffer for all: torch pins memory in powers of two."""
-        self.buffer = torch.empty(layout.end, dtype=torch.uint8)
-        if self.stream is not None:
-            try:
-                pin(self.buffer)
-            except MachineError as error:
-                what, remedy = (
-                    f"snapshots need {human(layout.end)} of host memory twice",
-                    "set snapshot_every: null, or free some memory",
-                )
-                raise MachineError(what, found=error.problems[0].what, remedy=remedy) from None
-        self.room = layout.views(self.buffer, layout.kinds)
-        self.layout = layout
+    def _unpinned(self, size: int, error: MachineError) -> None:
+        what, remedy = (
+            f"snapshots need {human(size)} of host memory twice",
+            "set snapshot_every: null, or free some memory",
+        )
+        raise MachineError(what, found=error.problems[0].what, remedy=remedy) from None
 
 
 class Snapshots:
@@ -174,10 +93,10 @@ class Snapshots:
         # `oldest`: the most steps that a snapshot was behind when it was committed
         self.taken, self.written, self.oldest = 0, 0, 0
         self._layout: Layout | None = None
-        self._noted: tuple[HostCopy, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
-        self._turns: tuple[HostCopy, ...] = ()
-        self._waiting: HostCopy | None = None
-        self._writing: HostCopy | None = None
+        self._noted: tuple[Turn, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
+        self._turns: tuple[Turn, ...] = ()
+        self._waiting: Turn | None = None
+        self._writing: Turn | None = None
         self._ending = False
         self._fault: BaseException | None = None
         self._changed = Condition()
@@ -202,7 +121,7 @@ class Snapshots:
         self.begin()
         if not self._turns:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            self._turns = HostCopy(stream), HostCopy(stream)
+            self._turns = Turn(stream), Turn(stream)
             with writing(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
             self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
@@ -236,7 +155,7 @@ class Snapshots:
             turn.fill(tensors, self._layout, ready)
             self._hand_over(turn)
 
-    def _hand_over(self, turn: HostCopy) -> None:
+    def _hand_over(self, turn: Turn) -> None:
         """Let the writing thread have a copy; it waits until that is whole."""
         with self._changed:
             self._waiting = turn
@@ -246,8 +165,7 @@ class Snapshots:
         """Let the device wait, before it changes the state, until that is copied."""
         self.begin()
         for turn in self._turns:
-            if turn.copied is not None:
-                torch.cuda.current_stream(self.device).wait_event(turn.copied)
+            turn.settle()
 
     def check(self) -> None:
         """Raise what the writing thread has met: a PetuneError as it is, any other error as MachineError."""
@@ -323,9 +241,8 @@ class Snapshots:
             if self._fault is not None:
                 return
 
-    def _commit(self, turn: HostCopy) -> None:
-        if turn.copied is not None:
-            turn.copied.synchronize()
+    def _commit(self, turn: Turn) -> None:
+        turn.wait()
         if self.lost(turn.run_id):
             return
 

@@ -113,12 +113,25 @@ class HeldState:
         """Make the files of the state in an empty folder."""
         write_packed(folder, self.tensors, self.facts)
 
-    def fill(self, folder: Path) -> None:
-        """Write this rank's parts into them."""
+    def fill(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's parts into them. `check`, called before each, may raise."""
         if self.parts:
             with RangeWriter(folder / TENSORS) as writer:
                 for name, (value, start) in self.parts.items():
+                    check()
                     writer.write(name, value, start)
+
+    @property
+    def here(self) -> dict[str, Tensor]:
+        """Every tensor that this rank holds of it, by name."""
+        own = {name: value for name, value in self.tensors.items() if not value.is_meta}
+        return own | {name: value for name, (value, _) in self.parts.items()}
+
+    def of(self, copies: Mapping[str, Tensor]) -> HeldState:
+        """The same state, with `copies` in the place of what is `here`."""
+        tensors = {name: value if value.is_meta else copies[name] for name, value in self.tensors.items()}
+        parts = {name: (copies[name], start) for name, (_, start) in self.parts.items()}
+        return HeldState(tensors, self.facts, parts)
 
 
 def held_state(runner: Runner, optimizer: torch.optim.Optimizer, make: Make) -> HeldState:

@@ -130,8 +130,9 @@ class Pulse:
         self.beat_s = BEAT_S * min(1.0, max(1 / LOOKS, here.world / MANY))
         self.watch_s = BEAT_S * min(2.0, max(1 / LOOKS, here.world / MANY))
         self.own = Beat()
-        # what others may still have to read: written again with each beat, lest somebody wrote over it
-        self.kept: dict[str, str] = {}
+        # what others may still have to read, by who has said it: written again with each beat, lest somebody
+        # wrote over it
+        self.kept: dict[str, Mapping[str, str]] = {}
         self.wards = _wards(here.rank, here.world) if here.rank % HOST == 0 else ()
         self.others = tuple(range(HOST, here.world, HOST)) if here.rank == 0 else (0,)
         self.answered = time.monotonic()  # when the store last did
@@ -169,7 +170,7 @@ class Pulse:
             key, said = beat_key(0), self.own.text
         else:
             key, said = FAILED, json.dumps(failure)
-            self.kept = {**self.kept, key: said}
+            self.kept[FAILED] = {key: said}
         with suppress(RuntimeError):
             store.set(key, said)
 
@@ -183,8 +184,9 @@ class Pulse:
                 self._hear_of_failure()
                 self.own.silent = self._told()
                 self.store.set(beat_key(self.here.rank), self.own.text)
-                for key, said in self.kept.items():
-                    self.store.set(key, said)
+                for kept in list(self.kept.values()):
+                    for key, said in kept.items():
+                        self.store.set(key, said)
             except RuntimeError:
                 self.broken = True
                 return

@@ -1,5 +1,5 @@
-"""The host memory that this process and its children may take, and whether the kernel killed some of them for
-want of it."""
+"""The host memory that this process and its children may take, what is left of it, and whether the kernel
+killed some of them for want of it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ _UNLIMITED = 1 << 60  # bytes: version 1 of cgroups says "no limit" with a numbe
 @dataclass(frozen=True)
 class _Names:
     """Files of a version of cgroups: where kills are counted, the limit, the most that was used and what is
-    used now."""
+    used now. files: fields of memory.stat with what the use counts of files, which the kernel can drop."""
 
     below: str
     kills: str
     limit: str
     peak: str
     now: str
+    files: tuple[str, str]
 
 
 _VERSIONS = {
-    "": _Names("", "memory.events", "memory.max", "memory.peak", "memory.current"),
+    "": _Names(
+        "", "memory.events", "memory.max", "memory.peak", "memory.current", ("inactive_file", "active_file")
+    ),
     "memory": _Names(
         "memory",
         "memory.oom_control",
         "memory.limit_in_bytes",
         "memory.max_usage_in_bytes",
         "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
     ),
 }
 
@@ -67,6 +71,18 @@ class HostMemory:
                 )
         total = _field(self.proc / "meminfo", "MemTotal:")
         return f"at most {human(1024 * total)}, the memory of this host" if total else "enough memory", killed
+
+    def free(self) -> int | None:
+        """Bytes that may still be taken, by the host and by every limit of a cgroup; None where nothing says
+        so."""
+        available = _field(self.proc / "meminfo", "MemAvailable:")
+        found = [] if available is None else [1024 * available]
+        for folder, names in self._groups():
+            limit, used = _number(folder / names.limit), _number(folder / names.now)
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                files = sum(_field(folder / "memory.stat", name) or 0 for name in names.files)
+                found.append(max(0, limit - used + files))
+        return min(found, default=None)
 
     def _groups(self) -> list[tuple[Path, _Names]]:
         """The cgroups that count this process, the innermost first; a container sees its own as the root."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from petune.errors import DistributedError, Problem
@@ -68,19 +68,22 @@ def check_in(here: Place, store: Sealed, limit_s: float) -> None:
 
 
 class Meetings:
-    """The meetings of one generation of ranks, in the order in which all of them call for them."""
+    """The meetings of one generation of ranks, in the order in which all of them call for them: those of one
+    thread of each, by the `name` that no other thread's have."""
 
-    def __init__(self, here: Place, store: Sealed, pulse: Pulse, silence_s: float) -> None:
+    def __init__(
+        self, here: Place, store: Sealed, pulse: Pulse, silence_s: float, name: str = "meet"
+    ) -> None:
         self.here, self.store, self.pulse, self.silence_s = here, store, pulse, silence_s
-        self.held = 0
+        self.held, self.name = 0, name
         if here.rank == 0:
-            pulse.kept = {HERE: "[]"}
+            pulse.kept[name] = {HERE: "[]"}
 
-    def gather(self, text: str) -> list[str]:
-        """What every rank gives, by rank. Waits as long as all are alive. Raises PeerLost when one fails or
-        falls silent meanwhile."""
+    def gather(self, text: str, check: Callable[[], None] = lambda: None) -> list[str]:
+        """What every rank gives, by rank. Waits as long as all are alive, and may be ended by `check`, which
+        is called again and again. Raises PeerLost when one fails or falls silent meanwhile."""
         given = [""] * self.here.world
-        for value, runs in self._meet(text).items():
+        for value, runs in self._meet(text, check).items():
             for first, last in runs:
                 given[first : last + 1] = [value] * (last + 1 - first)
         return given
@@ -105,31 +108,32 @@ class Meetings:
                 [*problems, Problem("every rank needs the same recipe, data, model and packages")]
             )
 
-    def _meet(self, text: str) -> dict[str, Runs]:
+    def _meet(self, text: str, check: Callable[[], None] = lambda: None) -> dict[str, Runs]:
         """What ranks give: each value with the ranks that give it, in the order of the first of them."""
         self.pulse.formed = True  # nobody meets the others before
-        keys = [f"meet/{self.held}/{rank}" for rank in range(self.here.world)]
-        own, answer = keys[self.here.rank], f"meet/{self.held}/all"
-        self.pulse.kept = {**self.pulse.kept, own: text}
+        keys = [f"{self.name}/{self.held}/{rank}" for rank in range(self.here.world)]
+        own, answer = keys[self.here.rank], f"{self.name}/{self.held}/all"
+        self.pulse.kept[self.name] = {**self.pulse.kept.get(self.name, {}), own: text}
         self.store.set(own, text)
         if self.here.rank == 0:
-            found = json.dumps(_classes(self._await(keys)))
+            found = json.dumps(_classes(self._await(keys, check)))
             self.store.set(answer, found)
-            self.pulse.kept = {answer: found}
+            self.pulse.kept[self.name] = {answer: found}
             if self.held:  # whoever is here has read what the last meeting was about
-                self.store.delete_key(f"meet/{self.held - 1}/all")
+                self.store.delete_key(f"{self.name}/{self.held - 1}/all")
         else:
-            (found,) = self._await([answer])
-            self.pulse.kept = {}
+            (found,) = self._await([answer], check)
+            self.pulse.kept[self.name] = {}
         self.store.delete_key(own)
         self.held += 1
         classes: dict[str, Runs] = json.loads(found)
         return classes
 
-    def _await(self, keys: Sequence[str]) -> list[str]:
-        """What keys hold, waited for as long as all ranks are alive."""
+    def _await(self, keys: Sequence[str], check: Callable[[], None]) -> list[str]:
+        """What keys hold, waited for as long as all ranks are alive and `check` does not raise."""
         found: dict[str, str] = {}
         for _ in looks(self.here, self.store, keys, found):
+            check()
             if lost := self.pulse.lost(self.silence_s):
                 raise lost
         return [found[key] for key in keys]
@@ -148,7 +152,7 @@ class Meetings:
         keys = [f"{word}/{rank}" for rank in range(self.here.world)]
         own, until = keys[self.here.rank], time.monotonic() + limit_s
         with suppress(RuntimeError):
-            self.pulse.kept = {**self.pulse.kept, own: "1"}
+            self.pulse.kept[word] = {own: "1"}
             self.store.set(own, "1")
             for _ in looks(self.here, self.store, keys if self.here.rank == 0 else [], {}):
                 if time.monotonic() > until:

@@ -57,6 +57,7 @@ __all__ = [
     "agree",
     "at_step",
     "barrier",
+    "beside",
     "check",
     "explain",
     "gather",
@@ -101,6 +102,7 @@ class _Session:
     device_type: DeviceType
     timeout_s: float
     start_timeout_s: float
+    beside: Meetings | None = None
 
 
 _session: _Session | None = None
@@ -209,6 +211,15 @@ def limit(groups: Iterable[dist.ProcessGroup]) -> None:
 def gather(text: str) -> list[str]:
     """What every rank gives, by rank; see `Meetings.gather`."""
     return _required().meetings.gather(text)
+
+
+def beside() -> Meetings:
+    """The meetings of a second thread of every rank, which are on a connection of their own."""
+    session = _required()
+    if session.beside is None:
+        store = client(session.place, session.start_timeout_s)
+        session.beside = Meetings(session.place, store, session.pulse, session.timeout_s, "beside")
+    return session.beside
 
 
 def barrier() -> None:

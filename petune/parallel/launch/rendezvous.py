@@ -30,7 +30,7 @@ from petune.parallel.launch.seal import Sealed, secret_of
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch.launcher: the process id of the launcher
 # set by every elastic launcher; torchrun reads the first failing rank's message from it
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-CONNECTIONS = 3  # of a rank to the store, at the most: meetings, beats, torch
+CONNECTIONS = 4  # of a rank to the store, at the most: meetings, beats, torch, meetings of a second thread
 ROOM = 64  # files for everything else that a process has open
 SPARE_FILES = 16  # what a store, its clients and the groups behind it open at the least
 NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)

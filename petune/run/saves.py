@@ -1,0 +1,157 @@
+"""Checkpoints that are written beside training, from copies in host memory.
+
+    training  | save N: agree, copy | steps ... | step, told if a write has failed | save M, which waits for N
+    a thread  |                     | write | flush | hash with the other ranks' threads | commit | rotate
+
+What is written, in which order and what ranks say to one another meanwhile is what they do in a save that all
+wait for: only the thread is another, and what the ranks say goes over a connection of its own. At most one
+checkpoint is on its way. Until it is committed, the one before it is the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from threading import Event, Thread
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from petune.errors import DistributedError, PetuneError
+from petune.files.range_writer import Crew
+from petune.log import human
+from petune.parallel.launch import process_group
+from petune.parallel.launch.host_memory import HostMemory
+from petune.run.host_copy import HostCopy, Layout
+from petune.run.state import HeldState
+
+Write = Callable[[HeldState], None]
+SHARE = 2  # of the free host memory a copy may take one part in so many
+
+
+class _GivenUp(Exception):
+    """Ends the thread that writes: nobody waits for it any more."""
+
+
+class Saves:
+    """Writes one state at a time beside training; a context, which an error leaves only when the state on its
+    way is written or cannot be.
+
+    device: where the state lives. patience_s: how long an error waits for threads of other ranks, which may
+    wait for this one in a collective. fault: what the thread has met, told by `check` and `drain`.
+    """
+
+    def __init__(self, device: torch.device, patience_s: float) -> None:
+        self.device, self.patience_s = device, patience_s
+        self.fault: BaseException | None = None
+        self._copy: HostCopy | None = None
+        self._layout: Layout | None = None
+        self._thread: Thread | None = None
+        self._ended = Event()
+
+    # ------------------------------------------------------------ the training thread
+
+    def needs(self, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes of host memory that a copy takes beyond those that are held for it already."""
+        if self._layout is not None and self._layout.fits(tensors):
+            return 0
+        return sum(value.nbytes for value in tensors.values())
+
+    def begin(self, held: HeldState, write: Write) -> None:
+        """Copy `held`, of live tensors, which must not change before `settle`, and let `write` have the copy
+        in another thread. What was begun before has ended."""
+        tensors, cuda = held.here, self.device.type == "cuda"
+        if self._copy is None:
+            self._copy = HostCopy(torch.cuda.Stream(self.device) if cuda else None)
+        if self._layout is None or not self._layout.fits(tensors):
+            self._layout = Layout(tensors, self.device)
+        ready = torch.cuda.current_stream(self.device).record_event() if cuda else None
+        self._copy.fill(tensors, self._layout, ready)
+        copied, copy = held.of(self._copy.tensors), self._copy
+
+        def work() -> None:
+            try:
+                copy.wait()
+                write(copied)
+            except BaseException as error:  # told by the training thread at its next step
+                self.fault = error
+
+        self._ended.clear()
+        self._thread = Thread(target=work, name="petune-save", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Let the device wait, before it changes the state, until that is copied."""
+        if self._copy is not None and self._thread is not None:
+            self._copy.settle()
+
+    def check(self) -> None:
+        """Raise what the thread has met, in its own words."""
+        if self.fault is not None:
+            raise self.fault
+
+    def drain(self) -> None:
+        """Wait until what was begun is written by this rank. Raises what the thread has met."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def give_up(self) -> None:
+        """End what can be ended of what was begun, and forget what of it has failed."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self.fault = None
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            return self.drain()
+        # a group that broke, or a person, waits for nothing more
+        if self._thread is not None and issubclass(kind, PetuneError):
+            self._thread.join(0 if issubclass(kind, DistributedError) else self.patience_s)
+        self.give_up()
+
+    # ------------------------------------------------------------ the thread that writes
+
+    def refuse_if_ended(self) -> None:
+        """Raise where nobody waits for this save any more."""
+        if self._ended.is_set():
+            raise _GivenUp
+
+    def crew(self, crew: Crew) -> Crew:
+        """The same ranks, meeting in this thread of each. The training thread makes it, as the others' do."""
+        if crew.world == 1:
+            return crew
+        beside = process_group.beside()
+        return Crew(crew.rank, crew.world, lambda text: beside.gather(text, self.refuse_if_ended))
+
+
+# ------------------------------------------------------------ whether there is room
+
+
+def lacks_room(needed: int) -> str | None:
+    """What forbids copies beside training of which this rank needs `needed` bytes of host memory, in words,
+    the same on every rank; None where nothing does. Every rank of a group must ask."""
+    own = json.dumps([socket.gethostname(), needed, HostMemory().free()])
+    told = process_group.gather(own) if process_group.inside() else [own]
+    return shortage([json.loads(text) for text in told])
+
+
+def shortage(ranks: Sequence[tuple[str, int, int | None]]) -> str | None:
+    """The first host on which copies would take too much. ranks: of each its host, the bytes it needs, and
+    those that are free there."""
+    for host in dict.fromkeys(host for host, *_ in ranks):
+        needed = sum(own for name, own, _ in ranks if name == host)
+        free = min((own for name, _, own in ranks if name == host and own is not None), default=None)
+        if free is not None and needed * SHARE > free:
+            where = f" of {host}" if len(ranks) > 1 else ""
+            return f"copies take {human(needed)} of host memory, and {human(free)}{where} are free"
+    return None
