@@ -71,8 +71,14 @@ def test_the_bytes_are_those_of_the_state_as_it_was_though_training_has_gone_on(
     family: str, method: str, plan: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("petune.files.hashes.BLOCK", 1000)  # for ranks to share
-    beside, begin = Saver._save_beside, Saves.begin
-    slow(monkeypatch, lambda step: time.sleep(0.15))
+    beside, begin, take, moved = Saver._save_beside, Saves.begin, Step.take, threading.Event()
+    slow(monkeypatch, lambda step: moved.wait(60) and None)
+
+    def taken(self: Step) -> dict[str, Any]:
+        record = take(self)
+        if self.progress.step == 3:
+            moved.set()
+        return record
 
     def twice(self: Saver, held: HeldState) -> Path:
         if self._writes:  # as a save that all wait for
@@ -85,6 +91,7 @@ def test_the_bytes_are_those_of_the_state_as_it_was_though_training_has_gone_on(
 
     monkeypatch.setattr(Saver, "_save_beside", twice)
     monkeypatch.setattr(Saves, "begin", noted)
+    monkeypatch.setattr(Step, "take", taken)
     changes = {} if plan is None else {"parallel": PLANS[plan]}
     recipe = small(tmp_path, family, method, max_steps=4, save_every=2, eval_every=50, warmup=0, **changes)
     found = trained(recipe) / "checkpoints"

@@ -77,3 +77,20 @@ def test_without_a_cgroup_the_host_counts(tmp_path: Path) -> None:
 def test_what_cannot_be_read_says_nothing(own: str, tmp_path: Path) -> None:
     memory = HostMemory(*lay_out(tmp_path, own))
     assert memory.shortage() is None
+
+
+def test_what_is_free_is_the_least_that_host_and_limits_leave_without_files_that_are_only_kept(
+    tmp_path: Path,
+) -> None:
+    host = {"proc/meminfo": f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n"}
+    assert HostMemory(*lay_out(tmp_path / "none", "", **host)).free() == 8 * GIB
+    files = {"cgroup/job/memory.events": events(0), "cgroup/job/memory.max": 4 * GIB}
+    files |= {"cgroup/job/memory.current": 3 * GIB}
+    stat = {"cgroup/job/memory.stat": f"anon 7\ninactive_file {GIB}\nactive_file {GIB // 2}\n"}
+    assert HostMemory(*lay_out(tmp_path / "two", "0::/job\n", **host, **files)).free() == GIB
+    assert HostMemory(*lay_out(tmp_path / "kept", "0::/job\n", **host, **files, **stat)).free() == (
+        2 * GIB + GIB // 2
+    )
+    unlimited = files | {"cgroup/job/memory.max": "max\n"}
+    assert HostMemory(*lay_out(tmp_path / "max", "0::/job\n", **host, **unlimited)).free() == 8 * GIB
+    assert HostMemory(*lay_out(tmp_path / "nothing", "")).free() is None

@@ -29,6 +29,7 @@ from petune.parallel.launch import beats, orders, process_group
 from petune.parallel.runner import Runner
 from petune.run.step import Step
 from petune.run.train import train
+from petune.saving import checkpoint
 from tests.forked_launch import Forks, note_loads
 from tests.forked_launch import forks as forks
 from tests.group_pool import ranks
@@ -131,6 +132,30 @@ def test_a_killed_rank_is_replaced_and_the_others_keep_process_and_base(
         "it read the base once, and the first rank again to write tuned/"
     )
     assert by_process[forks.pids(rank)[0]] == 1 and len(by_process) == 3
+    monkeypatch.undo()
+    assert_same(recipe)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_rank_that_dies_while_a_checkpoint_is_written_beside_training_is_replaced(
+    rank: int, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's thread waits for its part; later checkpoints are written by both again."""
+    commit = checkpoint.commit
+
+    def deadly(root: Path, step: int, *given: Any, **named: Any) -> Path:
+        if process_group.restarted() == 0 and process_group.started()[0] == rank and step == 3:
+            assert threading.current_thread().name == "petune-save"
+            time.sleep(0.2)
+            die()
+        return commit(root, step, *given, **named)
+
+    monkeypatch.setattr(checkpoint, "commit", deadly)
+    recipe = small(tmp_path, "tp")
+    train(recipe, restarts=1, reporter=Listener())
+    assert f"rank {rank} replaced, the others keep their model" in said[0]
+    assert re.search(r"resumed from .*step-0 at step 0", (tmp_path / "run" / "run.log").read_text())
+    assert len(forks.pids(1 - rank)) == 1
     monkeypatch.undo()
     assert_same(recipe)
 
