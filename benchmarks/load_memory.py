@@ -4,7 +4,8 @@
     python benchmarks/load_memory.py                       tp, pp and FSDP2 over 2 and 4 ranks, LoRA and full
     python benchmarks/load_memory.py --blocks 4            a smaller checkpoint
     python benchmarks/load_memory.py --plans tp:2,none     some plans only
-    python benchmarks/load_memory.py --run                 a step, a save, the end and a resume of full tuning
+    python benchmarks/load_memory.py --run                 a step, saves, the end and a resume of full tuning
+    python benchmarks/load_memory.py --run --method lora   the same of LoRA
 
 A checkpoint of a Llama in bfloat16, by default of 383 MiB, is written into --folder (default: a temporary
 one). For every plan and method as many processes read it as a run does: base, method, plan, the whole model's
@@ -12,9 +13,9 @@ checksums, then each rank's part. Anonymous memory above what the process had be
 phase: `build` is the model with its method, `place` its part on the rank's device, CPU. What a rank may take
 is its share of the tensors, a tenth more and a GiB. Exits 1 if one takes more.
 
-With --run each rank takes a step by full fine-tuning; then `state` is what rests in its memory, its part of
-the weights and moments, and `save`, `end` and `resume` are what those take above it: of the first rank, and
-the most of any other.
+With --run each rank takes a step; then `state` is what rests in its memory, its part of what trains and of
+the moments, and `save`, that all wait for, `beside`, a save beside training, `end` and `resume` are what
+those take above it: of the first rank, and the most of any other.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from petune.recipe import load_recipe
 from petune.run import distributed, state
 from petune.run.build import build, plan_of, prepare
 from petune.run.reporting import Silent
+from petune.run.saves import Saves
 from petune.run.step import Step
 from petune.run.tuned_files import TunedFiles
 from petune.saving import checkpoint
@@ -143,6 +145,17 @@ def in_a_run(number: int, world: int, port: str, recipe: dict[str, Any], pipe: A
             ends = {"fill": held.fill, "crew": runner.crew}
             return checkpoint.commit(out, 1, held.begin, run_id="run", facts={}, **ends)
 
+        def beside() -> None:
+            saves = Saves(torch.device("cpu"), 30)
+            crew = saves.crew(runner.crew)
+
+            def write(copied: state.HeldState) -> None:
+                ends = {"fill": copied.fill, "crew": crew}
+                checkpoint.commit(out, 2, copied.begin, run_id="run", facts={}, **ends)
+
+            saves.begin(state.held_state(*own), write)
+            saves.drain()
+
         def end() -> None:
             files = TunedFiles(step, Silent())
             files.write(out / "tuned") if mesh.main else files.take_part()
@@ -150,6 +163,7 @@ def in_a_run(number: int, world: int, port: str, recipe: dict[str, Any], pipe: A
         found: dict[str, float] = {}
         for name, act in (
             ("save", save),
+            ("beside", beside),
             ("end", end),
             ("resume", lambda: state.restore_parts(out / "step-1", *own)),
         ):
@@ -187,7 +201,7 @@ def measure(folder: Path, plan: str, method: str, act: Callable[..., None] = ran
 
 def tell(plan: str, found: list[dict[str, float]]) -> None:
     """A row for the first rank and one for all others."""
-    names = ("save", "end", "resume")
+    names = ("save", "beside", "end", "resume")
     for label, ranks in (("first", found[:1]), ("others", found[1:])):
         cells = [f"{max(one[name] for one in ranks) / MIB:.0f}" for name in ("state", *names)]
         seconds = ", ".join(f"{max(one[f'{name} s'] for one in ranks):.1f}" for name in names)
@@ -200,6 +214,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--run", action="store_true")
+    parser.add_argument("--method", choices=("full", "lora"), default="full", help="with --run")
     given = parser.parse_args()
     too_much = False
     with tempfile.TemporaryDirectory() as scratch:
@@ -209,9 +224,10 @@ def main() -> int:
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         print(f"{size / MIB:.0f} MiB in bfloat16, {os.cpu_count()} cores, torch {torch.__version__}\n")
         if given.run:
-            print("| plan | rank | state | save | end | resume | s |\n|---|---|---|---|---|---|---|")
+            print("| plan | rank | state | save | beside | end | resume | s |")
+            print("|---|---|---|---|---|---|---|---|")
             for plan in given.plans.split(","):
-                tell(plan, measure(folder, plan, "full", in_a_run))
+                tell(plan, measure(folder, plan, given.method, in_a_run))
             return 0
         print("| plan | method | share | build | place | s |\n|---|---|---|---|---|---|")
         for plan in given.plans.split(","):

@@ -29,6 +29,7 @@ import petune
 import petune.run.saver
 from petune import demo
 from petune.log import human
+from petune.run.reporting import Silent
 from petune.run.saver import Saver
 from petune.run.step import Step
 from petune.saving import checkpoint
@@ -131,7 +132,7 @@ def main() -> int:
             if name == "all wait":
                 petune.run.saver.lacks_room = lambda needed: "as before"
             with Clock() as clock:
-                petune.train(recipe | {"out": str(folder / name.replace(" ", "-"))})
+                petune.train(recipe | {"out": str(folder / name.replace(" ", "-"))}, reporter=Silent())
             petune.run.saver.lacks_room = room
             print(clock.row(name), flush=True)
             found.append(digests(folder / name.replace(" ", "-")))

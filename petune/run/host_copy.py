@@ -24,7 +24,7 @@ class Layout:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self.seen = dict(tensors)
+        self.seen = dict(tensors)  # those that are still these need not be looked at
         self.kinds = {name: (value.shape, value.dtype) for name, value in tensors.items()}
         self.small = [name for name, value in tensors.items() if value.is_cuda and value.nbytes <= _SMALL]
         self.large = [name for name, value in tensors.items() if not value.is_cuda or value.nbytes > _SMALL]
@@ -44,9 +44,13 @@ class Layout:
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these are tensors of the same names, shapes and dtypes."""
         return tensors.keys() == self.kinds.keys() and all(
-            value is self.seen[name] or (value.shape, value.dtype) == self.kinds[name]
+            value is self.seen.get(name) or (value.shape, value.dtype) == self.kinds[name]
             for name, value in tensors.items()
         )
+
+    def forget(self) -> None:
+        """Let go of the tensors that it was made of: a state that is put back has others."""
+        self.seen = {}
 
     def views(self, buffer: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """Each of `names` as a tensor inside a buffer of bytes."""

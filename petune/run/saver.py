@@ -381,6 +381,7 @@ class Saver:
     def drain(self) -> None:
         """Wait until the newest states are on disk, and say how many snapshots there were."""
         self._land()
+        self.saves.release()
         if not self.has_lost_folder():
             self.snapshots.drain()
         if (line := self.snapshots.summary()) is not None:

@@ -67,6 +67,7 @@ class Saves:
             self._copy = HostCopy(torch.cuda.Stream(self.device) if cuda else None)
         if self._layout is None or not self._layout.fits(tensors):
             self._layout = Layout(tensors, self.device)
+            self._layout.forget()
         ready = torch.cuda.current_stream(self.device).record_event() if cuda else None
         self._copy.fill(tensors, self._layout, ready)
         copied, copy = held.of(self._copy.tensors), self._copy
@@ -105,6 +106,10 @@ class Saves:
         if self._thread is not None:
             self._thread.join()
         self._thread = self.fault = None
+
+    def release(self) -> None:
+        """Give back the room for copies; nothing is on its way."""
+        self._copy = self._layout = None
 
     def __enter__(self) -> Saves:
         return self

@@ -25,7 +25,7 @@ from petune.run.step import Step
 from petune.saving import checkpoint
 from tests.group_pool import ends
 from tests.planned_runs import PLANS, small, trained
-from tests.small_runs import Listener, assert_same_run, run, settings, terminate_at
+from tests.small_runs import Listener, assert_same_run, loop, run, settings, terminate_at
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 BESIDE = "petune-save"  # the name of the thread
@@ -295,5 +295,8 @@ def test_the_copy_is_made_once_and_used_again(tmp_path: Path, monkeypatch: pytes
         assert not any(value.is_cuda or value.data_ptr() in places for value in held.here.values())
 
     monkeypatch.setattr(Saves, "begin", noted)
-    run(settings(tmp_path, eval_every=50))
+    made = loop(settings(tmp_path, eval_every=50))
+    made.folder.begin(made.saver.run_id)
+    made.run(resume=False)
     assert len(places) == 1
+    assert made.saver.saves._copy is None, "the room is given back before tuned/ is written"
