@@ -4,10 +4,10 @@ saves that all wait for and once with saves beside training.
     PYTHONPATH=.:cli python benchmarks/saves.py                 91 million parameters: a state of 1.02 GiB
     PYTHONPATH=.:cli python benchmarks/saves.py --blocks 2      a smaller one
 
-`stall` is what a save keeps training from its next step, `committed` when its checkpoint has its name, both
-from the moment at which it was asked for; `step` is a step while nothing is written, `beside` one while
-something is. The median of each, and the most. The checkpoints of both runs are compared: exits 1 where a
-file differs.
+`stall` is what a save keeps training from its next step, `computing` how long it has a core meanwhile,
+which a busy machine changes little, `committed` when the checkpoint has its name, from the moment at which it
+was asked for; `step` is a step while nothing is written, `beside` one while something is. The median of each,
+and the most. The checkpoints of both runs are compared: exits 1 where a file differs.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.stalls: list[float] = []
+        self.computing: list[float] = []
         self.commits: list[float] = []
         self.steps: dict[bool, list[float]] = {False: [], True: []}
         self.asked: dict[int, float] = {}
@@ -64,12 +65,13 @@ class Clock:
         save, take, commit = Saver.save, Step.take, checkpoint.commit
 
         def saved(saver: Saver, *, beside: bool = False) -> Path:
-            began = time.perf_counter()
+            began, computed = time.perf_counter(), time.thread_time()
             if beside:
                 self.asked[saver.progress.step] = began
             path = save(saver, beside=beside)
             if beside:
                 self.stalls.append(time.perf_counter() - began)
+                self.computing.append(time.thread_time() - computed)
             return path
 
         def taken(step: Step) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class Clock:
         Saver.save, Step.take, checkpoint.commit = self.before  # type: ignore[method-assign]
 
     def row(self, name: str) -> str:
-        cells = (self.stalls, self.commits, self.steps[False][1:], self.steps[True])
+        cells = (self.stalls, self.computing, self.commits, self.steps[False][1:], self.steps[True])
         return f"| {name} | {' | '.join(_middle(cell) for cell in cells)} |"
 
 
@@ -125,7 +127,8 @@ def main() -> int:
         }
         recipe |= {"method": "full", "device": "cpu", "batch_size": 2, "epochs": 100, "max_steps": steps}
         recipe |= {"save_every": given.every, "eval_every": 1000, "keep": given.saves + 1, "lr": 1e-5}
-        print("| saves | stall, s (most) | committed | step | beside |\n|---|---|---|---|---|", flush=True)
+        print("| saves | stall, s (most) | computing | committed | step | beside |")
+        print("|---|---|---|---|---|---|", flush=True)
         found = []
         for name in ("all wait", "beside"):
             room = petune.run.saver.lacks_room
