@@ -15,6 +15,11 @@ _ALIGN = 64  # bytes: where a tensor begins in a buffer
 _SMALL = 1 << 20  # bytes of a tensor that is gathered with others first
 
 
+def aligned(value: Tensor) -> int:
+    """Bytes that a tensor takes in a buffer."""
+    return -(-value.nbytes // _ALIGN) * _ALIGN
+
+
 class Layout:
     """Where each tensor of a state lies in one buffer of bytes: first the small ones of a GPU, then all
     others.
@@ -29,7 +34,7 @@ class Layout:
         self.small = [name for name, value in tensors.items() if value.is_cuda and value.nbytes <= _SMALL]
         self.large = [name for name, value in tensors.items() if not value.is_cuda or value.nbytes > _SMALL]
         self.begins, self.end = {}, 0
-        sizes = {name: -(-value.nbytes // _ALIGN) * _ALIGN for name, value in tensors.items()}
+        sizes = {name: aligned(value) for name, value in tensors.items()}
         for name in (*self.small, *self.large):
             self.begins[name] = self.end
             self.end += sizes[name]
@@ -72,6 +77,7 @@ class HostCopy:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
         self.layout: Layout | None = None
+        self.buffer: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
         self.tensors: Mapping[str, Tensor] = {}
 
@@ -90,6 +96,7 @@ class HostCopy:
         self.stream.wait_event(ready)
         with torch.cuda.stream(self.stream):
             layout.gather(tensors)
+            assert self.buffer is not None
             self.buffer[: layout.small_end].copy_(layout.packed, non_blocking=True)
             if layout.large:
                 torch._foreach_copy_(*large, non_blocking=True)
@@ -105,14 +112,20 @@ class HostCopy:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def _make_room(self, layout: Layout) -> None:
-        """One buffer for all: torch pins memory in powers of two."""
-        self.buffer = torch.empty(layout.end, dtype=torch.uint8)
+    def reserve(self, size: int) -> None:
+        """Make room for a state of `size` bytes: one buffer, as torch pins memory in powers of two."""
+        buffer = torch.empty(size, dtype=torch.uint8).zero_()  # written to, or the host gives none of it yet
         if self.stream is not None:
             try:
-                pin(self.buffer)
+                pin(buffer)
             except MachineError as error:
-                self._unpinned(layout.end, error)
+                self._unpinned(size, error)
+        self.buffer = buffer
+
+    def _make_room(self, layout: Layout) -> None:
+        if self.buffer is None or len(self.buffer) < layout.end:
+            self.reserve(layout.end)
+        assert self.buffer is not None
         self.room = layout.views(self.buffer, layout.kinds)
         self.layout = layout
 

@@ -56,6 +56,7 @@ class Saver:
         self.saves = Saves(device, self.recipe.timeout / 2)
         self.on_its_way = False  # a checkpoint that is written beside training, by some rank
         self._told_of_room = False
+        self._reserves = self._writes and self.runner.streamed is None and step.saves_before_its_end
         self.trusted = 0  # the last step at which the frozen weights were compared
         self.came_from: list[str] = []
         self.files = TunedFiles(step, reporter)
@@ -102,7 +103,7 @@ class Saver:
         held = self._held_state()
         if beside and self._goes_beside(held):
             return self._save_beside(held)
-        path = self._path()
+        path = self.folder.checkpoints / f"step-{self.progress.step}"
         if self._writes:
             with phase("writing the checkpoint"):
                 if self.main and self.has_lost_folder():
@@ -116,9 +117,6 @@ class Saver:
     def _writes(self) -> bool:
         """Whether this process has a part in writing a state."""
         return self.main or not self.runner.uncut
-
-    def _path(self) -> Path:
-        return self.folder.checkpoints / f"step-{self.progress.step}"
 
     def _tidy(self, progress: Progress) -> None:
         """Point `best` at what was the best as a checkpoint was taken, and rotate."""
@@ -139,19 +137,13 @@ class Saver:
 
     def _save_beside(self, held: HeldState) -> Path:
         """Copy a state to host memory, and commit it while training goes on."""
-        path, facts, progress, crew = self._path(), self._facts(), replace(self.progress), self.runner.crew
+        root, crew = self.folder.checkpoints, self.runner.crew
+        facts, progress = self._facts(), replace(self.progress)
 
         def write(copied: HeldState) -> None:
             fill = partial(copied.fill, check=self.saves.refuse_if_ended)
-            checkpoint.commit(
-                path.parent,
-                progress.step,
-                copied.begin,
-                run_id=self.run_id,
-                facts=facts,
-                fill=fill,
-                crew=crew,
-            )
+            begin, run_id = copied.begin, self.run_id
+            checkpoint.commit(root, progress.step, begin, run_id=run_id, facts=facts, fill=fill, crew=crew)
             self._tidy(progress)
 
         if self._writes:
@@ -159,7 +151,7 @@ class Saver:
             with phase("copying the state to host memory"):
                 self.saves.begin(held, write)
         self.on_its_way = True
-        return path
+        return root / f"step-{progress.step}"
 
     def _land(self) -> None:
         """Wait, on every rank, until the checkpoint on its way is committed; of one in a folder that is lost
@@ -180,8 +172,7 @@ class Saver:
             self.saves.check()
 
     def let_go(self) -> None:
-        """End what is on its way when a rank is lost: a checkpoint of which that had a part cannot be
-        finished."""
+        """End what is on its way when a rank is lost, which may have had a part in it."""
         self.snapshots.drain()
         if self.runner.uncut:
             self.saves.drain()
@@ -245,8 +236,11 @@ class Saver:
             self.runner.barrier()
 
     def begin(self) -> None:
-        """Begin to copy the snapshot that was taken last."""
+        """Begin to copy the snapshot that was taken last, and make room for a checkpoint's copy, once."""
         self.snapshots.begin()
+        if self._reserves and self.step.optimizer.state:
+            self._reserves = False
+            self.saves.reserve(state.held_here(self.runner, self.step.optimizer), self.runner.uncut)
 
     def settle(self) -> None:
         """Wait, on the device, until that copy, and a checkpoint's, is whole."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Event, Thread
 from types import TracebackType
 
@@ -24,10 +24,11 @@ from petune.files.range_writer import Crew
 from petune.log import human
 from petune.parallel.launch import process_group
 from petune.parallel.launch.host_memory import HostMemory
-from petune.run.host_copy import HostCopy, Layout
+from petune.run.host_copy import HostCopy, Layout, aligned
 from petune.run.state import HeldState
 
 Write = Callable[[HeldState], None]
+_OTHERS = 1 << 20  # bytes for what a state has beside weights and moments: generators, counts
 SHARE = 2  # of the free host memory a copy may take one part in so many
 
 
@@ -49,22 +50,43 @@ class Saves:
         self._copy: HostCopy | None = None
         self._layout: Layout | None = None
         self._thread: Thread | None = None
+        self._reserving: Thread | None = None
         self._ended = Event()
 
     # ------------------------------------------------------------ the training thread
 
     def needs(self, tensors: Mapping[str, Tensor]) -> int:
         """Bytes of host memory that a copy takes beyond those that are held for it already."""
-        if self._layout is not None and self._layout.fits(tensors):
-            return 0
-        return sum(value.nbytes for value in tensors.values())
+        self._reserved()
+        size = sum(map(aligned, tensors.values()))
+        buffer = None if self._copy is None else self._copy.buffer
+        return size if buffer is None or len(buffer) < size else 0
+
+    def reserve(self, tensors: Iterable[Tensor], alone: bool) -> None:
+        """Begin to make room for copies of `tensors` in another thread, where there is any for each rank of
+        this host, or for this one `alone`: the first save need not wait until the host gives memory out."""
+        here, size = process_group.place(), sum(map(aligned, tensors)) + _OTHERS
+        ranks = 1 if alone or here is None else here.local_world or here.world
+        if shortage([("", size * ranks, HostMemory().free())]) is None:
+            copy = self._copy = self._new_copy()
+            self._reserving = Thread(target=copy.reserve, args=(size,), name="petune-room", daemon=True)
+            self._reserving.start()
+
+    def _reserved(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+    def _new_copy(self) -> HostCopy:
+        return HostCopy(torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
 
     def begin(self, held: HeldState, write: Write) -> None:
         """Copy `held`, of live tensors, which must not change before `settle`, and let `write` have the copy
         in another thread. What was begun before has ended."""
         tensors, cuda = held.here, self.device.type == "cuda"
+        self._reserved()
         if self._copy is None:
-            self._copy = HostCopy(torch.cuda.Stream(self.device) if cuda else None)
+            self._copy = self._new_copy()
         if self._layout is None or not self._layout.fits(tensors):
             self._layout = Layout(tensors, self.device)
             self._layout.forget()
@@ -109,6 +131,7 @@ class Saves:
 
     def release(self) -> None:
         """Give back the room for copies; nothing is on its way."""
+        self._reserved()
         self._copy = self._layout = None
 
     def __enter__(self) -> Saves:

@@ -314,6 +314,12 @@ def progress_of(
     return progress
 
 
+def held_here(runner: Runner, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of the state that this rank has: what trains and what the optimizer keeps of it."""
+    kept = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, Tensor)]
+    return [local(value.detach()) for value in [*runner.tuned.values(), *kept]]
+
+
 def bytes_of_state(runner: Runner, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Of the whole model's tuned tensors, and of these and the optimizer's moments together."""
     tuned = sum(shape.numel() * dtype.itemsize for shape, dtype in runner.shapes.values())

@@ -164,6 +164,12 @@ class Step:
         change."""
         return explain_memory(self.recipe, lambda: self.progress.step + 1, doing)
 
+    @property
+    def saves_before_its_end(self) -> bool:
+        """Whether a run of these steps saves before the last of them."""
+        recipe, epoch = self.recipe, self.steps.per_epoch
+        return min(recipe.save_every or epoch, recipe.eval_every or epoch) < self.steps.total
+
     # ------------------------------------------------------------ rows
 
     def micro_batches(self, step: int) -> list[Batch]:

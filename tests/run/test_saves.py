@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import petune.run.saver
+import petune.run.saves
 import petune.run.state
 from petune.errors import MachineError, PetuneError, Stopped, TrainingFault
 from petune.parallel.launch import process_group
@@ -275,27 +276,32 @@ def test_without_room_for_a_copy_training_waits_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked = []
-    monkeypatch.setattr(petune.run.saver, "lacks_room", lambda needed: asked.append(needed) or "it is full")
+    monkeypatch.setattr(petune.run.saves, "shortage", lambda ranks: asked.append(ranks[0][1]) or "it is full")
     monkeypatch.setattr(Saves, "begin", lambda *_: pytest.fail("a copy was made"))
     listener = Listener()
     run(settings(tmp_path, eval_every=50), listener)
     told = [note for note in listener.notes if note.startswith("training waits")]
     assert told == ["training waits while a checkpoint is written: it is full"]
     state = checkpoint.read_tensors(tmp_path / "run" / "checkpoints" / "step-6" / "state.safetensors")
-    assert asked == 5 * [sum(value.nbytes for value in state.values())]
+    size = sum(value.nbytes for value in state.values())
+    assert len(asked) == 6, "once for the room, and at each save but the last"
+    assert all(size <= needed < size + 64 * len(state) + (1 << 20) + 1 for needed in asked)
 
 
-def test_the_copy_is_made_once_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_room_for_the_copy_is_made_while_training_begins_and_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     places, begin = set(), Saves.begin
 
     def noted(self: Saves, held: HeldState, write: Any) -> None:
+        assert self.needs(held.here) == 0, "the room was made before the first save"
         begin(self, held, write)
-        assert self._copy is not None and self.needs(held.here) == 0
+        assert self._copy is not None and self._copy.buffer is not None
         places.add(self._copy.buffer.data_ptr())
         assert not any(value.is_cuda or value.data_ptr() in places for value in held.here.values())
 
     monkeypatch.setattr(Saves, "begin", noted)
-    made = loop(settings(tmp_path, eval_every=50))
+    made = loop(settings(tmp_path, eval_every=50, save_every=2, keep=3))
     made.folder.begin(made.saver.run_id)
     made.run(resume=False)
     assert len(places) == 1
