@@ -102,6 +102,10 @@ def test_a_disk_that_fails_ends_the_run_in_words_and_loses_nothing(
 
     def fail(step: int) -> None:
         if step == 4:
+            ends = time.monotonic() + 60  # that of step 3 is written beside training
+            while not (mount.source / "run" / "checkpoints" / "step-3").is_dir():
+                assert time.monotonic() < ends
+                time.sleep(0.01)
             before.update(saved(mount))
             mount.order(calls=list(calls), **{"from": begins})
 
