@@ -139,7 +139,7 @@ def test_steps_are_made_while_one_checkpoint_is_written_and_the_next_save_waits(
         RuntimeError("it sings"),
     ],
 )
-def test_what_cannot_be_written_ends_the_run_at_the_next_step_in_the_words_of_a_save_that_waits(
+def test_what_cannot_be_written_ends_the_run_at_the_next_step_in_the_same_words(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shape = {"eval_every": 50, "epochs": 3, "max_steps": 9}

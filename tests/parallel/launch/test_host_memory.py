@@ -79,7 +79,7 @@ def test_what_cannot_be_read_says_nothing(own: str, tmp_path: Path) -> None:
     assert memory.shortage() is None
 
 
-def test_what_is_free_is_the_least_that_host_and_limits_leave_without_files_that_are_only_kept(
+def test_what_is_free_is_the_least_that_host_and_limits_leave(
     tmp_path: Path,
 ) -> None:
     host = {"proc/meminfo": f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n"}
