@@ -15,6 +15,7 @@ from petune.models.frozen_weight import bytes_in
 
 VERSION = 2  # stands before every digest: values of another version are not comparable
 _COLUMNS = 1024  # 32-bit words in a row of a checksum
+_WORTH_THREADS = 1 << 20  # bytes: of fewer a thread's start is the most
 # bytes of a tensor on a device that are multiplied at once: the products take twice as many
 _PORTION = 128 << 20
 
@@ -46,9 +47,10 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             _COLUMNS + 1 + max(value.nbytes for value in here.values()) // (4 * _COLUMNS), device
         )
         add_up = partial(_weighted_sum, weights=weights)
-        if device.type == "cpu":
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                sums = list(threads.map(add_up, here.values()))
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        if threads > 1 and sum(value.nbytes for value in here.values()) > _WORTH_THREADS:
+            with ThreadPoolExecutor(threads) as pool:
+                sums = list(pool.map(add_up, here.values()))
         else:
             sums = [add_up(value) for value in here.values()]
         found |= zip(here, torch.stack(sums).tolist(), strict=True)

@@ -34,7 +34,7 @@ from petune.recipe import (
 from petune.recipe.check import _EXAMPLES
 from petune.recipe.rules import METRICS
 from petune.recipe.suggest import ALIASES
-from petune.recipe.yaml_lines import read, scalar, write_scalar
+from petune.recipe.yaml_lines import _read, _read_fast, read, scalar, write_scalar
 from petune.tasks.configs import DataConfig
 from tests.written_recipes import GOOD, problems_of, write
 from tests.wrong_recipes import WRONG
@@ -281,6 +281,30 @@ def test_any_value_survives_being_written(value: object) -> None:
 
     document = read(f"a: {write_scalar(value)}  # comment", "r")
     assert not document.problems and document.tree == {"a": as_tuple(value)}
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["a: ", "\nb: ", "\n  ", "\n- ", "\n", " ", ":", ",", "# c", "---\n", "...", "%", "? ", "~"]
+        )
+        | st.sampled_from(
+            [*"[]{}'\"\\&*!@`-1xk", "''", "\\x41", "\\n", "1e-4", "x:y", "{a: 1}", "[b, 2]", '"q": ']
+        ),
+        max_size=12,
+    ).map("".join)
+)
+@settings(max_examples=300, deadline=None)
+def test_both_parsers_of_yaml_read_the_same(text: str) -> None:
+    fast = _read_fast(text, "r")
+    assert fast is None or fast == _read(text, "r")
+
+
+def test_a_recipe_is_read_by_the_fast_parser() -> None:
+    text = load_recipe("bert_lora").to_yaml()
+    assert _read_fast(text, "r") == _read(text, "r")
+    assert _read_fast("a: |\n b", "r") is None  # block texts are where the two differ
+    assert _read_fast("a: é", "r") is None and read("a: é", "r").tree == {"a": "é"}
 
 
 def test_resume_compares_what_changes_the_numbers(tmp_path: Path) -> None:
