@@ -54,11 +54,17 @@ def leaf_hashes(file: FileIO, blocks: Sequence[int] | None = None) -> list[str]:
 def _hash_range(file: FileIO, begin: int, end: int) -> str:
     """Of the bytes from `begin` to before `end`, or to the end of a file that is shorter; the place the file
     is read at stays."""
-    digest, portion = hashlib.sha256(), memoryview(bytearray(min(_PORTION, end - begin)))
+    length = min(end, os.fstat(file.fileno()).st_size) - begin
+    digest, portion = hashlib.sha256(), _room(length)
     while begin < end and (count := os.preadv(file.fileno(), [portion[: end - begin]], begin)):
         digest.update(portion[:count])
         begin += count
     return digest.hexdigest()
+
+
+def _room(length: int) -> memoryview:
+    """Where to read so many bytes, a portion at a time: to make room costs more than to read a small file."""
+    return memoryview(bytearray(min(_PORTION, max(1, length))))
 
 
 class FileHashes:
@@ -106,7 +112,7 @@ class FileHashes:
         return {name: {"size": self._sizes[name], "sha256": value} for name, value in self.result().items()}
 
     def _hash(self, path: Path, seen: _Seen) -> str:
-        digest, portion = hashlib.sha256(), memoryview(bytearray(_PORTION))
+        digest, portion = hashlib.sha256(), _room(seen[2])
         with reading(path), FileIO(path) as file:
             while not self._leave.is_set() and (count := file.readinto(portion)):
                 digest.update(portion[:count])

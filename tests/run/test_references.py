@@ -3,7 +3,8 @@ refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_there_is_no_second_copy_of_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
 def test_a_run_learns_what_is_preferred_and_is_scored_alike_again(loss: str, tmp_path: Path) -> None:
-    done = run(preferring(tmp_path, prefer=loss, lr=1e-2, epochs=6))
+    done = run(preferring(tmp_path, prefer=loss, lr=1e-2, epochs=6, save_every=50))
     before, after = done.summary["before"], done.summary["after"]
     assert after["loss"] < before["loss"] and after["accuracy"] > before["accuracy"]
     if loss == "dpo":
@@ -144,17 +145,27 @@ def train_in_group(recipe: Mapping[str, Any]) -> None:
     run(recipe)
 
 
+def short(place: Path, loss: str, **changes: Any) -> dict[str, Any]:
+    """Three steps of four pairs, dropout in the model; dpo with logits, ipo without."""
+    shape = {"max_steps": 3, "batch_size": 4, "accumulate": 1, "save_every": 50}
+    shape["kernels"] = {"dpo": "off", "ipo": "reference"}[loss]
+    return preferring(place, {"name": "lora", "r": 2}, prefer=loss, **shape, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run folder of a loss in one process, trained when it is first asked for."""
+    return cache(lambda loss: run(short(tmp_path_factory.mktemp(loss), loss)).folder)
+
+
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_trains_as_one_process_does(plan: str, loss: str, tmp_path: Path) -> None:
-    method = {"name": "lora", "r": 2}
-    write_model(tmp_path / "llama", "llama", dropout=0.1)
-    kernels = {"dpo": "off", "ipo": "reference"}[loss]  # with logits and without
-    common = {"max_steps": 3, "prefer": loss, "batch_size": 4, "accumulate": 1, "kernels": kernels}
-    run(preferring(tmp_path, method, out="one", **common))
-    recipe = preferring(tmp_path, method, out="many", parallel=PLANS[plan], **common)
+def test_a_plan_trains_as_one_process_does(
+    plan: str, loss: str, tmp_path: Path, alone: Callable[[str], Path]
+) -> None:
+    recipe = short(tmp_path, loss, parallel=PLANS[plan])
     ranks(2, train_in_group, recipe)
-    assert_same_but_for_rounding(tmp_path / "many", tmp_path / "one")
+    assert_same_but_for_rounding(tmp_path / "run", alone(loss))
 
 
 # ---------------------------------------------------------------- what is refused
