@@ -11,17 +11,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from petune.log import printable
-from petune.run.reporting import PlainReporter, Reporter, score_line
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from petune.run.reporting import Reporter
 
 
 @contextmanager
 def reporter() -> Iterator[Reporter]:
     """The reporter that fits standard output; the bar is taken down whatever ends the run."""
     if not sys.stdout.isatty():
+        from petune.run.reporting import PlainReporter  # with torch, which tables are shown without
+
         yield PlainReporter(partial(print, flush=True))
         return
     live = Live()
@@ -94,6 +97,8 @@ class Live:
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Print the scores above the bar."""
+        from petune.run.reporting import score_line
+
         self._print([score_line(record)])
 
     def note(self, line: str) -> None:

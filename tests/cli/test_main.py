@@ -163,8 +163,8 @@ def test_ctrl_c_is_exit_130(type_: Type, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     "words",
-    [("data", "llama_lora", "-n", "300"), ("ls",)],
-    ids=["flushed lines", "a table left in the buffer"],
+    [("check", "--schema"), ("ls",)],
+    ids=["a flushed text", "a table left in the buffer"],
 )
 def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
@@ -173,6 +173,12 @@ def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_recipes_are_listed_without_torch() -> None:
+    code = "import sys; from petune_cli.recipes import ls; ls(); print({'torch'} & {*sys.modules})"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("set()\n")
 
 
 def test_python_searches_nothing_for_garbage_as_the_command_ends() -> None:
