@@ -25,27 +25,33 @@ def streamed(place: Path, *, out: str = "run", **changes: Any) -> dict[str, Any]
     )
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model, the rows and `whole`, a run that was not stopped."""
+    folder = tmp_path_factory.mktemp("streamed")
+    run(streamed(folder, out="whole"))
+    return folder
+
+
 @pytest.mark.parametrize("step", [1, 5, 7])
-def test_a_resumed_run_goes_on_with_the_very_next_row(step: int, tmp_path: Path) -> None:
-    expected = run(streamed(tmp_path, out="whole")).folder
-    recipe = streamed(tmp_path)
+def test_a_resumed_run_goes_on_with_the_very_next_row(step: int, place: Path) -> None:
+    recipe = streamed(place, out=f"from-{step}")
     with pytest.raises(Stopped):
         run(recipe, terminate_at(step))
-    assert_same_run(run(recipe, resume=True).folder, expected)
+    assert_same_run(run(recipe, resume=True).folder, place / "whole")
 
 
-def test_replicas_share_the_rows_of_each_step(tmp_path: Path) -> None:
-    expected = run(streamed(tmp_path, out="whole")).folder
-    assert_same_but_for_rounding(trained(streamed(tmp_path, parallel=PLANS["dp"])), expected)
+def test_replicas_share_the_rows_of_each_step(place: Path) -> None:
+    found = trained(streamed(place, out="dp", parallel=PLANS["dp"]))
+    assert_same_but_for_rounding(found, place / "whole")
 
 
-def test_a_run_of_one_process_is_resumed_by_two(tmp_path: Path) -> None:
-    expected = run(streamed(tmp_path, out="whole")).folder
-    recipe = streamed(tmp_path)
+def test_a_run_of_one_process_is_resumed_by_two(place: Path) -> None:
+    recipe = streamed(place, out="by-two")
     with pytest.raises(Stopped):
         run(recipe, terminate_at(5))
     found = trained(recipe | {"parallel": PLANS["dp"]}, resume=True)
-    assert_same_but_for_rounding(found, expected)
+    assert_same_but_for_rounding(found, place / "whole")
 
 
 def test_a_bad_row_ends_the_run_when_it_is_met_and_its_last_state_stays(tmp_path: Path) -> None:
