@@ -38,6 +38,7 @@ SMALL = (
     "head_only=false",
     "device=cpu",
     "batch_size=2",
+    "eval_batch_size=12",
 )
 THREE_STEPS = (
     "max_steps=3",

@@ -10,6 +10,8 @@ import json
 import math
 import os
 import socket
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +192,19 @@ def test_the_header_and_the_end_say_what_a_reader_wants_to_know(tmp_path: Path):
     assert summary["peak_memory_bytes"] > 10**7
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """A run of a family by a method, trained when it is first asked for."""
+    shape = {"lr": 0.01, "max_steps": 2, "warmup": 0}
+    return cache(
+        lambda family, method: run(settings(tmp_path_factory.mktemp(method), family, method, **shape))
+    )
+
+
 @pictureless
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_in_the_folder_is_a_pickle(method: str, tmp_path: Path):
-    folder = run(settings(tmp_path, method=method)).folder
+def test_nothing_in_the_folder_is_a_pickle(method: str, two_steps: Callable[[str, str], Any]):
+    folder = two_steps("llama", method).folder
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {
         ".json",
@@ -224,9 +235,11 @@ def test_tuned_has_the_tokenizer_and_the_chat_template(tmp_path: Path):
 @pictureless
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", TASK)
-def test_the_lines_of_the_readme_load_what_was_trained(family: str, method: str, tmp_path: Path):
+def test_the_lines_of_the_readme_load_what_was_trained(
+    family: str, method: str, two_steps: Callable[[str, str], Any]
+):
     """Without executing them: the lines are read as Python, and each call in them is made by hand."""
-    finished = run(settings(tmp_path, family, method, lr=0.01, max_steps=2, warmup=0))
+    finished = two_steps(family, method)
     code = (finished.folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     lines = ast.parse(code).body
     assert len(lines) <= 3

@@ -3,6 +3,8 @@ base and back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,24 @@ def trained(place: Path, family: str = "llama", method: str = "lora", **changes:
     return load_run(finished.folder)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """What `trained` gives, read anew from a run that was trained when it was first asked for."""
+    folder_of = cache(
+        lambda *which: trained(tmp_path_factory.mktemp("shared"), *which[:2], **dict(which[2:])).folder
+    )
+    return lambda family="llama", method="lora", **changes: load_run(
+        folder_of(family, method, *changes.items())
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "method"), [("bart", "lora"), ("t5", "adapter"), ("llama", "side"), ("llama", "full")]
 )
 def test_generate_is_greedy_and_continues_the_prompt_as_it_was_trained(
-    family: str, method: str, tmp_path: Path
+    family: str, method: str, shared: Callable[..., Any]
 ):
-    loaded = trained(tmp_path, family, method)
+    loaded = shared(family, method)
     answer = loaded.generate("red sun moon", max_new_tokens=5)
     assert isinstance(answer, str) and answer == loaded.generate("red sun moon", max_new_tokens=5)
     speaker = loaded.speaker
@@ -46,16 +59,16 @@ def test_generate_is_greedy_and_continues_the_prompt_as_it_was_trained(
     assert not answer.startswith("red sun moon") or family != "llama"
 
 
-def test_many_prompts_have_the_answers_of_each(tmp_path: Path):
-    loaded = trained(tmp_path)
+def test_many_prompts_have_the_answers_of_each(shared: Callable[..., Any]):
+    loaded = shared()
     prompts = ["red sun", "blue moon star sea"]
     assert loaded.generate_many(prompts, max_new_tokens=3) == [
         loaded.generate(prompt, max_new_tokens=3) for prompt in prompts
     ]
 
 
-def test_options_of_sampling_sample_and_are_transformers_own(tmp_path: Path):
-    loaded = trained(tmp_path)
+def test_options_of_sampling_sample_and_are_transformers_own(shared: Callable[..., Any]):
+    loaded = shared()
     ids = torch.tensor(
         [
             encode_prompt(
@@ -136,8 +149,8 @@ def test_every_fault_of_the_options_is_named_at_once_and_none_means_unsaid():
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_classifier_answers_with_a_label_and_its_probability(family: str, tmp_path: Path):
-    loaded = trained(tmp_path, family, task="classify")
+def test_a_classifier_answers_with_a_label_and_its_probability(family: str, shared: Callable[..., Any]):
+    loaded = shared(family, task="classify")
     label, probability = loaded.speaker.classify("red sun moon")
     assert label in ("red", "green", "blue") and 1 / 3 <= probability <= 1
     assert loaded.generate("red sun moon") == label
@@ -153,10 +166,10 @@ def test_a_classifier_answers_with_a_label_and_its_probability(family: str, tmp_
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_text_longer_than_the_model_is_cut_as_in_training(family: str, tmp_path: Path):
+def test_a_text_longer_than_the_model_is_cut_as_in_training(family: str, shared: Callable[..., Any]):
     """The tokenizer here knows no limit and the recipe sets none: the 64 positions of the model are what
     there is."""
-    loaded = trained(tmp_path, family, task="classify")
+    loaded = shared(family, task="classify")
     long = " ".join(["red"] * 30 + ["sun"] * 300)
     assert loaded.generate(long) in ("red", "green", "blue")
 
@@ -171,15 +184,15 @@ def test_a_long_text_is_cut_on_the_side_that_training_cut(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["bart", "llama"])
-def test_a_prompt_longer_than_the_model_is_refused_with_both_lengths(family: str, tmp_path: Path):
-    loaded = trained(tmp_path, family)
+def test_a_prompt_longer_than_the_model_is_refused_with_both_lengths(family: str, shared: Callable[..., Any]):
+    loaded = shared(family)
     with pytest.raises(UsageError, match="positions") as caught:
         loaded.generate("sun " * 300)
     assert "at most 64" in str(caught.value) and "30" in str(caught.value)
 
 
-def test_relative_positions_know_no_end(tmp_path: Path):
-    assert isinstance(trained(tmp_path, "t5").generate("sun " * 300, max_new_tokens=2), str)
+def test_relative_positions_know_no_end(shared: Callable[..., Any]):
+    assert isinstance(shared("t5").generate("sun " * 300, max_new_tokens=2), str)
 
 
 @pytest.mark.forks
@@ -207,9 +220,9 @@ def test_a_conversation_turns_to_the_base_and_back(method: str, tmp_path: Path):
 
 @pytest.mark.forks
 def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    loaded = trained(tmp_path, task="chat")
+    loaded = shared(task="chat")
     asked: list[Any] = []
     monkeypatch.setattr(
         type(loaded.speaker),
@@ -230,8 +243,8 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(
 
 
 @pytest.mark.forks
-def test_a_turn_that_failed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    loaded = trained(tmp_path, task="chat")
+def test_a_turn_that_failed_is_not_remembered(shared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    loaded = shared(task="chat")
     chat = loaded.chat()
     with pytest.raises(UsageError, match="a prompt is a text"):
         list(chat.ask(5))
@@ -248,8 +261,8 @@ def test_a_turn_that_failed_is_not_remembered(tmp_path: Path, monkeypatch: pytes
     assert chat.turns == []
 
 
-def test_tasks_other_than_chat_see_each_prompt_by_itself(tmp_path: Path):
-    loaded = trained(tmp_path, "bart")
+def test_tasks_other_than_chat_see_each_prompt_by_itself(shared: Callable[..., Any]):
+    loaded = shared("bart")
     chat = loaded.chat(max_new_tokens=4)
     first = list(chat.ask("red sun moon"))
     list(chat.ask("blue sea"))

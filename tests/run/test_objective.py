@@ -109,21 +109,27 @@ def test_a_step_on_embeddings_has_loss_and_gradient_of_the_formula(
         assert float((value.grad.double() - grad).abs().max()) <= 1e-5 * largest, name
 
 
+METHOD = {"name": "lora", "r": 2}
+
+
 def train_in_group(recipe: Mapping[str, Any]) -> None:
     run(recipe)
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that drops out and `one`, a run in one process."""
+    folder = tmp_path_factory.mktemp("embedding")
+    write_model(folder / "bert", "bert", dropout=0.1)
+    run(embedding(folder, METHOD, out="one", max_steps=3))
+    return folder
+
+
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_compares_the_texts_of_all_replicas(plan: str, tmp_path: Path) -> None:
-    method = {"name": "lora", "r": 2}
-    write_model(tmp_path / "bert", "bert", dropout=0.1)
-    run(embedding(tmp_path, method, out="one", max_steps=3))
-    cached = {"embed": {"cached": CACHED.get(plan)}}
-    parallel = PLANS[plan]
-    ranks(
-        2, train_in_group, embedding(tmp_path, method, out="many", max_steps=3, parallel=parallel, **cached)
-    )
-    assert_same_but_for_rounding(tmp_path / "many", tmp_path / "one")
+def test_a_plan_compares_the_texts_of_all_replicas(plan: str, place: Path) -> None:
+    shape = {"max_steps": 3, "parallel": PLANS[plan], "embed": {"cached": CACHED.get(plan)}}
+    ranks(2, train_in_group, embedding(place, METHOD, out=plan, **shape))
+    assert_same_but_for_rounding(place / plan, place / "one")
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
