@@ -66,7 +66,8 @@ def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
     """The checksum as a signed int64 scalar on the tensor's device, which is not waited for."""
     whole, rest = _words(tensor)
     columns, rows = weights[:_COLUMNS], weights[_COLUMNS:]
-    return (_row_sums(whole, columns) * rows[: len(whole)]).sum() + (rest * columns).sum() * rows[len(whole)]
+    last = (rest * columns).sum() * rows[len(whole)]
+    return last + (_row_sums(whole, columns) * rows[: len(whole)]).sum() if len(whole) else last
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
