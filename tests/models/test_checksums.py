@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,7 +73,19 @@ def test_the_checksum_sees_an_even_number_of_changed_signs(dtype: torch.dtype):
     assert len(found) == 6
 
 
-def test_checksums_of_many_tensors_are_those_of_each_with_any_number_of_threads():
+def counted(started: list[int], threads: int) -> ThreadPoolExecutor:
+    """A pool, and a note of it."""
+    started.append(threads)
+    return ThreadPoolExecutor(threads)
+
+
+@pytest.mark.parametrize("worth", [0, 1 << 20])
+def test_checksums_of_many_tensors_are_those_of_each_with_any_number_of_threads(
+    worth: int, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[int] = []
+    monkeypatch.setattr("petune.models.checksums._WORTH_THREADS", worth)
+    monkeypatch.setattr("petune.models.checksums.ThreadPoolExecutor", partial(counted, started))
     values = {
         str(size): torch.randn(size, generator=torch.Generator().manual_seed(size))
         for size in (1, 5000, 30, 3000)
@@ -84,7 +98,7 @@ def test_checksums_of_many_tensors_are_those_of_each_with_any_number_of_threads(
             ]
     finally:
         torch.set_num_threads(1)
-    assert checksums({}) == {}
+    assert checksums({}) == {} and bool(started) is (worth == 0)
 
 
 class Results(TorchDispatchMode):
