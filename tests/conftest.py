@@ -19,6 +19,9 @@ if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
 
 import gc
+
+gc.disable()  # until all is collected: what is imported and what tests are called with stays anyway
+
 import socket
 import sys
 from collections.abc import Iterator
@@ -86,6 +89,7 @@ def pytest_collection_finish() -> None:
     copies every page in a fork."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
