@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby, product
 from math import ceil, inf
 from typing import Literal
@@ -171,7 +172,7 @@ class _Step:
     flop: float
     other: float
     roofline: float
-    worth: float = WORTH
+    worth: float = field(default=WORTH, compare=False)  # of plans: options are priced without it
 
     @property
     def here(self) -> int:
@@ -255,21 +256,25 @@ def _step(
 def _tables(step: _Step, config: MemoryConfig) -> Iterator[tuple[int | None, list[_Option]]]:
     """(tile, the options it leaves), each list from the least that blocks keep to the most."""
     keeps = [keep for keep in LADDER if config.keep in ("auto", keep)]
-    levels = [level for level in LEVELS if config.offload in ("auto", level)]
+    levels = tuple(level for level in LEVELS if config.offload in ("auto", level))
     tiles = (None, *TILES) if config.tile is None else (config.tile,)
-    whole = _options(step, "all", None, levels) if "all" in keeps else []
+    whole = _options(step, "all", None, levels) if "all" in keeps else ()
     for tile in dict.fromkeys(None if tile is None or tile >= step.tokens else tile for tile in tiles):
         yield (
             tile,
-            [option for keep in keeps if keep != "all" for option in _options(step, keep, tile, levels)]
-            + whole,
+            [
+                *(option for keep in keeps if keep != "all" for option in _options(step, keep, tile, levels)),
+                *whole,
+            ],
         )
 
 
+@lru_cache(maxsize=128)
 def _options(
-    step: _Step, keep: Keep, tile: int | None, levels: Iterable[Literal["none", "input", "attention"]]
-) -> list[_Option]:
-    """A rung's options by what is offloaded; the attention output can be where it is kept."""
+    step: _Step, keep: Keep, tile: int | None, levels: tuple[Literal["none", "input", "attention"], ...]
+) -> tuple[_Option, ...]:
+    """A rung's options by what is offloaded; the attention output can be where it is kept. Kept, for a step
+    is searched again where a budget holds nothing, or for another budget."""
     shape, tokens, sequence = step.shape, step.tokens, step.sequence
     ahead = step.seconds(block_cost.forward(shape, tokens, sequence, tile))
     back = step.seconds(
@@ -285,7 +290,7 @@ def _options(
     moved = {"none": 0, "input": every["input"]} | (
         {} if keep == "input" else {"attention": every["attention"]}
     )
-    return [
+    return tuple(
         _Option(
             Rung(keep, level),
             (LADDER.index(keep), LEVELS.index(level)),
@@ -297,7 +302,7 @@ def _options(
         )
         for level in levels
         if level in moved
-    ]
+    )
 
 
 def _waiting(step: _Step, moved: int, ahead: float, back: float) -> float:
