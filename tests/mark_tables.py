@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from petune.errors import PetuneError
@@ -40,10 +42,22 @@ class Notes:
         return (f"{number}. {reason}" for number, reason in enumerate(self.told, 1))
 
 
+@lru_cache(maxsize=1)
+def built(model: str, **changes: Any) -> Any:
+    """A model of the zoo that stays as it is."""
+    return tiny(model, **changes)
+
+
+def fresh(model: str, **changes: Any) -> Any:
+    """A model of the zoo that may be tuned: a copy, for a row asks the same one again and again, and to make
+    it takes twice as long."""
+    return copy.deepcopy(built(model, **changes))
+
+
 def of_blocks(model: str, method: str, base: str | None, notes: Notes, **changes: Any) -> str:
     """Whether the blocks of a model are fused under a method, on one device; `changes` go over its config. A
     method may be followed by a comma and its kind."""
-    made = tiny(model, **changes)
+    made = fresh(model, **changes)
     name, _, kind = method.partition(", ")
     try:
         tune(made, make_config(name, SETTINGS.get(name, {}) | ({"kind": kind} if kind else {})))

@@ -21,8 +21,8 @@ from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, DpConfig, EpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import make_plan
 from petune.tasks.registry import check_fit
-from tests.mark_tables import MODELS, Notes, of_blocks, rows
-from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO, tiny
+from tests.mark_tables import MODELS, Notes, built, fresh, of_blocks, rows
+from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO
 from tests.parallel.cells import CELLS, KIN, METHODS, OTHERS, SPREAD, SPREAD_FUSED
 from tests.parallel.plans import BACKENDS
 
@@ -75,14 +75,14 @@ def cell(kind: str, column: str, notes: Notes) -> str:
     try:
         if column in METHODS:
             heads = {"reduction": 2} if column == "side" and kind in MIXTURES else {}  # small ones
-            tune(tiny(name), make_config(column, SETTINGS[column] | heads))
+            tune(fresh(name), make_config(column, SETTINGS[column] | heads))
         elif column == "merge":
-            merge(wrap(tiny(name), "lora", r=2))
+            merge(wrap(fresh(name), "lora", r=2))
         elif column == "packed":
             check_fit("causal", family.kind, True, family.packs)
         else:
             plan = PLANS.get(column) or ParallelConfig(ep=EpConfig(size=2))
-            make_plan(plan, family, tiny(name).config, None, 8)
+            make_plan(plan, family, built(name).config, None, 8)
     except PetuneError as error:
         return notes("; ".join(problem.what for problem in error.problems))
     return "yes"
