@@ -19,12 +19,9 @@ if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
 
 import gc
-
-gc.disable()  # until all is collected: what is imported and what tests are called with stays anyway
-
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -84,12 +81,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
 
 
-def pytest_collection_finish() -> None:
-    """Keep what was imported out of every search for garbage, which takes a third of a second else, and
-    copies every page in a fork."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search for no garbage while tests are collected, for what is imported stays, and keep it out of every
+    later search, which takes a third of a second else, and copies every page in a fork."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
