@@ -296,7 +296,7 @@ RULES = (
     Rule(
         ("base_dtype", "parallel"),
         lambda recipe: recipe.base_dtype is None or not recipe.parallel.spreads,
-        "experts have no form of fewer bytes yet",
+        "experts that are held in fewer bytes are not cut over ranks yet",
         "remove base_dtype",
     ),
     Rule(

@@ -117,6 +117,7 @@ SPREAD_FUSED = [
     ("lora", "qwen3moe-causal", 2, 2, "input"),
     ("full", "mixtral-causal", 3, 1, "attention"),
     ("adapter", "qwen2moe-causal", 2, 1, "projections"),
+    ("lora", "gptoss-causal", 2, 1, "all"),  # biases, transposed weights
 ]
 
 
