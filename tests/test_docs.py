@@ -68,7 +68,8 @@ REVIEWS = "text,label\n" + "".join(f"red sun {at},{('good', 'bad')[at % 2]}\n" f
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reader's models, data and a run of them."""
     folder = tmp_path_factory.mktemp("own")
-    write_model(folder / "my-model", "llama", hidden_size=64)  # so wide that a ladder can be an eighth of it
+    # so wide that a ladder can be an eighth of it, and that blocks of nf4 fill it
+    write_model(folder / "my-model", "llama", hidden_size=64, intermediate_size=64)
     write_model(folder / "bert", "bert")
     write_rows(folder / "rows.jsonl", "causal")
     (folder / "reviews.csv").write_text(REVIEWS)

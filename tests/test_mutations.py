@@ -378,12 +378,12 @@ def test_a_fused_block_that_exchanges_drops_probabilities_by_their_place(
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])
 def test_the_bias_of_a_row_site_is_added_once(backend: str, fails: Fails) -> None:
-    narrow = shard_params._narrow
+    narrow = shard_params.narrow
 
     def everywhere(layer: Any, own: str, split: Any, *rest: Any) -> set[str]:
         return narrow(layer, own, None if split == "owner" else split, *rest)
 
-    fails(cell("bert-classify", "full", backend), shard_params, "_narrow", everywhere, LOGITS)
+    fails(cell("bert-classify", "full", backend), shard_params, "narrow", everywhere, LOGITS)
 
 
 def test_the_norm_counts_what_several_ranks_hold_once(fails: Fails) -> None:
