@@ -40,6 +40,15 @@ class Routes(NamedTuple):
     ends: Tensor
     chosen: int
 
+    @property
+    def tokens(self) -> Tensor:
+        """The token [m] of each sorted copy."""
+        return self.order // self.chosen
+
+    def sorted(self, share: Tensor) -> Tensor:
+        """Shares [tokens, chosen] in the order of the copies, [m]."""
+        return share.reshape(-1)[self.order]
+
 
 def routes_of(index: Tensor, experts: int) -> Routes:
     """The routes of tokens to the experts index [tokens, chosen]; none is dropped, whoever is crowded."""
@@ -61,7 +70,7 @@ def combine(y: Tensor, routes: Routes) -> Tensor:
 
 
 def _spread(x: Tensor, routes: Routes) -> Tensor:
-    return x[routes.order // routes.chosen]
+    return x[routes.tokens]
 
 
 def _gathered(y: Tensor, routes: Routes) -> Tensor:

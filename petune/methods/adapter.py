@@ -258,15 +258,9 @@ def _beside(model: nn.Module, family: Family, config: AdapterConfig) -> None:
                 name = f"{path}.{one.core.down}"
                 model.set_submodule(name, tune(cast("Any", model.get_submodule(name)), config, name))
             made = cast("Bottleneck", model.get_submodule(name))
-            reader = block.get_submodule(_first_reader(block, one))
+            # which is the first to read what the sub-layer is added to
+            reader = block.get_submodule(one.core.at if one.norm_in is None else one.norm_in.path)
             reader.register_forward_pre_hook(HandOver(made), with_kwargs=True)
-
-
-def _first_reader(block: nn.Module, sublayer: SubLayer) -> str:
-    """The module that reads what a sub-layer is added to: the norm before it, where there is one."""
-    ahead = sublayer.norm_first is not None and getattr(block, sublayer.norm_first)
-    norm = sublayer.norm_after_sum if ahead else sublayer.norm_in
-    return sublayer.core.at if norm is None else norm.path
 
 
 def _blocks(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module, tuple[SubLayer, ...]]]:
@@ -283,8 +277,7 @@ def _at_norms(model: nn.Module, family: Family, config: AdapterConfig) -> None:
     for path, block, layers in _blocks(model, family):
         mlp = next((one for one in layers if isinstance(one.core, Mlp)), layers[-1])
         norm = mlp.norm_after_sum
-        ahead = mlp.norm_first is not None and getattr(block, mlp.norm_first)
-        if norm is None or ahead:
+        if norm is None:
             what = f"adapters of kind pfeiffer stand at the norm behind an MLP's sum, which {family.name}"
             remedy = "set kind: houlsby"
             raise UsageError(f"{what} has not here", where=path, remedy=remedy)

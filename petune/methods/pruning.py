@@ -54,8 +54,7 @@ class Chain:
         return self.found
 
     def _sublayer(self, block: nn.Module, one: SubLayer, where: str) -> None:
-        ahead = one.norm_first is not None and getattr(block, one.norm_first)
-        self._norm(one.norm_after_sum if ahead else one.norm_in)
+        self._norm(one.norm_in)
         if isinstance(one.core, RoutedMlp):
             raise UsageError("start: pruned knows no experts", where=where, remedy=_ELSE)
         inner = (
@@ -66,7 +65,7 @@ class Chain:
         out = one.core.out if isinstance(one.core, Attention) else one.core.down
         self.features = kept(self._rows(out)[:, inner].abs().sum(1), self.reduction)
         self._take(out, self.features, inner)
-        for norm in (one.norm_out, None if ahead else one.norm_after_sum):
+        for norm in (one.norm_out, one.norm_after_sum):
             self._norm(norm)
 
     def _attention(self, block: nn.Module, core: Attention) -> Tensor:

@@ -247,14 +247,16 @@ class StackRule:
 
     def sublayers_in(self, block: nn.Module) -> tuple[SubLayer, ...]:
         """The sub-layers that `block` has: with a dense MLP where it has no experts, without cross-attention
-        where there is none."""
-        chosen = (
-            replace(one, core=one.core.dense)
-            if isinstance(one.core, RoutedMlp) and one.core.dense and not one.core.stands_in(block)
-            else one
-            for one in self.sublayers
-        )
-        return tuple(one for one in chosen if child_of(block, one.core.at) or not one.core.region.cross)
+        where there is none, with the norm before the core where the block has it there."""
+        here = []
+        for one in self.sublayers:
+            if isinstance(one.core, RoutedMlp) and one.core.dense and not one.core.stands_in(block):
+                one = replace(one, core=one.core.dense)
+            if one.norm_first is not None and getattr(block, one.norm_first):
+                one = replace(one, norm_in=one.norm_after_sum, norm_after_sum=None, norm_first=None)
+            if child_of(block, one.core.at) or not one.core.region.cross:
+                here.append(one)
+        return tuple(here)
 
     def regions_in(self, block: nn.Module) -> tuple[Region, ...]:
         """Where the sub-layers of `block` are entered and left, a shared expert's besides."""
@@ -265,9 +267,7 @@ class StackRule:
     @property
     def causal(self) -> bool:
         """Whether no token sees a later one."""
-        return any(
-            isinstance(sublayer.core, Attention) and sublayer.core.causal for sublayer in self.sublayers
-        )
+        return any(isinstance(one.core, Attention) and one.core.causal for one in self.sublayers)
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,7 @@ class Ways(BoundaryHook):
         x, index, share = args
         routes = routes_of(index, sum(self.spread.counts))
         self.now = routes, way = routes, self.spread.way(routes.ends)
-        shares = share.reshape(-1)[routes.order]
-        here, weights = cast("Any", _Sent).apply(dispatch(x, routes), shares, self.spread, way)
+        here, weights = cast("Any", _Sent).apply(dispatch(x, routes), routes.sorted(share), self.spread, way)
         return here, way.experts[:, None], weights[:, None]
 
     def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -75,7 +75,10 @@ def pfeiffers_adapter_follows_the_paper() -> None:
     x, upstream = torch.randn(2, 2, 5, 64, dtype=torch.float64)
     inner = block.intermediate(x)
     y = F.linear(inner, block.output.dense.weight, block.output.dense.bias)
-    layer_norm = lambda total: F.layer_norm(total, (64,), norm.weight, norm.bias, norm.eps)  # noqa: E731
+
+    def layer_norm(total: Tensor) -> Tensor:
+        return F.layer_norm(total, (64,), norm.weight, norm.bias, norm.eps)
+
     low = F.relu(layer_norm(y + x) @ twin["adapter_down.weight"].T + twin["adapter_down.bias"])
     expected = layer_norm(y + low @ twin["adapter_up.weight"].T + twin["adapter_up.bias"] + x)
     found = block.output(inner, x)

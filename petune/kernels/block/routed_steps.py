@@ -55,7 +55,7 @@ class Dispatched(OfMixture):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         mixture, x, routes = run.mixtures[self.at], v[self.h], Routes(*v[self.routes])
-        part, rows = mixture.up, tokens_of(routes)
+        part, rows = mixture.up, routes.tokens
         v[self.s] = s = None if part.a is None else product(x, part.a.mT, routes.ends, rows=rows)
         low, up = added(part, s, _ones(rows))
         v[self.u] = product(x, mixture.ahead(part), routes.ends, rows=rows, low=low, up=up)
@@ -65,7 +65,7 @@ class Dispatched(OfMixture):
         mixture, du, routes = run.mixtures[self.at], run.grads.pop(self.u), Routes(*v[self.routes])
         part, first, ends = mixture.up, self.first + UP, routes.ends
         ds = None if part.b is None else product(du, part.b, routes.ends)
-        rows = tokens_of(routes)
+        rows = routes.tokens
         entered, turned = self.entered(run, v), mixture.transposed
         learn(run.sink, first, part, ends, du, v[self.s], ds, entered, x_rows=rows, transposed=turned)
         learn_bias(run.sink, self.first + UP_BIAS, part, ends, du, _ones(rows))
@@ -137,7 +137,7 @@ class Combined(OfMixture):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         mixture, routes = run.mixtures[self.at], Routes(*v[self.routes])
-        part, share = mixture.down, _sorted(v[self.share], routes)
+        part, share = mixture.down, routes.sorted(v[self.share])
         m = gated(v[self.u], share, self.act)
         v[self.s] = s = None if part.a is None else product(m, part.a.mT, routes.ends)
         low, up = added(part, s, share)
@@ -149,7 +149,7 @@ class Combined(OfMixture):
         """See Step."""
         mixture, dd, routes = run.mixtures[self.at], run.grads.pop(self.d), Routes(*v[self.routes])
         part, ends, turned = mixture.down, routes.ends, mixture.transposed
-        rows, share = tokens_of(routes), _sorted(v[self.share], routes)
+        rows, share = routes.tokens, routes.sorted(v[self.share])
         ds = None if part.b is None else product(dd, part.b, ends, rows=rows)
         dm = product(dd, mixture.back(part), ends, rows=rows, low=ds, up=part.a)
         du, dshare, m = dgated(dm, v[self.u], share, self.act)
@@ -231,16 +231,6 @@ def copies_of(shape: BlockShape, part: float | None) -> int:
     """Rows that experts compute on for each token. part: for each of its copies, where experts are cut over
     ranks."""
     return math.ceil((1.0 if part is None else part) * shape.routed.chosen)
-
-
-def tokens_of(routes: Routes) -> Tensor:
-    """The token [M] of each sorted copy."""
-    return routes.order // routes.chosen
-
-
-def _sorted(share: Tensor, routes: Routes) -> Tensor:
-    """Shares [tokens, chosen] in the order of the copies, [M]."""
-    return share.reshape(-1)[routes.order]
 
 
 def _ones(rows: Tensor) -> Tensor:

@@ -248,11 +248,14 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     features = 0 if part is None else part.features
     scaled, entries = _scaled_roles(block, core)
     sublayer = replace(
-        sublayer, scale=scale, bottleneck=features, scaled=scaled, entries=entries, connection=connection
+        sublayer,
+        scale=scale,
+        bottleneck=features,
+        beside=part is not None and part.beside,
+        scaled=scaled,
+        entries=entries,
+        connection=connection,
     )
-    sublayer = replace(sublayer, beside=part is not None and part.beside)
-    if sublayer.norm_first is not None and getattr(block, sublayer.norm_first):
-        sublayer = replace(sublayer, norm_in=sublayer.norm_after_sum, norm_after_sum=None)
     if isinstance(core, Mlp):
         return replace(sublayer, core=replace(core, up=_present(block, core.up)))
     if isinstance(core, RoutedMlp):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from petune.kernels.block.mixture import MixturePart
-from petune.kernels.block.routed_steps import Combined, Dispatched, copies_of, tokens_of
+from petune.kernels.block.routed_steps import Combined, Dispatched, copies_of
 from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.steps import Run, Step, Values
 from petune.kernels.configs import Level
@@ -48,7 +48,7 @@ class Depart(OfMixture):
         way = spread.way(routes.ends)
         v[self.way] = tuple(way)
         v[self.routes_here] = tuple(routes_of(way.experts[:, None], spread.counts[spread.index]))
-        v[self.share_here] = spread.there(v[self.share].reshape(-1)[routes.order], way)[:, None]
+        v[self.share_here] = spread.there(routes.sorted(v[self.share]), way)[:, None]
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -81,7 +81,7 @@ class Send(OfMixture):
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        copies = v[self.h][tokens_of(Routes(*v[self.routes]))]
+        copies = v[self.h][Routes(*v[self.routes]).tokens]
         v[self.there] = spread_in(run, self.at).there(copies, Way(*v[self.way]))
 
     def backward(self, run: Run, v: Values) -> None:
@@ -95,7 +95,7 @@ class Send(OfMixture):
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. The message."""
-        return shape.routed.chosen * shape.width * shape.itemsize
+        return _message(shape)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -103,7 +103,7 @@ class Send(OfMixture):
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. The message."""
-        return self.beside(shape)
+        return _message(shape)
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Return(OfMixture):
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
         dd: Tensor = run.grads.pop(self.d)
-        copies = dd[tokens_of(Routes(*v[self.routes]))]
+        copies = dd[Routes(*v[self.routes]).tokens]
         run.grads[self.given] = spread_in(run, self.at).there(copies, Way(*v[self.way]))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
@@ -140,7 +140,7 @@ class Return(OfMixture):
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. The message."""
-        return shape.routed.chosen * shape.width * shape.itemsize
+        return _message(shape)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -148,7 +148,12 @@ class Return(OfMixture):
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. The message."""
-        return self.beside(shape)
+        return _message(shape)
+
+
+def _message(shape: BlockShape) -> int:
+    """Bytes of the copies of a token, which are sent."""
+    return shape.routed.chosen * shape.width * shape.itemsize
 
 
 def spread_experts(

@@ -4,7 +4,6 @@ rung; planted faults; what is refused."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +17,7 @@ from petune.kernels.block import mixture, routed_steps, router_steps
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.grouped import Routes
 from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
@@ -213,8 +213,8 @@ def without_scale(*given: Any, **more: Any) -> Any:
 
 
 ROUTED, LEARN = routed_steps.dgated, mixture.learn
-FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "copies of the next token": (routed_steps, "tokens_of", wrongly_sorted),
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "copies of the next token": (Routes, "tokens", property(wrongly_sorted)),
     "no gradient of shares": (routed_steps, "dgated", without_shares),
     "factors without their scale": (routed_steps, "learn", without_scale),
     "gates that stay shut": (router_steps.torch, "sigmoid", torch.tanh),
