@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from petune.errors import Problem, UsageError
 from petune.methods.configs import SideConfig
@@ -102,6 +103,8 @@ class Ladder(TunedModule, PreTrainedModel):
             made._parameters[leaf] = nn.Parameter(torch.empty_like(value))
             made.reset_parameters()
             value.copy_(made._parameters[leaf])
+        elif isinstance(module, Conv1D):
+            value.copy_(Conv1D(module.nf, module.nx).get_parameter(leaf))
         else:  # a norm, which begins alike whatever its width
             value.fill_(float(cast("Any", type(module))(1).weight))
 

@@ -197,7 +197,7 @@ def to_peft(
         own = {weight: module.factors(weight)[0].shape[1] for weight in module.weights}
         for name, place in places(module, path, own).items():
             tensors[PREFIX + place.key] = place.to_file(tensors.pop(PREFIX + name))
-    warn_of_conversion(model, experts, layers)
+    warn_of_conversion(model, layers)
     r, alpha, ranks, alphas = _sizes(layers, experts, record.config)
     names = [name for name, _ in model.named_modules() if name]
     task = task_type(model, [name for name in map(plain_name, names) if not within(name, heads)])

@@ -63,15 +63,15 @@ def places(module: nn.Module, path: str, ranks: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def warn_of_conversion(model: nn.Module, experts: Iterable[str], layers: Iterable[str]) -> None:
-    """Say of a tuning of experts and of dense MLPs beside them that peft cannot read it: of these families it
-    takes the names of the latter for older ones of experts (its issue 3711)."""
+def warn_of_conversion(model: nn.Module, layers: Iterable[str]) -> None:
+    """Say of a tuning of dense MLPs in a model with experts that peft cannot read it, or computes something
+    else: of these families it takes their names for older ones of experts (its issue 3711)."""
     family = str(getattr(getattr(model, "config", None), "model_type", ""))
     mlp = next((name for name in layers if name.rpartition(".")[2] in _OLDER), None)
-    if family in _CONVERTED and mlp is not None and any(True for _ in experts):
+    if family in _CONVERTED and mlp is not None and any(is_experts(module) for module in model.modules()):
         warn(
             f"peft {_CONVERTS} takes {mlp} for an expert's, as it does every {mlp.rpartition('.')[2]} of"
-            f" {family}: it cannot read this folder, petune can; for peft, exclude the one or the other"
+            f" {family}: it does not read this folder right, petune does; for peft, exclude such linears"
         )
 
 

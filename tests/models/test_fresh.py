@@ -61,7 +61,7 @@ def test_a_model_without_memory_and_one_in_memory_draw_the_same(name: str, metho
     }
 
 
-@pytest.mark.parametrize("name", [*FOUR, "gemma3-causal"])
+@pytest.mark.parametrize("name", [*FOUR, "gemma3-causal", "gpt2-causal"])
 def test_a_ladder_begins_as_its_modules_begin(name: str) -> None:
     model = tiny(name)
     tune(model, make_config("side", METHODS["side"]))
