@@ -143,22 +143,27 @@ class Browser:
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
 
 
-def shot(address: str, out: Path, width: int = 1100, *, dark: bool = False, height: int = 1500) -> None:
-    """The page at an address as a PNG."""
+def shot(
+    address: str, out: Path, width: int = 1100, *, dark: bool = False, height: int = 1500, part: str = ""
+) -> None:
+    """The page at an address as a PNG; with `part`, from the section of that heading on."""
     with Browser(width, height, dark=dark) as browser:
         browser.open(address)
+        if part:
+            named = f"[...document.querySelectorAll('h2')].find(one => one.textContent === {json.dumps(part)})"
+            browser.ask(f"{named}.scrollIntoView()")
         out.write_bytes(browser.picture(whole=False))
         print(f"{out}: {out.stat().st_size:,} bytes; on the console: {browser.errors or 'nothing'}")
 
 
 DOCS = Path(__file__).parent.parent / "docs"
 GOING = ["bert_lora", "model=demo:tiny-llama", "max_steps=80", "eval_every=20", "data.max_length=32"]
-GOING += ["batch_size=8", "out=runs/docstrings"]
+GOING += ["batch_size=8", "parallel=dp:2", "out=runs/docstrings"]
 
 
 def docs(run: Path) -> None:
-    """The pictures of docs/report.md, light and dark: the page about a run that is done, and the live page
-    with it and another that is trained meanwhile, in this folder."""
+    """The pictures of docs/report.md, light and dark: the page about a run that is done, the live page with it
+    and another that two processes train meanwhile, in this folder, and what that one's page says of them."""
     shutil.copytree(run, Path("runs") / run.name)
     page = (Path("runs") / run.name / "report.html").resolve().as_uri()
     for name, dark in (("", False), ("-dark", True)):
@@ -172,6 +177,8 @@ def docs(run: Path) -> None:
                 time.sleep(0.5)
             for name, dark in (("", False), ("-dark", True)):
                 shot(server.address, DOCS / f"watch{name}.png", dark=dark, height=800)
+                page = f"{server.address}docstrings"
+                shot(page, DOCS / f"watch-ranks{name}.png", dark=dark, height=260, part="Parallel plan")
         finally:
             going.terminate()
             server.shutdown()
