@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from petune.errors import Stopped
+from petune.errors import Stopped, UsageError
 from petune.log import phase
 from petune.parallel import Mesh
 from petune.parallel.launch import process_group
@@ -82,8 +82,13 @@ class Loop:
     def _run(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
         self.allow_change = allow_change
         if resume:
+            ended = resume is True and self.folder.finished()  # with other settings, or nobody would be here
             with phase("reading the checkpoint"):
                 self.saver.restore(resume, allow_change)
+            if ended and self.progress.step >= self.steps.total:
+                what = f"all {self.steps.total} steps of this run are done: the change would train nothing"
+                remedy = "raise epochs or max_steps as well and --allow-change it, or choose another out"
+                raise UsageError(what, where=str(self.folder.path), remedy=remedy)
             if self.runner.mesh.main:
                 self.folder.begin(self.saver.run_id)
         with phase("taking checksums of the frozen weights"):

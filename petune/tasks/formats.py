@@ -300,7 +300,7 @@ def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task
     remedy = (
         f"name the column of the {' and the '.join(fewest)}: {named}"
         if sure
-        else "name the columns: data.columns.ROLE=COLUMN"
+        else "say which column plays which role, as in: data.columns.text=COLUMN data.columns.label=COLUMN"
     )
     return Problem(what, record.where, expected, "columns " + ", ".join(record.columns), remedy)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -205,12 +206,12 @@ SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
     """A header and rows of as many cells; an empty cell is a missing value."""
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     name, limit = shown(path), csv.field_size_limit(MAX_LINE_BYTES)  # the limit is the process', so put back
     try:
-        reader = csv.reader(
-            (line.text + "\n" for line in lines(path, faults, fatal=True)), delimiter=delimiter, strict=True
-        )
+        texts = (line.text + "\n" for line in lines(path, faults, fatal=True))
+        first = next(texts, "")
+        delimiter = _delimiter(path, first)
+        reader = csv.reader(chain([first] if first else (), texts), delimiter=delimiter, strict=True)
         header: list[str] = []
         line = 1
         try:
@@ -243,6 +244,14 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
             )
     finally:
         csv.field_size_limit(limit)
+
+
+def _delimiter(path: Path, header: str) -> str:
+    """What stands between cells, by the header, to which every row is held: tabs in a .tsv, else commas, or
+    the semicolons that spreadsheets write in countries whose numbers have a comma."""
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    return ";" if ";" in header and "," not in header else ","
 
 
 def _header(cells: list[str], where: str, delimiter: str) -> list[str]:

@@ -462,6 +462,14 @@ def test_a_finished_run_goes_on_for_longer_when_that_is_allowed(tmp_path: Path):
     assert [record["step"] for record in numbers(finished.folder) if "loss" in record] == list(range(1, 13))
 
 
+def test_a_change_that_would_train_nothing_of_a_finished_run_is_refused(tmp_path: Path):
+    finished = run(settings(tmp_path))
+    before = snapshot(finished.folder)
+    with pytest.raises(UsageError, match="all 6 steps of this run are done"):
+        run(settings(tmp_path, lr=5e-4), resume=True, allow_change=["lr"])
+    assert snapshot(finished.folder) == before
+
+
 def test_resume_where_no_run_began_is_refused(tmp_path: Path):
     before = None
     with pytest.raises(UsageError, match="no run to resume") as caught:

@@ -59,6 +59,12 @@ def test_each_reader_knows_the_line_of_a_row(suffix: str, line: int, tmp_path: P
     assert records[2].where == f"d.{suffix}:{line}"
 
 
+def test_a_csv_file_between_semicolons_gives_the_same_rows(tmp_path: Path) -> None:
+    expected = load_rows(DataConfig(str(write(tmp_path / "d.csv"))), "classify", tmp_path)
+    (tmp_path / "s.csv").write_text("text;label\n" + "".join(f'"{text}";{label}\n' for text, label in ROWS))
+    assert load_rows(DataConfig(str(tmp_path / "s.csv")), "classify", tmp_path).sha256 == expected.sha256
+
+
 def test_a_quoted_csv_cell_may_span_lines_and_the_next_row_keeps_its_line(
     tmp_path: Path, monkeypatch
 ) -> None:

@@ -96,11 +96,18 @@ WRONG: list[tuple[str, str, bytes, str, list[str]]] = [
         ["d.jsonl:1", "columns text, lable", "data.columns.label=lable"],
     ),
     (
-        "cells between semicolons",
+        "cells between bars",
         "d.csv",
-        b"text;label\nx;a\ny;b\n",
+        b"text|label\nx|a\ny|b\n",
         "classify",
-        ["d.csv:1", "one column", "semicolons", "save it with commas"],
+        ["d.csv:1", "one column", "bars", "save it with commas"],
+    ),
+    (
+        "a semicolon too many between semicolons",
+        "d.csv",
+        b"text;label\nx;a\ny; or z;b\n",
+        "classify",
+        ["d.csv:3", "another width than the header", "quote cells"],
     ),
     (
         "cells between tabs",
