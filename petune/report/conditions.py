@@ -11,11 +11,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from petune.errors import PetuneError
+from petune.recipe import load_recipe
 from petune.report.files import RunFiles
 from petune.report.markup import Markup, element, folded, join, section, table
 from petune.report.words import figure, flat, is_number, setting, share, size
 
 _SHOWN_CLASSES = 40
+_OF_THE_FOLDER = ("version", "name", "out")  # settings that the head of the page says already
 
 
 def data_facts(run: RunFiles) -> Mapping[str, Any]:
@@ -99,9 +102,13 @@ def _bars(title: str, bars: Sequence[tuple[str, int]]) -> Markup:
 
 
 def asked(run: RunFiles) -> Markup:
-    """Every setting, without the comments of the recipe, which may be nobody else's business."""
+    """What was chosen, then every setting, without the comments of the recipe, which may be nobody else's
+    business."""
     rows = list(flat(run.settings).items())
-    parts = (
+    chosen = _chosen(run)
+    words = "Settings that are not the default; what is not here was left as it is."
+    parts = [table(("setting", "value"), chosen, caption=words)] if chosen else []
+    parts += (
         [folded(f"All {len(rows)} settings, defaults included", table(("setting", "value"), rows))]
         if rows
         else []
@@ -117,6 +124,22 @@ def asked(run: RunFiles) -> Markup:
         facts.append(("steps", f"{figure(steps['total'])} of {each}, {figure(steps['per_epoch'])} an epoch"))
     facts += [("numbers", str(run.setup["numbers"]))] if "numbers" in run.setup else []
     return section("What was asked", table(("", ""), facts) if facts else "", *parts)
+
+
+def _chosen(run: RunFiles) -> list[tuple[str, str]]:
+    """The settings in which the run differs from one that says only its model, data and method; none where
+    this petune knows no such method."""
+    method = run.settings.get("method")
+    name = method.get("name") if isinstance(method, Mapping) else method
+    try:
+        usual = flat(load_recipe({"model": "-", "data": "-", "method": name}).resolved())
+    except PetuneError:
+        return []
+    return [
+        (key, value)
+        for key, value in flat(run.settings).items()
+        if usual.get(key) != value and key not in _OF_THE_FOLDER
+    ]
 
 
 def memory(run: RunFiles) -> Markup:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from petune.files.lock import RunLock
+from petune.recipe import load_recipe
 from petune.report.files import RunFiles
 from petune.report.page import policy, report, write_report
 from tests.made_runs import LABELS, Parsed, evaluation, setup, step_records, summary, write_json, write_run
@@ -46,6 +47,16 @@ def test_a_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
     for title in ("Curves", "Evaluation", "Data", "What was asked", "Memory", "Environment", "Commands"):
         assert title in page.text
     assert "Warnings" not in page.text and "cannot be shown" not in page.text
+
+
+def test_what_was_chosen_is_told_apart_from_what_was_left_as_it_is(tmp_path: Path) -> None:
+    recipe = load_recipe({"model": "m", "data": "d", "method": "lora"}, {"method.r": 4})
+    text = parsed(write_run(tmp_path / "run", settings=recipe.resolved())).text
+    chosen = text[text.index("that are not the default") : text.index("defaults included")]
+    assert "method.r 4" in chosen and "model m" in chosen
+    assert "epochs" not in chosen and "dropout" not in chosen
+    odd = write_run(tmp_path / "odd", settings={"method": {"name": "of another version"}})
+    assert "that are not the default" not in parsed(odd).text and "All " in parsed(odd).text
 
 
 @pytest.mark.parametrize(
