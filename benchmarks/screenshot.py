@@ -150,7 +150,9 @@ def shot(
     with Browser(width, height, dark=dark) as browser:
         browser.open(address)
         if part:
-            named = f"[...document.querySelectorAll('h2')].find(one => one.textContent === {json.dumps(part)})"
+            named = (
+                f"[...document.querySelectorAll('h2')].find(one => one.textContent === {json.dumps(part)})"
+            )
             browser.ask(f"{named}.scrollIntoView()")
         out.write_bytes(browser.picture(whole=False))
         print(f"{out}: {out.stat().st_size:,} bytes; on the console: {browser.errors or 'nothing'}")

@@ -4,12 +4,13 @@ LoRA as a self-test. Both, without names, as text for a bug report."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from petune_cli.arguments import Json
 from petune_cli.echo import echo
 
 PACKAGES = (
@@ -42,21 +43,28 @@ def doctor(
             "--report", help="Text for a bug report: this machine, and the RUN, without paths and names."
         ),
     ] = False,
+    json: Json = False,
 ) -> None:
     """Test this machine; of a RUN, say whether it is whole."""
-    from petune.errors import MachineError
+    from petune.errors import MachineError, UsageError
 
+    if report and json:
+        raise UsageError("--report is a text for people", where="--json", remedy="leave one of the two out")
     if report:
         for line in _for_strangers(run):
             echo(line)
         return
     if run is not None:
-        return _check_up(run)
+        return _check_up(run, json=json)
 
-    for name, state in machine():
-        echo(f"{name:14}{state}")
-    problem = self_test()
-    echo(f"{'self-test':14}{problem or PASSED}")
+    if json:
+        problem = self_test()
+        _show_json([*machine(), ("self-test", problem or PASSED)], [problem] if problem else [])
+    else:
+        for name, state in machine():
+            echo(f"{name:14}{state}")
+        problem = self_test()
+        echo(f"{'self-test':14}{problem or PASSED}")
     if problem:
         raise MachineError(
             f"the self-test failed: {problem}", remedy="install petune anew in a clean environment"
@@ -113,13 +121,23 @@ def anonymous(text: str) -> str:
     return text
 
 
-def _check_up(run: Path) -> None:
+def _show_json(facts: Sequence[tuple[str, str]], problems: Sequence[str]) -> None:
+    """What was found, for programs."""
+    from petune_cli.display import show_json
+
+    lines = [{"name": name, "state": state} for name, state in facts]  # a run may have several checkpoints
+    show_json({"facts": lines, "problems": list(problems)})
+
+
+def _check_up(run: Path, *, json: bool) -> None:
     """Show what a run folder holds. Raises FileError with every problem of one that is not whole."""
     from petune.errors import FileError
     from petune.run.checkup import check_up
 
     found = check_up(run.expanduser())
-    for name, state in found.facts:
+    if json:
+        _show_json(found.facts, [str(problem) for problem in found.problems])
+    for name, state in () if json else found.facts:
         echo(f"{name:14}{state}")
     if found.problems:
         raise FileError(found.problems)

@@ -38,7 +38,12 @@ def report(
     for folder in folders:
         if not is_run(folder):
             what, expected = "this is not a run folder", "a folder with resolved.yaml"
-            raise FileError(what, where=str(folder), expected=expected, remedy="give what `out` was")
+            raise FileError(
+                what,
+                where=str(folder),
+                expected=expected,
+                remedy="give what `out` was; petune runs lists them",
+            )
         if forecast:
             _predict(folder)
         if answers:

@@ -3,7 +3,7 @@ No weights are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
 from petune.run.build import Prepared, plan_of, positions_of, prepare
 from petune.run.rows import shelf_of
+from petune.run.setup import data_facts
 from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
 
 _Found = TypeVar("_Found")
@@ -118,10 +119,11 @@ def _adapter(recipe: Recipe) -> None:
 @dataclass(frozen=True)
 class Preview:
     """What a run would learn from: facts about the rows, and the first of them with what is trained in
-    [[...]]."""
+    [[...]]. counted: the facts as setup.json of a run has them."""
 
     facts: tuple[str, ...]
     examples: tuple[str, ...]
+    counted: Mapping[str, Any]
 
 
 def _where_kept(prepared: Prepared) -> list[str]:
@@ -146,6 +148,6 @@ def preview(recipe: Recipe, number: int) -> Preview:
         *_where_kept(prepared),
     )
     shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
-    return Preview(
-        facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown)
-    )
+    examples = tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown)
+    said = {"model": prepared.source.note, "task": prepared.task.name, "format": prepared.rows.format}
+    return Preview(facts, examples, said | data_facts(prepared))

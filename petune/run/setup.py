@@ -42,7 +42,7 @@ def setup(step: Step, metric: Metric, run_id: str) -> dict[str, Any]:
         "parameters": {"trained": trained, "total": total},
         "numbers": f"{step.place}, tuned tensors fp32",
         "steps": _steps(step.steps, packed=prepared.encoded.packed),
-        "data": _data(prepared),
+        "data": data_facts(prepared),
         "plan": _plan(step),
         "warnings": list(far_from_known(recipe, trained, prepared.encoded.report.trained, step.steps.total)),
     }
@@ -53,7 +53,8 @@ def _steps(steps: Steps, *, packed: bool) -> dict[str, Any]:
     return {"total": steps.total, "per_epoch": steps.per_epoch, "per_step": steps.per_step, "unit": unit}
 
 
-def _data(prepared: Prepared) -> dict[str, Any]:
+def data_facts(prepared: Prepared) -> dict[str, Any]:
+    """Rows, their lengths, cuts and classes, the share that trains, and where they come from: all JSON."""
     encoded, labels = prepared.encoded, prepared.rows.labels or ()
     sides = {"rows to train on": encoded.train, "rows held out": encoded.eval}
     tagged = prepared.task.name == "tokens"

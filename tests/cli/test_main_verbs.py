@@ -84,6 +84,15 @@ def test_doctor_passes_here_without_a_network(type_: Type, no_network: None) -> 
     assert "one step of LoRA" in shown.out
 
 
+def test_doctor_tells_programs_what_it_tells_people(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "self_test", lambda: "it moved")
+    told = type_("doctor", "--json")
+    found = json.loads(told.out)
+    assert told.code == 5 and found["facts"][-1] == {"name": "self-test", "state": "it moved"}
+    assert found["facts"][0]["name"] == "petune" and found["problems"] == ["it moved"]
+    assert type_("doctor", "--json", "--report").code == 2
+
+
 def test_doctor_fails_when_the_self_test_does(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "petune.methods.tune",
@@ -124,6 +133,10 @@ def test_doctor_of_a_run_shows_its_state_and_ends_with_4_when_it_is_damaged(
         and "self-test" not in shown.out
     )
     (run_folder.folder / "checkpoints" / "step-3").mkdir(parents=True)
+    told = type_("doctor", "runs/mine", "--json")
+    found = json.loads(told.out)
+    assert told.code == 4 and {"name": "checkpoint", "state": "step-3 IS DAMAGED"} in found["facts"]
+    assert "has no manifest" in found["problems"][0]
     shown = type_("doctor", "runs/mine")
     assert shown.code == 4 and "step-3 IS DAMAGED" in shown.out and "has no manifest" in shown.err
     assert type_("doctor", "nowhere").code == 4
@@ -243,6 +256,12 @@ def test_data_shows_the_lines_it_gets(type_: Type, monkeypatch: pytest.MonkeyPat
 def test_data_marks_what_is_trained_in_the_real_rows(type_: Type) -> None:
     shown = type_("data", "llama_lora", "-n", "1").out
     assert "trained tokens" in shown and "[[" in shown and "domain_train.jsonl:" in shown
+
+
+def test_data_for_programs_has_the_counts_and_the_rows(type_: Type) -> None:
+    found = json.loads(type_("data", "llama_lora", "data.max_rows=40", "-n", "1", "--json").out)
+    assert found["rows"] > 0 and 0 < found["trained"] <= found["tokens"]
+    assert found["task"] == "causal" and len(found["examples"]) == 1 and "[[" in found["examples"][0]
 
 
 def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> None:
