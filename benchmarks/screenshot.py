@@ -164,8 +164,8 @@ GOING += ["batch_size=8", "parallel=dp:2", "out=runs/docstrings"]
 
 
 def docs(run: Path) -> None:
-    """The pictures of docs/report.md, light and dark: the page about a run that is done, the live page with it
-    and another that two processes train meanwhile, in this folder, and what that one's page says of them."""
+    """The pictures of docs/report.md, light and dark: the page about a run that is done, the live page with
+    it and another that two processes train meanwhile, in this folder, and what its page says of them."""
     shutil.copytree(run, Path("runs") / run.name)
     page = (Path("runs") / run.name / "report.html").resolve().as_uri()
     for name, dark in (("", False), ("-dark", True)):
