@@ -8,6 +8,7 @@ what its callers give, by what another function returns. What changes from case 
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections import defaultdict
@@ -82,13 +83,13 @@ class Module:
     @cached_property
     def functions(self) -> dict[str, ast.FunctionDef]:
         """The functions of the file by name, methods too."""
-        return {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+        return {node.name: node for node in self.parents if isinstance(node, ast.FunctionDef)}
 
     @cached_property
     def calls(self) -> dict[str, list[ast.Call]]:
         """Calls by the last name of what is called."""
         found: dict[str, list[ast.Call]] = defaultdict(list)
-        for node in ast.walk(self.tree):
+        for node in self.parents:  # every node but the root, in the order of a walk
             if isinstance(node, ast.Call):
                 found[called(node)].append(node)
         return found
@@ -97,7 +98,8 @@ class Module:
         """What binds names in a function or file."""
         if scope not in self._bindings:
             kinds = ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.For | ast.comprehension
-            self._bindings[scope] = [node for node in ast.walk(scope) if isinstance(node, kinds)]
+            every = self.parents if scope is self.tree else ast.walk(scope)
+            self._bindings[scope] = [node for node in every if isinstance(node, kinds)]
         return self._bindings[scope]
 
     @property
@@ -300,8 +302,11 @@ def line(item: tuple[str, tuple[set[str], set[str]]]) -> str:
 
 
 @pytest.fixture(scope="module")
-def read() -> list[Module]:
-    return modules()
+def read() -> Iterator[list[Module]]:
+    """Every file, read without a search for garbage among the nodes of its tree."""
+    gc.disable()
+    yield modules()
+    gc.enable()
 
 
 def test_the_page_has_every_message_of_the_code(read: list[Module]) -> None:
