@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertModel
 
 import petune
-from petune.demo import minilm_folder, model_path
+from petune.demo import data_path, minilm_folder, model_path
 from petune.errors import UsageError
 from petune.models.loading import AUTO, Head
 from petune.parallel import ALONE
@@ -44,7 +44,7 @@ THREE_STEPS = (
     "max_steps=3",
     "warmup=0",
     "data.max_rows=22",
-    "data.max_length=32",
+    "data.max_length=16",
     "head_only=false",
     "device=cpu",
     "batch_size=8",
@@ -69,13 +69,30 @@ def test_every_backend_has_a_recipe_that_is_one_of_a_single_process_with_a_plan(
         assert {key for key in ours if ours[key] != theirs[key]} == {"parallel", "out", "name"}, name
 
 
+@pytest.fixture(scope="module")
+def short_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first rows of every file of the demo's corpus, which has a hundred times as many as are asked
+    for."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for file in data_path("docstrings").iterdir():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / file.name).write_text("".join(lines[:60]), encoding="utf-8")
+    return folder
+
+
+# On their own checkpoint and the whole corpus; others see the first rows, and those of BERT a narrower one.
+WHOLE = {"bert_lora", "llama_lora"}
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_shipped_recipe_trains_and_merges(name: str, tmp_path: Path):
-    real = "minilm" in load_recipe(RECIPES[name]).model
-    assert not real or minilm_folder() is not None, (
-        "the recipes of BERT need the package of requirements/demo.txt"
-    )
-    trained = run(RECIPES[name], overrides=[*SMALL, f"out={tmp_path / 'run'}"])
+def test_a_shipped_recipe_trains_and_merges(
+    name: str, tmp_path: Path, narrow_bert: Path, short_corpus: Path, monkeypatch: pytest.MonkeyPatch
+):
+    overrides = [*SMALL, f"out={tmp_path / 'run'}"]
+    if name not in WHOLE:
+        monkeypatch.setattr("petune.tasks.sources.data_path", lambda corpus: short_corpus)
+        overrides += [f"model={narrow_bert}"] if load_recipe(RECIPES[name]).model == "demo:minilm" else []
+    trained = run(RECIPES[name], overrides=overrides)
     assert trained.summary["steps"] == 2
     if trained.recipe.method_name in ("adapter", "side"):
         with pytest.raises(UsageError, match=r"petune\.load"):
@@ -99,7 +116,7 @@ def test_each_of_two_adapters_is_best_on_its_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = recipe_folder() / "llama_two_adapters.py"
-    monkeypatch.setattr("sys.argv", [str(script), "12", str(tmp_path / "both")])
+    monkeypatch.setattr("sys.argv", [str(script), "4", str(tmp_path / "both")])
     names = runpy.run_path(str(script), run_name="__main__")
     table = re.findall(r"loss on \w+ ([\d.]+)", capsys.readouterr().out)
     unseen, seen = (list(map(float, table[at : at + 2])) for at in (0, 2))
