@@ -91,12 +91,13 @@ def test_a_pattern_that_python_never_ends_with_is_answered_in_bounded_steps(patt
 
 
 @pytest.mark.slow
-def test_ten_thousand_names_are_matched_by_whatever_is_accepted():
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)])
+def test_ten_thousand_names_are_matched_by_whatever_is_accepted(step: int):
     began = time.monotonic()
     for pattern in (EVIL[0], next(iter(THEIRS))):
         compiled = compile_pattern(pattern, FileError)
-        assert sum(compiled.fullmatch(name) for name in NAMES) in range(len(NAMES) + 1)
-    assert time.monotonic() - began < 60  # about 1.5 s for each of the slow ones
+        assert sum(compiled.fullmatch(name) for name in NAMES[::step]) in range(len(NAMES) + 1)
+    assert time.monotonic() - began < 60 / step  # about 1.5 s for each of the slow ones
 
 
 @pytest.mark.parametrize("pattern", THEIRS)
