@@ -48,8 +48,9 @@ def draw(model: nn.Module, name: str, seed: int, out: Tensor, start: Sequence[in
 def draw_tuned(model: nn.Module, seed: int) -> None:
     """Draw every tensor that a method has added to `model`, which is whole and in memory, in place."""
     for name, module in tuned_modules(model):
+        begun = module.begun()
         for own, value in module.tuned().items():
-            if own in module.begun():
+            if own in begun:
                 continue
             draw(model, f"{name}.{own}", seed, value.data, (0,) * value.dim())
 
