@@ -116,7 +116,7 @@ def test_each_of_two_adapters_is_best_on_its_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = recipe_folder() / "llama_two_adapters.py"
-    monkeypatch.setattr("sys.argv", [str(script), "4", str(tmp_path / "both")])
+    monkeypatch.setattr("sys.argv", [str(script), "12", str(tmp_path / "both")])
     names = runpy.run_path(str(script), run_name="__main__")
     table = re.findall(r"loss on \w+ ([\d.]+)", capsys.readouterr().out)
     unseen, seen = (list(map(float, table[at : at + 2])) for at in (0, 2))
