@@ -16,7 +16,7 @@ from petune.parallel.launch import process_group
 from petune.parallel.runner import Runner
 from petune.recipe import load_recipe
 from petune.run.progress import Progress
-from petune.run.spikes import IN_A_ROW, LEAST, SpikeRule, limit, outside
+from petune.run.spikes import LEAST, SpikeRule, limit, outside
 from petune.run.step import Step
 from petune.saving import checkpoint
 from tests.group_pool import assert_same_state, ends
@@ -24,7 +24,8 @@ from tests.planned_runs import PLANS
 from tests.small_runs import Listener, assert_same_run, newest, numbers, run, settings, state_of, terminate_at
 
 pytestmark = pytest.mark.usefixtures("no_picture")
-AT = 20  # the step that spikes, and the number of steps before it
+AT, STEPS = 6, 9  # the step that spikes, and the last one
+FEW, SOON = 4, 3  # in short runs: steps that a range is made of, and spikes in a row with which a run ends
 
 
 # ---------------------------------------------------------------- what is a spike
@@ -73,10 +74,17 @@ def test_a_spike_does_not_enter_the_range_unless_it_is_only_warned_of():
 # ---------------------------------------------------------------- a run with a spike
 
 
+@pytest.fixture
+def judged_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a range be made of a few steps, so that short runs have one."""
+    monkeypatch.setattr("petune.run.spikes.LEAST", FEW)
+    monkeypatch.setattr("petune.run.spikes.IN_A_ROW", SOON)
+
+
 def recipe_of(place: Path, **changes: Any) -> dict[str, Any]:
-    """24 steps of four rows, six an epoch, with dropout."""
-    shape = {"epochs": 4, "save_every": 100, "eval_every": 100, "keep": 10, "schedule": "cosine"}
-    return settings(place, **{**shape, **changes})
+    """Nine steps of four rows, six an epoch, with dropout."""
+    shape = {"epochs": 2, "max_steps": STEPS, "save_every": 100, "eval_every": 100, "keep": 10}
+    return settings(place, **{**shape, "schedule": "cosine", **changes})
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int = 0) -> None:
@@ -137,6 +145,7 @@ def same_end(found: Path, expected: Path) -> None:
     assert [name for name, value in tensors.items() if not torch.equal(value, others[name])] == []
 
 
+@pytest.mark.usefixtures("judged_early")
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +168,7 @@ def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(
     [note] = [
         note
         for note in listener.notes
-        if note.startswith("SPIKE at step 20, the update was left out: gradient norm ")
+        if note.startswith(f"SPIKE at step {AT}, the update was left out: gradient norm ")
     ]
     assert record["rows"][0] in note  # type: ignore[index]
     assert (
@@ -168,12 +177,13 @@ def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(
     assert_same_run(tmp_path / "stopped", found.folder)
 
 
+@pytest.mark.usefixtures("judged_early")
 @pytest.mark.parametrize("saved", ["checkpoint", "snapshot", "start"])
 def test_rewinding_ends_as_a_run_that_never_saw_the_rows(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shape = {"checkpoint": {"save_every": 9}, "snapshot": {"snapshot_every": 19}, "start": {}}[saved]
-    back = {"checkpoint": 18, "snapshot": 19, "start": 0}[saved]
+    shape = {"checkpoint": {"save_every": 4}, "snapshot": {"snapshot_every": 5}, "start": {}}[saved]
+    back = {"checkpoint": 4, "snapshot": 5, "start": 0}[saved]
     recipe = recipe_of(tmp_path, **shape)
     with monkeypatch.context() as patched:
         left_out(patched, range(back + 1, AT + 1), passes=False)
@@ -184,9 +194,12 @@ def test_rewinding_ends_as_a_run_that_never_saw_the_rows(
     same_end(found.folder, expected.folder)
     record = next(record for record in found.history if record["step"] == AT)
     assert (record["spike"], record["rewound_to"]) == ("rewind", back)
-    assert [record["step"] for record in numbers(found.folder) if "loss" in record] == list(range(1, 25))
+    assert [record["step"] for record in numbers(found.folder) if "loss" in record] == list(
+        range(1, STEPS + 1)
+    )
 
 
+@pytest.mark.usefixtures("judged_early")
 def test_stopping_saves_the_state_before_the_step_from_which_skipping_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -195,37 +208,40 @@ def test_stopping_saves_the_state_before_the_step_from_which_skipping_goes_on(
     recipe = recipe_of(tmp_path, on_spike="stop")
     with pytest.raises(
         TrainingFault,
-        match=r"step 20  a spike: the update was not made.*\n.*gradient norm .*; rows .*\.jsonl:\d+",
+        match=rf"step {AT}  a spike: the update was not made.*\n.*gradient norm .*; rows .*\.jsonl:\d+",
     ) as raised:
         run(recipe)
-    assert raised.value.code == 7 and newest(tmp_path / "run").name == "step-19"
-    with pytest.raises(TrainingFault, match="step 20"):
+    assert raised.value.code == 7 and newest(tmp_path / "run").name == f"step-{AT - 1}"
+    with pytest.raises(TrainingFault, match=f"step {AT}"):
         run(recipe, resume=True)
     run(recipe | {"on_spike": "skip"}, resume=True, allow_change=["on_spike"])
     assert_same_run(tmp_path / "run", skipped.folder)
 
 
+@pytest.mark.usefixtures("judged_early")
 def test_warning_changes_nothing_but_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spiking(monkeypatch, [AT])
     plain, listener = run(recipe_of(tmp_path, out="plain")), Listener()  # its gradients are too large as well
     warned = run(recipe_of(tmp_path, on_spike="warn"), listener)
     same_end(warned.folder, plain.folder)
     assert [record["spike"] for record in warned.history if "spike" in record] == ["warn"]
-    assert any(note.startswith("SPIKE at step 20, the update was made") for note in listener.notes)
+    assert any(note.startswith(f"SPIKE at step {AT}, the update was made") for note in listener.notes)
 
 
+@pytest.mark.usefixtures("judged_early")
 @pytest.mark.parametrize("action", ["skip", "rewind"])
 def test_a_run_that_has_left_its_range_for_good_ends(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    spiking(monkeypatch, range(AT - 3, 100))
-    with pytest.raises(TrainingFault, match=f"the last of {IN_A_ROW} spikes in a row"):
+    spiking(monkeypatch, range(AT, 100))
+    with pytest.raises(TrainingFault, match=f"the last of {SOON} spikes in a row"):
         run(recipe_of(tmp_path, on_spike=action))
-    assert newest(tmp_path / "run").name == f"step-{AT - 4 + IN_A_ROW - 1}"
+    assert newest(tmp_path / "run").name == f"step-{AT - 1 + SOON - 1}"
     # a run that goes on may meet as many again
     assert checkpoint.verify(newest(tmp_path / "run")).facts["progress"]["spikes"] == 0
 
 
+@pytest.mark.usefixtures("judged_early")
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in ("dp", "shard") else pytest.mark.long) for plan in PLANS]
@@ -234,7 +250,7 @@ def test_a_run_that_has_left_its_range_for_good_ends(
 def test_a_spike_on_one_rank_is_left_out_by_all(
     plan: str, action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    save_every = {"skip": 8, "rewind": 100}[action]  # back to the start, which has no moments
+    save_every = {"skip": 4, "rewind": 100}[action]  # back to the start, which has no moments
     recipe = recipe_of(tmp_path, on_spike=action, save_every=save_every, batch_size=4, accumulate=1)
     with monkeypatch.context() as patched:
         spiking(patched, [AT])
