@@ -15,7 +15,8 @@ LORA = {"name": "lora", "r": 2}
 
 
 def recipe(place: Path, family: str, out: str, **changes: Any) -> dict[str, Any]:
-    """Three steps of four rows on a model whose attention has no dropout; BERT's connections have some."""
+    """Three steps of four rows, saved at their end, on a model whose attention has no dropout; BERT's
+    connections have some."""
     if not (place / family).exists():
         connections = {"hidden_dropout_prob": 0.1} if family == "bert" else {}
         write_model(place / family, family, **connections)
@@ -25,7 +26,7 @@ def recipe(place: Path, family: str, out: str, **changes: Any) -> dict[str, Any]
         family,
         changes.pop("method", LORA),
         out=out,
-        **{"max_steps": 3, "warmup": 0, "lr": 3e-3, **changes},
+        **{"max_steps": 3, "warmup": 0, "lr": 3e-3, "save_every": 50, **changes},
     )
     if packing:
         made["data"] |= {"packing": True, "max_length": 32}

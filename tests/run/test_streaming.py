@@ -241,7 +241,7 @@ def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
 def test_a_gradient_that_is_not_finite_is_told_with_what_became_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, settings = StreamedAdamW._step, recipe(tmp_path, "llama", "run", **STREAMED)
+    step, settings = StreamedAdamW._step, recipe(tmp_path, "llama", "run", **STREAMED, save_every=1)
 
     def spoilt(self: StreamedAdamW, entry: Any, tensors: Any, grad: Tensor) -> None:
         step(self, entry, tensors, torch.full_like(grad, math.inf) if self.steps == 1 else grad)
@@ -254,7 +254,7 @@ def test_a_gradient_that_is_not_finite_is_told_with_what_became_of_it(
         run(settings)
     assert "step 2" in str(caught.value) and "the gradient is not finite" in str(caught.value)
     assert newest(Path(settings["out"])).name == "step-1"
-    straight = run(recipe(tmp_path, "llama", "straight", **STREAMED))
+    straight = run(recipe(tmp_path, "llama", "straight", **STREAMED, save_every=1))
     assert_same_run(run(settings, resume=True).folder, straight.folder)
 
 

@@ -3,8 +3,10 @@ accumulated, packed or resumed."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.recipe import shipped_recipes
 from petune.run.audit import Audit
+from petune.run.train import Run
 from tests.fused_runs import LORA, NEAR, assert_alike, recipe, tuned
 from tests.small_runs import Listener, assert_same_run, run, terminate_at, training, write_model
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 DROPPED = {"name": "lora", "r": 2, "dropout": 0.2}
+KEPT = ("memory", "gradient_checkpointing")  # what says which values are kept for the backward pass
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, lora": ("llama", {}),
@@ -61,27 +65,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 OFTEN = {"llama, lora", "llama, recomputed", "llama, packed", "bert, lora", "bert, full", "t5, side"}
 
 
-def both(place: Path, family: str, **changes: Any) -> tuple[Any, Any, Listener, Listener]:
-    """The recipe run with fused blocks and without."""
-    told, other = Listener(), Listener()
-    fused = run(recipe(place, family, "fused", kernels="reference", **changes), told)
-    # which kernels: off has no use for
-    changes = {name: value for name, value in changes.items() if name != "memory"}
-    plain = run(recipe(place, family, "plain", kernels="off", **changes), other)
-    return fused, plain, told, other
+class Plain(NamedTuple):
+    """A run without fused blocks and what it told."""
+
+    run: Run
+    told: Listener
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plain]:
+    """The run of a recipe without fused blocks, trained when it is first asked for; it is only read. What
+    says which values are kept changes none, so such recipes share a run that keeps all."""
+    place, made = tmp_path_factory.mktemp("plain"), dict[str, Plain]()
+
+    def trained_once(family: str, **changes: Any) -> Plain:
+        own = {name: value for name, value in changes.items() if name not in KEPT}
+        if (key := json.dumps([family, own])) not in made:
+            told = Listener()
+            made[key] = Plain(
+                run(recipe(place, family, f"run-{len(made)}", kernels="off", **own), told), told
+            )
+        return made[key]
+
+    return trained_once
 
 
 @pytest.mark.forks
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long if case in OFTEN else ()) for case in CASES]
 )
-def test_a_run_with_fused_blocks_ends_as_one_without(case: str, tmp_path: Path) -> None:
-    family, changes = CASES[case]
-    fused, plain, told, other = both(tmp_path, family, **changes)
-    assert_alike(fused.folder, plain.folder, told, other)
+def test_a_run_with_fused_blocks_ends_as_one_without(
+    case: str, tmp_path: Path, plain: Callable[..., Plain]
+) -> None:
+    (family, changes), told = CASES[case], Listener()
+    fused = run(recipe(tmp_path, family, "fused", kernels="reference", **changes), told)
+    expected = plain(family, **changes)
+    assert_alike(fused.folder, expected.run.folder, told, expected.told)
 
 
-@pytest.mark.parametrize("name", ["llama_lora", "llama_full"])
+@pytest.mark.parametrize("name", [pytest.param("llama_lora", marks=pytest.mark.long), "llama_full"])
 def test_a_shipped_recipe_ends_alike_with_and_without_fused_blocks(name: str, tmp_path: Path) -> None:
     file = next(file for file in shipped_recipes() if file.stem == name)
     small = (
@@ -100,6 +122,7 @@ def test_a_shipped_recipe_ends_alike_with_and_without_fused_blocks(name: str, tm
 
 
 # The comparisons above say nothing if nothing is fused, or if what is asked of memory does not arrive.
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     ("changes", "rung"),
     [
@@ -130,6 +153,7 @@ def test_auto_fuses_nothing_on_a_cpu(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ stopped and gone on with
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     "changes",
     [{"method": DROPPED}, {"memory": {"keep": "input", "offload": "input"}, "method": DROPPED}],
@@ -147,23 +171,27 @@ def test_a_stopped_run_with_fused_blocks_goes_on_bit_by_bit(
 
 
 @pytest.mark.parametrize(("first", "then"), [("off", "reference"), ("reference", "off")])
-def test_a_run_may_go_on_with_other_kernels(first: str, then: str, tmp_path: Path) -> None:
-    _, plain, _, _ = both(tmp_path, "llama", method=DROPPED)
+def test_a_run_may_go_on_with_other_kernels(
+    first: str, then: str, tmp_path: Path, plain: Callable[..., Plain]
+) -> None:
+    expected = tuned(plain("llama", method=DROPPED).run.folder)
     with pytest.raises(Stopped):
         run(recipe(tmp_path, "llama", "mixed", kernels=first, method=DROPPED), terminate_at(2))
     mixed = run(recipe(tmp_path, "llama", "mixed", kernels=then, method=DROPPED), resume=True)
-    for name, value in tuned(plain.folder).items():
+    for name, value in expected.items():
         assert float((tuned(mixed.folder)[name] - value).abs().max()) <= 20 * NEAR, name
 
 
-def test_files_of_a_run_with_fused_blocks_are_read_and_merged_as_any(tmp_path: Path) -> None:
-    fused, plain, _, _ = both(tmp_path, "llama")
+def test_files_of_a_run_with_fused_blocks_are_read_and_merged_as_any(
+    tmp_path: Path, plain: Callable[..., Plain]
+) -> None:
+    fused, other = run(recipe(tmp_path, "llama", "fused", kernels="reference")), plain("llama").run
     ids = {"input_ids": torch.arange(9, 16)[None]}
     with torch.no_grad():
-        found, expected = (one.speaker.model(**ids).logits for one in (fused, plain))
+        found, expected = (one.speaker.model(**ids).logits for one in (fused, other))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert (fused.merge() / "model.safetensors").stat().st_size == (
-        plain.merge() / "model.safetensors"
+        other.merge() / "model.safetensors"
     ).stat().st_size
 
 
@@ -173,8 +201,10 @@ def test_files_of_a_run_with_fused_blocks_are_read_and_merged_as_any(tmp_path: P
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_model_with_dropout_in_attention_trains_as_it_did(family: str, tmp_path: Path) -> None:
     write_model(tmp_path / family, family, dropout=0.1)
-    fused, plain, told, other = both(tmp_path, family)
-    assert_alike(fused.folder, plain.folder, told, other)
+    told, other = Listener(), Listener()
+    fused = run(recipe(tmp_path, family, "fused", kernels="reference"), told)
+    unfused = run(recipe(tmp_path, family, "plain", kernels="off"), other)
+    assert_alike(fused.folder, unfused.folder, told, other)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +221,19 @@ def test_what_has_no_fused_blocks_ends_the_same_bit_by_bit_under_auto_on_a_cpu(
         "full": {"name": "full"},
     }[method]
     found, expected = (
-        run(recipe(tmp_path, family, name, kernels=name, method=own)).folder for name in ("auto", "off")
+        training(recipe(tmp_path, family, name, kernels=name, method=own)) for name in ("auto", "off")
     )
-    for name, value in tuned(expected).items():
-        assert torch.equal(tuned(found)[name], value), name
+    for _ in range(2):
+        record, other = found.take(), expected.take()
+        assert (record["loss"], record["grad_norm"]) == (other["loss"], other["grad_norm"])
+    for name, value in expected.tuned.items():
+        assert torch.equal(found.tuned[name], value), name
 
 
-def test_a_base_in_eight_bits_trains_to_nearly_the_same_losses(tmp_path: Path) -> None:
-    told, other = Listener(), Listener()
+def test_a_base_in_eight_bits_trains_to_nearly_the_same_losses(
+    tmp_path: Path, plain: Callable[..., Plain]
+) -> None:
+    told = Listener()
     run(recipe(tmp_path, "llama", "eight", kernels="reference", base_dtype="fp8"), told)
-    run(recipe(tmp_path, "llama", "plain", kernels="off"), other)
-    for one, two in zip(told.steps, other.steps, strict=True):
+    for one, two in zip(told.steps, plain("llama").told.steps, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=0.02) and one["loss"] != two["loss"]
