@@ -40,13 +40,12 @@ PLANS: dict[str, Any] = {
 
 
 def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, Any]:
-    """23 rows in forward passes of four, two of them a step, the last of an epoch of three rows; five steps.
-    Dropout in every part."""
+    """23 rows in forward passes of four, two of them a step, the last of an epoch of three rows; five steps,
+    saved at their end. Dropout in every part."""
     task = {"task": changes["task"]} if "task" in changes else {}
     changes["data"] = settings(place, family, **task)["data"] | {"max_rows": 23} | changes.get("data", {})
-    return settings(
-        place, family, method, **{"batch_size": 4, "max_steps": 5, "epochs": 2, "keep": 10, **changes}
-    )
+    shape = {"batch_size": 4, "max_steps": 5, "epochs": 2, "keep": 10, "save_every": 50}
+    return settings(place, family, method, **{**shape, **changes})
 
 
 def trained(recipe: dict[str, Any], **options: Any) -> Path:

@@ -51,7 +51,7 @@ def test_a_tensor_of_another_kind_is_refused_before_anything_is_filled(
 @pytest.mark.parametrize(
     ("family", "method", "plan"),
     [
-        ("llama", "full", "tp"),
+        pytest.param("llama", "full", "tp", marks=pytest.mark.long),
         pytest.param("llama", "full", "pp", marks=pytest.mark.long),
         pytest.param("llama", "full", "shard", marks=pytest.mark.long),
         ("llama", "lora", "galaxy"),

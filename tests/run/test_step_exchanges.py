@@ -46,7 +46,7 @@ def small_exchanges(recipe: dict[str, Any]) -> list[list[tuple[int, bool]]]:
 
 @pytest.mark.parametrize("plan", ["dp", "tp"])
 def test_a_step_has_two_small_exchanges(plan: str, tmp_path: Path) -> None:
-    recipe = small(tmp_path, "llama", "lora", parallel=PLANS[plan], on_spike="off")
+    recipe = small(tmp_path, "llama", "lora", parallel=PLANS[plan], on_spike="off", max_steps=5)
     for steps in ranks(2, small_exchanges, recipe, timeout=60):
         assert len(steps) == 5  # in the first, ranks also compare what an update has moved
         # trained tokens and whether anyone stops; gradient norm and loss
