@@ -232,6 +232,13 @@ def settings(
     return recipe | changes
 
 
+def brief(
+    place: Path, family: str = "llama", method: str | Mapping[str, Any] = "lora", **changes: Any
+) -> dict[str, Any]:
+    """`settings` in two steps that are saved at their end, for tests of what a run leaves."""
+    return settings(place, family, method, **{"max_steps": 2, "warmup": 0, "save_every": 50, **changes})
+
+
 def going_wrong(place: Path, **changes: Any) -> dict[str, Any]:
     """A recipe that trains on rows of one word: from its first step on it leads away from the held-out rows,
     by more than 0.01 nats a step.

@@ -27,7 +27,18 @@ from petune.recipe import load_recipe
 from petune.run.evaluate import outputs_of
 from petune.run.folder import environment
 from petune.run.train import load_run
-from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
+from tests.small_runs import (
+    METHODS,
+    TASK,
+    Listener,
+    as_yaml,
+    brief,
+    newest,
+    run,
+    settings,
+    terminate_at,
+    tokenizer,
+)
 
 AUTO = {
     "bert": "AutoModelForSequenceClassification",
@@ -83,7 +94,7 @@ def test_a_run_leaves_every_file_it_promises(tmp_path: Path, pictures: None):
 
 @pictureless
 def test_the_resolved_recipe_holds_every_setting_and_means_the_same(tmp_path: Path):
-    finished = run(settings(tmp_path))
+    finished = run(brief(tmp_path))
     text = (finished.folder / "resolved.yaml").read_text()
     assert set(yaml.safe_load(text)) >= {
         "lr",
@@ -96,15 +107,14 @@ def test_the_resolved_recipe_holds_every_setting_and_means_the_same(tmp_path: Pa
         "data",
     }
     assert (
-        load_recipe(finished.folder / "resolved.yaml").resolved()
-        == load_recipe(settings(tmp_path)).resolved()
+        load_recipe(finished.folder / "resolved.yaml").resolved() == load_recipe(brief(tmp_path)).resolved()
     )
 
 
 @pictureless
 def test_the_environment_names_versions_and_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
-    finished = run(settings(tmp_path))
+    finished = run(brief(tmp_path))
     text = (finished.folder / "env.json").read_text()
     assert json.loads(text)["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert {"python", "system", "machine"} <= json.loads(text).keys()
@@ -195,10 +205,7 @@ def test_the_header_and_the_end_say_what_a_reader_wants_to_know(tmp_path: Path):
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
     """A run of a family by a method, trained when it is first asked for."""
-    shape = {"lr": 0.01, "max_steps": 2, "warmup": 0}
-    return cache(
-        lambda family, method: run(settings(tmp_path_factory.mktemp(method), family, method, **shape))
-    )
+    return cache(lambda family, method: run(brief(tmp_path_factory.mktemp(method), family, method, lr=0.01)))
 
 
 @pictureless
@@ -226,12 +233,13 @@ def test_nothing_in_the_folder_is_a_pickle(method: str, two_steps: Callable[[str
 @pytest.mark.forks
 @pictureless
 def test_tuned_has_the_tokenizer_and_the_chat_template(tmp_path: Path):
-    folder = run(settings(tmp_path, task="chat")).folder / "tuned"
+    folder = run(brief(tmp_path, task="chat")).folder / "tuned"
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     assert loaded.chat_template == tokenizer().chat_template
     assert loaded("red sun")["input_ids"] == tokenizer()("red sun")["input_ids"]
 
 
+@pytest.mark.crossed(1)
 @pictureless
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", TASK)
@@ -305,7 +313,7 @@ def test_a_run_that_has_not_finished_says_how_to_go_on(tmp_path: Path):
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", TASK)
 def test_a_merged_run_is_a_plain_checkpoint_with_equal_logits(family: str, method: str, tmp_path: Path):
-    finished = load_run(run(settings(tmp_path, family, method, lr=0.02)).folder)
+    finished = load_run(run(brief(tmp_path, family, method, lr=0.02)).folder)
     expected = logits(finished.speaker.model, family)
     merged = finished.merge(tmp_path / "merged")
     assert merged == tmp_path / "merged"
@@ -332,7 +340,7 @@ def test_a_merged_run_is_a_plain_checkpoint_with_equal_logits(family: str, metho
 @pytest.mark.parametrize("family", TASK)
 def test_peft_reads_an_exported_lora_run_with_equal_logits(family: str, tmp_path: Path):
     peft = pytest.importorskip("peft")
-    finished = run(settings(tmp_path, family, "lora", lr=0.02))
+    finished = run(brief(tmp_path, family, "lora", lr=0.02))
     place = finished.export("peft", tmp_path / "peft")
     kwargs = {"num_labels": 3} if family == "bert" else {}
     base = auto(family).from_pretrained(tmp_path / family, **kwargs)
@@ -342,14 +350,14 @@ def test_peft_reads_an_exported_lora_run_with_equal_logits(family: str, tmp_path
 
 @pictureless
 def test_adapters_exported_in_adapterhubs_layout_are_where_another_run_begins(tmp_path: Path):
-    finished = run(settings(tmp_path, method="adapter", lr=0.02))
+    finished = run(brief(tmp_path, method="adapter", lr=0.02))
     place = finished.export("adapters")
     base = auto("llama").from_pretrained(tmp_path / "llama")
     expected = logits(finished.speaker.model, "llama")
     untuned = logits(base, "llama")
     assert torch.equal(logits(petune.load(base, place), "llama"), expected)
     begun = {"init_adapter": str(place), "lr": 1e-5, "out": str(tmp_path / "more")}
-    more = logits(run({**settings(tmp_path, method="adapter"), **begun}).speaker.model, "llama")
+    more = logits(run({**brief(tmp_path, method="adapter"), **begun}).speaker.model, "llama")
     assert float((more - expected).abs().max()) < 0.02 * float((untuned - expected).abs().max())
     with pytest.raises(UsageError, match="peft reads LoRA, not adapter"):
         finished.export("peft")
@@ -357,7 +365,7 @@ def test_adapters_exported_in_adapterhubs_layout_are_where_another_run_begins(tm
 
 @pictureless
 def test_an_export_to_a_server_says_what_to_type(tmp_path: Path):
-    finished = run(settings(tmp_path, "llama", {"name": "lora", "r": 3}, lr=0.02))
+    finished = run(brief(tmp_path, "llama", {"name": "lora", "r": 3}, lr=0.02))
     place = finished.export("vllm")
     assert place == finished.folder / "vllm"
     assert json.loads((place / "adapter_config.json").read_text())["r"] == 8
@@ -369,7 +377,7 @@ def test_an_export_to_a_server_says_what_to_type(tmp_path: Path):
 @pictureless
 @pytest.mark.parametrize("method", ["adapter", "side"])
 def test_what_cannot_merge_names_petune_load(method: str, tmp_path: Path):
-    finished = run(settings(tmp_path, method=method))
+    finished = run(brief(tmp_path, method=method))
     before = sorted(tmp_path.rglob("*"))
     for use in (finished.merge, lambda: finished.export("hf"), lambda: finished.export("peft")):
         with pytest.raises(UsageError, match=r"petune\.load") as caught:
@@ -380,7 +388,7 @@ def test_what_cannot_merge_names_petune_load(method: str, tmp_path: Path):
 
 @pictureless
 def test_an_export_nobody_knows_is_refused(tmp_path: Path):
-    full = run(settings(tmp_path, method="full"))
+    full = run(brief(tmp_path, method="full"))
     with pytest.raises(UsageError, match="tgi") as caught:
         full.export("tgi")
     assert "peft, adapters, hf, vllm" in str(caught.value)
@@ -393,7 +401,7 @@ def test_a_run_is_taken_up_from_another_working_directory_and_after_a_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    recipe = settings(tmp_path) | {
+    recipe = brief(tmp_path) | {
         "model": "llama",
         "data": {"path": "causal.jsonl", "eval": "causal-held.jsonl"},
         "out": "run",
@@ -409,7 +417,7 @@ def test_a_run_is_taken_up_from_another_working_directory_and_after_a_move(
 
 @pictureless
 def test_a_damaged_tuned_folder_is_refused(tmp_path: Path):
-    finished = run(settings(tmp_path))
+    finished = run(brief(tmp_path))
     file = finished.folder / "tuned" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(FileError) as caught:
@@ -421,7 +429,7 @@ def test_a_damaged_tuned_folder_is_refused(tmp_path: Path):
 def test_another_base_under_a_finished_run_is_refused(tmp_path: Path):
     from tests.small_runs import write_model
 
-    finished = run(settings(tmp_path))
+    finished = run(brief(tmp_path))
     write_model(tmp_path / "llama", "llama", seed=1)
     with pytest.raises(FileError):
         load_run(finished.folder).generate("red")
@@ -433,15 +441,15 @@ def test_a_picture_needs_matplotlib_and_a_run_does_not(
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    finished = run(settings(tmp_path))
+    finished = run(brief(tmp_path))
     assert not (finished.folder / "loss.png").exists()
-    assert newest(finished.folder).name == "step-6"
+    assert newest(finished.folder).name == "step-2"
 
 
 @pictureless
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_other_rows_are_scored_by_the_models_labels_and_the_base_is_scored_anew(method: str, tmp_path: Path):
-    finished = run(settings(tmp_path, "bert", method, epochs=1.0))
+    finished = run(brief(tmp_path, "bert", method))
     same = finished.eval()
     names = finished.speaker.model.config.id2label
     rows = [json.loads(line) for line in Path(finished.recipe.data.path).read_text().splitlines()]
@@ -458,7 +466,7 @@ def test_other_rows_are_scored_by_the_models_labels_and_the_base_is_scored_anew(
 
 @pictureless
 def test_a_run_on_a_quantised_base_is_scored_beside_its_dense_base(tmp_path: Path):
-    values = settings(tmp_path, kernels="reference", epochs=1.0)
+    values = brief(tmp_path, kernels="reference")
     plain = run(values | {"out": str(tmp_path / "plain")})
     held = run(values | {"out": str(tmp_path / "held"), "base_dtype": "int8"})
     scored = load_run(held.folder).eval()
@@ -471,7 +479,7 @@ def test_a_run_on_a_quantised_base_is_scored_beside_its_dense_base(tmp_path: Pat
 
 @pictureless
 def test_a_label_the_model_does_not_know_is_an_error(tmp_path: Path):
-    finished = run(settings(tmp_path, "bert", epochs=0.1))
+    finished = run(brief(tmp_path, "bert"))
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "red fox", "label": "nonsense"}\n{"text": "blue fox", "label": "nonsense"}\n')
     finished.recipe = load_recipe(finished.recipe, {"data.path": str(other), "data.eval": None})
@@ -481,7 +489,7 @@ def test_a_label_the_model_does_not_know_is_an_error(tmp_path: Path):
 
 @pictureless
 def test_a_run_folder_trained_over_itself_keeps_its_recipe(tmp_path: Path):
-    finished = run(settings(tmp_path))
+    finished = run(brief(tmp_path))
     again = run(str(finished.folder), overwrite=True)
     assert again.summary["steps"] == finished.summary["steps"]
     assert (finished.folder / "recipe.yaml").exists()
