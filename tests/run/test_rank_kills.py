@@ -21,7 +21,7 @@ from tests.kills import arm
 from tests.planned_runs import PLANS, killed, small, trained
 from tests.small_runs import assert_same_run, run, state_of
 
-KILLS = {"dp": 9, "pp": 8, "galaxy": 8}  # 25
+KILLS = {"dp": 9, "pp": 8, "galaxy": 4}  # 21
 LONGEST = 0.2  # seconds after training began
 
 
@@ -35,7 +35,14 @@ def assert_same_bits(found: Path, expected: Path) -> None:
 
 @pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize(
-    ("plan", "rank", "calls"), [("dp", 0, (5, 11)), ("tp", 0, (8, 12)), ("tp", 1, (3, 9))]
+    ("plan", "rank", "calls"),
+    [
+        pytest.param("dp", 0, (5, 11), marks=pytest.mark.long),
+        ("tp", 0, (8,)),
+        ("tp", 1, (9,)),
+        pytest.param("tp", 0, (8, 12), marks=pytest.mark.long),
+        pytest.param("tp", 1, (3, 9), marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_other(
     plan: str, rank: int, calls: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +70,7 @@ def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_oth
         checkpoint.commit = armed
         run(recipe, resume=resume)
 
-    for step, call in zip((2, 3), calls, strict=True):  # in the midst of a file, once its files are there
+    for step, call in enumerate(calls, 2):  # in the midst of a file, once its files are there
         found = ends(2, train, recipe, step, call, step > 2, timeout=30)
         assert (found[rank].code, found[1 - rank].code) == (-signal.SIGKILL, 6), (step, call, found)
         assert found[1 - rank].seconds - found[rank].seconds < 5, (step, call, found)

@@ -116,7 +116,7 @@ def test_there_is_no_second_copy_of_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
 def test_a_run_learns_what_is_preferred_and_is_scored_alike_again(loss: str, tmp_path: Path) -> None:
-    done = run(preferring(tmp_path, prefer=loss, lr=1e-2, epochs=6, save_every=50))
+    done = run(preferring(tmp_path, prefer=loss, lr=1e-2, epochs=6, save_every=50, eval_every=50))
     before, after = done.summary["before"], done.summary["after"]
     assert after["loss"] < before["loss"] and after["accuracy"] > before["accuracy"]
     if loss == "dpo":
@@ -158,6 +158,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda loss: run(short(tmp_path_factory.mktemp(loss), loss)).folder)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_trains_as_one_process_does(

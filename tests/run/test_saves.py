@@ -60,9 +60,9 @@ def slow(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
     ("family", "method", "plan"),
     [
         ("bert", "lora", None),
-        ("llama", "full", "dp"),
+        pytest.param("llama", "full", "dp", marks=pytest.mark.long),
         ("llama", "full", "shard"),
-        ("t5", "full", "tp"),
+        pytest.param("t5", "full", "tp", marks=pytest.mark.long),
         pytest.param("llama", "lora", "galaxy", marks=pytest.mark.long),
         pytest.param("bart", "full", "pp", marks=pytest.mark.long),
         pytest.param("llama", "full", "sp", marks=pytest.mark.long),
@@ -142,7 +142,7 @@ def test_steps_are_made_while_one_checkpoint_is_written_and_the_next_save_waits(
 def test_what_cannot_be_written_ends_the_run_at_the_next_step_in_the_same_words(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shape = {"eval_every": 50, "epochs": 3, "max_steps": 9}
+    shape = {"eval_every": 50, "max_steps": 5}
     straight = run(settings(tmp_path, **shape, out="straight"))
 
     def refuse(folder: Path, *given: Any) -> None:
@@ -176,7 +176,7 @@ def test_a_stop_and_an_error_wait_for_the_checkpoint_that_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shape = {"eval_every": 50, "save_every": 2}
-    slow(monkeypatch, lambda step: time.sleep(0.5))
+    slow(monkeypatch, lambda step: time.sleep(0.3))
     with pytest.raises(Stopped):
         run(settings(tmp_path, **shape), terminate_at(3))
     assert saved(tmp_path / "run") == ["step-2", "step-3"]
@@ -198,7 +198,7 @@ def test_an_error_of_a_rank_waits_for_what_all_write_together(
     monkeypatch: pytest.MonkeyPatch,
     fast_beats: None,
 ):
-    slow(monkeypatch, lambda step: time.sleep(0.5))
+    slow(monkeypatch, lambda step: time.sleep(0.3))
     recipe = small(tmp_path, "llama", "lora", save_every=2, eval_every=50, parallel=PLANS["tp"])
     step = Step.take
 
@@ -219,7 +219,7 @@ def test_an_error_of_a_rank_waits_for_what_all_write_together(
 
 @pytest.mark.parametrize("at", ["write", "rename", "best"])
 def test_a_kill_while_training_goes_on_leaves_the_checkpoint_before(at: str, tmp_path: Path):
-    shape = {"eval_every": 50, "save_every": 2, "epochs": 2, "max_steps": 8, "keep": 2}
+    shape = {"eval_every": 50, "save_every": 2, "max_steps": 6, "keep": 2}
     straight = run(settings(tmp_path, **shape, out="straight"))
     recipe = settings(tmp_path, **shape)
 

@@ -130,7 +130,8 @@ def killed_at(step: int, after: Callable[[Path], bool]) -> Callable[[dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "every"), [("llama", "lora", 1), ("bert", "full", 1), ("t5", "adapter", 2)]
+    ("family", "method", "every"),
+    [("bert", "full", 1), ("t5", "adapter", 2), pytest.param("llama", "lora", 1, marks=pytest.mark.long)],
 )
 def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(
     family: str, method: str, every: int, tmp_path: Path
