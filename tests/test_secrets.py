@@ -52,7 +52,7 @@ def test_neither_a_run_of_two_processes_nor_a_failed_ones_traceback_holds_a_secr
         os.environ |= {name: f"{TEXT}-{name}" for name in NAMES}
         train(recipe, {})
 
-    found = ends(2, with_secrets, small(tmp_path, "llama", "lora", parallel=PLANS["dp"]))
+    found = ends(2, with_secrets, small(tmp_path, "llama", "lora", parallel=PLANS["dp"], save_every=1))
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
     assert "Traceback" in (tmp_path / "run" / "run.log").read_text()
     assert (tmp_path / "run" / "checkpoints").is_dir()
