@@ -22,6 +22,7 @@ from petune.files.json_fields import (
     Whole,
     check_fields,
 )
+from petune.tasks import MARK
 
 
 @dataclass
@@ -125,6 +126,8 @@ _FACTS: Mapping[str, Kind] = {
     "method": Text(),
 }
 
+_MAY = {"stream": MARK}
+
 
 def read_progress(
     facts: Mapping[str, Any], step: int, planned: int | None, metric: str, path: Path
@@ -137,7 +140,7 @@ def read_progress(
     missing or of another kind, and for a progress that contradicts the manifest's step, the plan or itself.
     """
     file = path / "manifest.json"
-    check_fields(facts, Fields(_FACTS, others=True), file, "facts")
+    check_fields(facts, Fields(_FACTS, _MAY, others=True), file, "facts")
     progress = Progress(**facts["progress"])
     told = [name for name in ("before", "scores", "best_scores") if getattr(progress, name)]
     # each evaluation gives the same scores

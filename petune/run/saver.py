@@ -54,8 +54,7 @@ class Saver:
             root, device, state.write_packed, lambda: self.progress.step, folder.is_lost
         )
         self.saves = Saves(device, self.recipe.timeout / 2)
-        self.on_its_way = False  # a checkpoint that is written beside training, by some rank
-        self._told_of_room = False
+        self.on_its_way, self._told_of_room = False, False  # a checkpoint beside training, by some rank
         self._reserves = self._writes and self.runner.streamed is None and step.saves_before_its_end
         self.trusted = 0  # the last step at which the frozen weights were compared
         self.came_from: list[str] = []
@@ -200,11 +199,9 @@ class Saver:
         place = self.folder.beside()
         place.begin(self.run_id)
         path = self._commit(place.checkpoints, self._facts(), held)
-        what, go_on = (
-            f"the state of step {self.progress.step}",
-            command_to_go_on(place.path, self.step.prepared.objects),
-        )
-        raise self.folder.lost(f"{what} is kept in {path}", f"go on with: {go_on}")
+        go_on = command_to_go_on(place.path, self.step.prepared.objects)
+        what = f"the state of step {self.progress.step} is kept in {path}"
+        raise self.folder.lost(what, f"go on with: {go_on}")
 
     def _check_frozen(self) -> None:
         """Raise TrainingFault if a frozen tensor moved; snapshots since it was last seen whole are set aside
@@ -254,6 +251,7 @@ class Saver:
             "rows": self.step.prepared.rows.sha256,
             "frozen": self.step.frozen or digest(self.step.audit.frozen_before),
             "method": self.recipe.method_name,
+            **self.step.row_mark(),
         }
 
     def _point_best(self) -> None:
@@ -295,6 +293,8 @@ class Saver:
         when = age(manifest, path)
         self.came_from = [f"resumed  at step {manifest.step}{when}"]
         self.reporter.note(f"resumed from {path} at step {manifest.step}{when}")
+        if why := self.step.go_to_rows(manifest.facts.get("stream")):
+            self.reporter.note(f"the rows before the next one are read again: {why}")
         if self.main:
             self._cut_metrics(manifest.step)
 

@@ -39,7 +39,7 @@ from petune.run.references import referred, refuse_unreferable
 from petune.run.schedule import Steps, learning_rate, plan_steps, units_of_step
 from petune.run.spikes import SpikeRule, refuse_non_finite, spike_fault, spike_record
 from petune.run.summary import explain_memory, peak_memory
-from petune.tasks import Example, class_weights, collate, count, pad_token_id
+from petune.tasks import Example, Mark, class_weights, collate, count, pad_token_id
 
 _T = TypeVar("_T")
 Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it
@@ -191,6 +191,17 @@ class Step:
         else:
             units = [self.units[index] for index in units_of_step(step, self.steps, seed)]
         return self.prepared.encoded.drawn(units, f"seed {seed} step {step}")
+
+    def row_mark(self) -> dict[str, Mark]:
+        """The fact of a checkpoint that finds the next rows of a stream without those before; none where
+        nothing is streamed."""
+        stream = self.prepared.encoded.stream
+        return {} if stream is None else {"stream": stream.mark(self.progress.step * self.steps.per_step)}
+
+    def go_to_rows(self, mark: Mark | None) -> str | None:
+        """Let a stream stand before the next rows; why it must read all those before, in words."""
+        stream = self.prepared.encoded.stream
+        return None if stream is None else stream.go_to(self.progress.step * self.steps.per_step, mark)
 
     def batches(self, units: Sequence[Example], size: int) -> Iterator[Batch | None]:
         """This replica's batches of an evaluation; None for one it has no part in."""

@@ -24,6 +24,7 @@ from petune.tasks.registry import TASKS, Task, check_fit
 from petune.tasks.report import DataReport, render, spans
 from petune.tasks.rerank import refuse_single
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, RowFacts, Rows, Tagged, Text
+from petune.tasks.stream_place import MARK, Mark
 from petune.tasks.streamed import stream_rows
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ NEED_TORCH = {
 }
 
 __all__ = [
+    "MARK",
     "METRICS",
     "OBJECT",
     "TASKS",
@@ -56,6 +58,7 @@ __all__ = [
     "Encoded",
     "Example",
     "Labelled",
+    "Mark",
     "Message",
     "Pair",
     "Row",

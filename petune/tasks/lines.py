@@ -4,6 +4,7 @@ no memory."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +36,42 @@ class Line(NamedTuple):
     ended: bool
 
 
-def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
-    """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also
-    ends the reading."""
+@dataclass
+class Cursor:
+    """How far the files of a source are read. A reader begins where it stands, and moves it behind a record
+    before it gives that.
+
+    file: which of the files. byte: what was read of it; all of a Parquet file, whose metadata are at its end.
+    line: its lines, or rows of a table, before the next one. held: about how many bytes the rows before take
+    that a Parquet file holds. whole: whether the file can only be read from its beginning.
+    """
+
+    file: int = 0
+    byte: int = 0
+    line: int = 0
+    held: int = 0
+    whole: bool = False
+
+    def enter(self, file: int) -> None:
+        """Stand at the beginning of a file."""
+        self.file, self.byte, self.line, self.held, self.whole = file, 0, 0, 0, False
+
+
+def lines(path: Path, faults: Faults, cursor: Cursor, *, fatal: bool = False) -> Iterator[Line]:
+    """Decoded lines from where `cursor` stands, blank ones included. An over-long or undecodable line is a
+    fault; with `fatal` it also ends the reading."""
     with path.open("rb") as file:
-        name, number = shown(path), 0
+        name = shown(path)
+        file.seek(cursor.byte)
         while raw := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
+            cursor.byte += len(raw)
+            cursor.line += 1
+            number = cursor.line
             where = f"{name}:{number}"
             if len(raw) > MAX_LINE_BYTES:
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(2**20)
+                    cursor.byte += len(raw)
                 what = f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB"
                 faults.add(
                     Problem(what, where, remedy="one row per line; is a line end missing?"), fatal=fatal

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from petune.errors import Problem
 from petune.tasks.bad_rows import Faults
-from petune.tasks.lines import Line, Record, lines, shown
+from petune.tasks.lines import Cursor, Line, Record, lines, shown
 
 TAG = re.compile(r"O|[BIESLU]-\S+")
 DOCSTART = "-DOCSTART-"
@@ -23,17 +23,17 @@ def is_conll(path: Path) -> bool:
     return bool(cells) and all(len(line) > 1 and TAG.fullmatch(line[-1]) for line in cells)
 
 
-def read_conll(path: Path, faults: Faults) -> Iterator[Record]:
+def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     """Sentences of lines `word ... tag` between blank ones, cells parted by tabs or else by spaces; the place
     is a sentence's first line.
 
     The first cell is column "tokens", the last "tags", those between "column 2" and so on. Lines of
     -DOCSTART- are passed over.
     """
-    name, width = shown(path), 0
+    cursor.whole, name, width = True, shown(path), 0
     sentence: list[list[str]] = []
     first = 0
-    for line in (*lines(path, faults), Line(0, "", True)):
+    for line in (*lines(path, faults, Cursor()), Line(0, "", True)):
         cells = (
             [cell.strip() for cell in line.text.rstrip().split("\t")]
             if "\t" in line.text
@@ -68,8 +68,9 @@ def read_conll(path: Path, faults: Faults) -> Iterator[Record]:
         sentence.append(cells)
 
 
-def read_document(path: Path, faults: Faults) -> Iterator[Record]:
+def read_document(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     """The whole of a text file as one row."""
+    cursor.whole = True
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -82,13 +83,13 @@ def read_document(path: Path, faults: Faults) -> Iterator[Record]:
         yield Record(shown(path), {"text": text})
 
 
-def read_txt(path: Path, faults: Faults) -> Iterator[Record]:
+def read_txt(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     """A row of plain text per line, or the sentences of a file of words with tags."""
     if is_conll(path):
-        yield from read_conll(path, faults)
+        yield from read_conll(path, faults, cursor)
         return
     name = shown(path)
-    for line in lines(path, faults):
+    for line in lines(path, faults, cursor):
         if line.text.strip():
             yield Record(f"{name}:{line.number}", {"text": line.text})
         else:

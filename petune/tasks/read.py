@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,15 @@ from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names_of, named
 from petune.tasks.configs import MAX_LINE_BYTES
 from petune.tasks.foreign import refuse_foreign
-from petune.tasks.lines import Line, Record, lines, shown
+from petune.tasks.lines import Cursor, Line, Record, lines, shown
 from petune.tasks.plain_text import read_conll, read_document, read_txt
 
 
-def read_file(path: Path, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
-    """The records of one file, by its suffix; with `whole` a text file is one.
+def read_file(
+    path: Path, faults: Faults, *, whole: bool = False, cursor: Cursor | None = None
+) -> Iterator[Record]:
+    """The records of one file, by its suffix, from where `cursor` stands in it; with `whole` a text file is
+    one.
 
     Raises DataError for a file of another kind, MachineError if it cannot be opened.
     """
@@ -34,7 +36,8 @@ def read_file(path: Path, faults: Faults, *, whole: bool = False) -> Iterator[Re
         raise DataError(what, where=shown(path), expected=" ".join(READERS), remedy="convert it to .jsonl")
     try:
         refuse_foreign(path, shown(path))
-        yield from (read_document if whole and suffix == ".txt" else READERS[suffix])(path, faults)
+        reader = read_document if whole and suffix == ".txt" else READERS[suffix]
+        yield from reader(path, faults, cursor or Cursor())
     except PermissionError as error:
         raise MachineError(
             "no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}"
@@ -81,10 +84,10 @@ def kind_of(value: object) -> str:
     return KINDS.get(type(value), type(value).__name__)
 
 
-def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
+def read_jsonl(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     """One object a line; blank lines are counted."""
     name = shown(path)
-    for line in lines(path, faults):
+    for line in lines(path, faults, cursor):
         where = f"{name}:{line.number}"
         if not line.text.strip():
             faults.blanks += 1
@@ -139,13 +142,14 @@ def _hint(line: Line) -> str | None:
     return None
 
 
-def read_json(path: Path, faults: Faults) -> Iterator[Record]:
+def read_json(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     """An array of objects, or (by its first character) lines of objects."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if start != b"[":
-        yield from read_jsonl(path, faults)
+        yield from read_jsonl(path, faults, cursor)
         return
+    cursor.whole = True
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -204,19 +208,17 @@ MOST_DECODED, MOST_GROWTH = 2**30, 1000  # the rows of a Parquet file may take 1
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
-def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
+def read_csv(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     """A header and rows of as many cells; an empty cell is a missing value."""
     name, limit = shown(path), csv.field_size_limit(MAX_LINE_BYTES)  # the limit is the process', so put back
     try:
-        texts = (line.text + "\n" for line in lines(path, faults, fatal=True))
-        first = next(texts, "")
-        delimiter = _delimiter(path, first)
-        reader = csv.reader(chain([first] if first else (), texts), delimiter=delimiter, strict=True)
-        header: list[str] = []
-        line = 1
+        delimiter, before = _delimiter(path), cursor.line
+        header = _header_of(path, delimiter) if before else []
+        reader = _cells(path, faults, cursor, delimiter)
+        line = before + 1
         try:
             for cells in reader:
-                where, line = f"{name}:{line}", reader.line_num + 1
+                where, line = f"{name}:{line}", before + reader.line_num + 1
                 if not cells or cells == [""]:
                     faults.blanks += 1
                 elif not header:
@@ -246,12 +248,28 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
         csv.field_size_limit(limit)
 
 
-def _delimiter(path: Path, header: str) -> str:
+def _delimiter(path: Path) -> str:
     """What stands between cells, by the header, to which every row is held: tabs in a .tsv, else commas, or
     the semicolons that spreadsheets write in countries whose numbers have a comma."""
     if path.suffix.lower() == ".tsv":
         return "\t"
+    found = lines(path, Faults(skip=True), Cursor(), fatal=True)
+    header = next((line.text for line in found if line.text.strip()), "")
     return ";" if ";" in header and "," not in header else ","
+
+
+def _cells(path: Path, faults: Faults, cursor: Cursor, delimiter: str) -> Any:
+    """A reader of the csv module, over the lines of a file."""
+    found = lines(path, faults, cursor, fatal=True)
+    return csv.reader((line.text + "\n" for line in found), delimiter=delimiter, strict=True)
+
+
+def _header_of(path: Path, delimiter: str) -> list[str]:
+    """The names of the columns of a file that was entered in its middle; none where it has none yet."""
+    first = (
+        cells for cells in _cells(path, Faults(skip=True), Cursor(), delimiter) if cells not in ([], [""])
+    )
+    return [cell.strip() for cell in next(first, [])]
 
 
 def _header(cells: list[str], where: str, delimiter: str) -> list[str]:
@@ -278,7 +296,7 @@ def _header(cells: list[str], where: str, delimiter: str) -> list[str]:
     return header
 
 
-def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
+def read_parquet(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's
     number, from 1.
 
@@ -287,20 +305,18 @@ def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
     """
     import pyarrow.parquet  # type: ignore[import-untyped]  # comes with datasets
 
-    name, number = shown(path), 0
-    most = MOST_DECODED + MOST_GROWTH * path.stat().st_size
+    name, cursor.byte = shown(path), path.stat().st_size
+    most = MOST_DECODED + MOST_GROWTH * cursor.byte
     try:
         file = pyarrow.parquet.ParquetFile(path)
         names = class_names_of((file.schema_arrow.metadata or {}).get(b"huggingface"))
-        held = sum(file.metadata.row_group(at).total_byte_size for at in range(file.metadata.num_row_groups))
-        _refuse_grown(held, most, path)
-        held = 0
-        for batch in file.iter_batches(batch_size=AT_A_TIME, use_threads=False):
-            for columns in batch.to_pylist():
-                number += 1
-                held += EMPTY_ROW + _size(columns)
-                _refuse_grown(held, most, path)
-                yield Record(f"{name}:{number}", named(columns, names))
+        groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
+        _refuse_grown(sum(group.total_byte_size for group in groups), most, path)
+        for columns in _from_row(file, [group.num_rows for group in groups], cursor.line):
+            cursor.line += 1
+            cursor.held += EMPTY_ROW + _size(columns)
+            _refuse_grown(cursor.held, most, path)
+            yield Record(f"{name}:{cursor.line}", named(columns, names))
     except DataError:
         raise
     except (
@@ -312,6 +328,17 @@ def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
         raise DataError(
             f"not a whole Parquet file: {first}", where=name, remedy="fetch or write it again"
         ) from error
+
+
+def _from_row(file: Any, sizes: list[int], row: int) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file with groups of these sizes, from `row` on; groups before are not read."""
+    first = 0
+    while first < len(sizes) and row >= sizes[first]:
+        row, first = row - sizes[first], first + 1
+    groups = range(first, len(sizes))
+    for batch in file.iter_batches(batch_size=AT_A_TIME, row_groups=list(groups), use_threads=False):
+        yield from batch.slice(min(row, len(batch))).to_pylist()
+        row = max(0, row - len(batch))
 
 
 def _size(value: Any) -> int:
@@ -333,7 +360,7 @@ def _refuse_grown(held: int, most: int, path: Path) -> None:
         )
 
 
-Reader = Callable[[Path, Faults], Iterator[Record]]
+Reader = Callable[[Path, Faults, Cursor], Iterator[Record]]
 READERS: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,

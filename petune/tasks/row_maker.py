@@ -39,7 +39,7 @@ class RowMaker:
         self.format, self.task, self.faults, self.drop_empty = layout.format, task, faults, drop_empty
         self.columns = dict(layout.columns)
         self.seen: dict[str, None] = {}
-        self.began: dict[str, tuple[type, str]] = {}
+        self.began: dict[str, tuple[str, str]] = {}
         self.dropped = 0
         self.make: Callable[[Record], Row] = {
             "text-label": self._labelled,
@@ -93,9 +93,10 @@ class RowMaker:
             raise Bad(f"column {name!r} is null or empty", None, None, FILL)
         if isinstance(value, float) and math.isnan(value):
             raise Bad(f"column {name!r} is nan", None, None, FILL)
-        kind, where = self.began.setdefault(name, (type(value), record.where))
-        if type(value) is not kind:
-            raise Bad(f"column {name!r} changes its type", f"{kind_of(kind())} as at {where}", kind_of(value))
+        found = kind_of(value)
+        kind, where = self.began.setdefault(name, (found, record.where))
+        if found != kind:
+            raise Bad(f"column {name!r} changes its type", f"{kind} as at {where}", found)
         return value
 
     def _text(self, record: Record, role: str, *, may_be_empty: bool = False) -> str:

@@ -20,7 +20,7 @@ from petune.demo import DATA, data_path
 from petune.errors import DataError, MachineError, nearest
 from petune.tasks.arrow import refuse_compressed
 from petune.tasks.bad_rows import Faults
-from petune.tasks.lines import Record, shown
+from petune.tasks.lines import Cursor, Record, shown
 from petune.tasks.objects import HELD_OUT, OBJECT, TRAIN, DataObject, rows_of
 from petune.tasks.read import READERS, read_file
 
@@ -68,16 +68,22 @@ class Source:
             return sorted({Path(one["filename"]) for each in splits for one in each.cache_files})
         return [*self.train, *self.held_out]
 
-    def records(self, side: str, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
-        """The records of one side, "train" or "eval"; with `whole` a text file is one."""
+    def records(
+        self, side: str, faults: Faults, *, whole: bool = False, cursor: Cursor | None = None
+    ) -> Iterator[Record]:
+        """The records of one side, "train" or "eval", of its files from where `cursor` stands; with `whole` a
+        text file is one."""
         if self.hub:
             yield from _hub_records(*self.hub, side)
         if self.given:
             yield from self.given.records(side, faults)
         if self.saved:
             yield from _whole(_records(shown(self.saved), _saved_load(self.saved), "/", side), self.saved)
-        for path in self.train if side == "train" else self.held_out:
-            yield from read_file(path, faults, whole=whole)
+        files, cursor = self.train if side == "train" else self.held_out, cursor or Cursor()
+        for number in range(cursor.file, len(files)):
+            if number > cursor.file:
+                cursor.enter(number)
+            yield from read_file(files[number], faults, whole=whole, cursor=cursor)
 
 
 def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {}) -> Source:

@@ -3,8 +3,9 @@ read before the first step.
 
 What is at a place of the stream follows from the files, the settings and the seed alone: good rows come in
 the order of the files, one pass after the other, in windows of `data.window` rows, each in an order of its
-own. Step k takes the places from k times its rows on. So a run that goes on reads from the beginning what it
-has trained on, without tokenizing it, and then sees the very next row; and replicas may be more or fewer.
+own. Step k takes the places from k times its rows on. So a run that goes on sees the very next row, and
+replicas may be more or fewer. It begins at the mark of that row's window, which its checkpoint keeps; without
+one it reads from the beginning what it has trained on, without tokenizing it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import hashlib
 import itertools
 import json
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from petune.errors import DataError, UsageError
 from petune.tasks.bad_rows import Faults
@@ -24,11 +27,13 @@ from petune.tasks.configs import DataConfig
 from petune.tasks.encode import Encoded, beyond, encode, make_coder, refuse_beyond
 from petune.tasks.examples import Coder, Example, whole_tokenizer
 from petune.tasks.formats import Layout, detect
+from petune.tasks.lines import shown
 from petune.tasks.objects import DataObject
 from petune.tasks.registry import find_task
-from petune.tasks.row_maker import RowMaker
 from petune.tasks.rows import Row, RowFacts, Rows, fingerprint, identity
 from petune.tasks.sources import Source, find_source, held_out_of
+from petune.tasks.stream_place import START, Mark, Reading
+from petune.tasks.stream_place import fingerprint as fingerprint_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +61,7 @@ class Streamed:
         self.source, self.layout, self.task, self.coder = source, layout, find_task(task), coder
         self.config, self.held, self.seed, self.vocab_size = coder.config, held, seed, vocab_size
         self._last: tuple[tuple[int, int], list[Example]] | None = None
-        self._begin()
+        self._stand(START)
 
     def examples(self, first: int, count: int) -> list[Example]:
         """The examples at `count` places from `first` on. A row with nothing to train keeps its place, and
@@ -72,16 +77,61 @@ class Streamed:
             self._last = (first, count), found
         return self._last[1]
 
-    # ------------------------------------------------------------ the order
+    # ------------------------------------------------------------ where it stands
 
-    def _begin(self) -> None:
-        """Stand before the first place."""
-        self._windows, self._first, self._window = self._all_windows(), 0, list[Row]()
+    def mark(self, place: int) -> Mark:
+        """What `go_to` needs to find the rows from `place` on without those before, as JSON."""
+        mark = next((one for one in reversed(self._marks) if one["place"] <= place), dict(START))
+        if "order" not in mark:
+            mark |= {"order": self._order, "read": fingerprint_of(self.source, mark)}
+        return mark
+
+    def go_to(self, place: int, mark: Mark | None) -> str | None:
+        """Stand at a `mark` before the rows from `place` on; at the beginning where it does not fit, and why,
+        in words."""
+        unfit = self._unfit(place, mark)
+        self._last = None
+        self._stand(START if mark is None or unfit else mark)
+        return unfit
+
+    def _unfit(self, place: int, mark: Mark | None) -> str | None:
+        if mark is None:
+            return "the checkpoint does not say where they are"
+        if mark["place"] > place:
+            return "the checkpoint stands beyond them"
+        if mark["order"] != self._order:
+            return "what decides which rows come, and in which order, has changed"
+        if mark["reading"] is None:
+            return None
+        at = mark["reading"]["cursor"]
+        name = shown(self.source.train[at["file"]]) if at["file"] < len(self.source.train) else "a file"
+        if at["whole"]:
+            return f"{name} can only be read from its beginning"
+        known = mark["read"] is not None and mark["read"] == fingerprint_of(self.source, mark)
+        return None if known else f"{name}, or a file before it, is not what was read"
+
+    @cached_property
+    def _order(self) -> str:
+        """What decides which rows come, and in which order, beside the files."""
+        config, layout = self.config, self.layout
+        held = hashlib.sha256("\n".join(sorted(self.held)).encode("utf-8", "surrogatepass")).hexdigest()
+        settings = [self.task.name, self.seed, config.window, config.max_rows, config.on_bad_line]
+        known = [settings, layout.format, sorted(layout.columns.items()), held]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+    def _stand(self, mark: Mark) -> None:
+        """Stand before the window of a mark."""
+        self._marks = deque([dict[str, Any](mark)])  # of every window since the rows asked for last
+        self._windows, self._first, self._window = self._all_windows(mark), mark["place"], list[Row]()
+
+    # ------------------------------------------------------------ the order
 
     def _rows(self, first: int, count: int) -> list[Row]:
         """Rows at places, which come one after the other, or begin anew."""
         if first < self._first:
-            self._begin()
+            self._stand(START)
+        while len(self._marks) > 1 and self._marks[1]["place"] <= first:
+            self._marks.popleft()
         rows: list[Row] = []
         while len(rows) < count:
             place = first + len(rows)
@@ -93,42 +143,47 @@ class Streamed:
                 self._window = next(self._windows)
         return rows
 
-    def _all_windows(self) -> Iterator[list[Row]]:
-        """Pass after pass, each in windows, each in its order. Raises DataError for a pass without rows."""
-        for number in itertools.count():
-            rows, some = self.one_pass(), False
-            for at in itertools.count():
+    def _all_windows(self, mark: Mark) -> Iterator[list[Row]]:
+        """The windows from a mark on, pass after pass, each in its order. Raises DataError for a pass without
+        rows."""
+        place = mark["place"]
+        while True:
+            reading, number, kept = self._reading(mark["reading"]), mark["pass"], mark["kept"]
+            rows = self._kept(reading, kept)
+            for at in itertools.count(mark["window"]):
                 window = list(itertools.islice(rows, self.config.window))
                 if not window:
                     break
                 random.Random(f"seed {self.seed} pass {number} window {at}").shuffle(window)
-                some = True
+                place, kept = place + len(window), kept + len(window)
+                self._marks.append(
+                    {
+                        "place": place,
+                        "pass": number,
+                        "window": at + 1,
+                        "kept": kept,
+                        "reading": reading.state(),
+                    }
+                    if len(window) == self.config.window
+                    else {**START, "place": place, "pass": number + 1}
+                )
                 yield window
-            if not some:
+            if not kept:
                 raise DataError("no row is left to train on", where=self.source.name)
+            mark = {**START, "place": place, "pass": number + 1}
+
+    def _reading(self, state: Mark | None = None) -> Reading:
+        return Reading(self.source, "train", self.layout, self.task.name, self.config, state)
+
+    def _kept(self, reading: Reading, kept: int) -> Iterator[Row]:
+        """The rows of one pass that are to be trained on, at most `max_rows` with those `kept` before."""
+        most = self.config.max_rows
+        rows = (row for row in reading if identity(row) not in self.held)
+        return itertools.islice(rows, None if most is None else max(0, most - kept))
 
     def one_pass(self) -> Iterator[Row]:
         """The good rows of one pass over the files, at most `max_rows`."""
-        rows = read(self.source, "train", self.layout, self.task.name, self.config)
-        return itertools.islice((row for row in rows if identity(row) not in self.held), self.config.max_rows)
-
-
-def read(source: Source, side: str, layout: Layout, task: str, config: DataConfig) -> Iterator[Row]:
-    """The good rows of one side. Bad ones are told after as many good ones as a window has, and at the end;
-    raises DataError then, as `Faults.settle`."""
-    faults = Faults(skip=config.on_bad_line == "skip")
-    make, good = RowMaker(layout, task, faults), 0
-    for record in source.records(side, faults):
-        row = make(record)
-        if faults.count and not faults.skip:
-            faults.settle(good)
-        if row is None:
-            continue
-        good += 1
-        yield row
-        if good % config.window == 0:
-            faults.settle(good)
-    faults.settle(good)
+        return self._kept(self._reading(), 0)
 
 
 # ------------------------------------------------------------ before the first step
@@ -204,9 +259,9 @@ def _held_out(
             remedy = "give data.eval, or data.held_out: 500"
             raise UsageError("a stream cannot hold out a share of its rows", where="data.eval", remedy=remedy)
         other, side = given
-        return list(read(other, side, layout, task, config)), f"held-out rows are those of {other.name}"
+        return list(Reading(other, side, layout, task, config)), f"held-out rows are those of {other.name}"
     found: dict[str, Row] = {}
-    for row in read(source, "train", layout, task, config):
+    for row in Reading(source, "train", layout, task, config):
         found.setdefault(identity(row), row)
         if len(found) == config.held_out:
             break

@@ -12,7 +12,7 @@ from petune.errors import DataError, RecipeError, Stopped
 from petune.recipe import load_recipe
 from tests.group_pool import assert_same_but_for_rounding
 from tests.planned_runs import PLANS, trained
-from tests.small_runs import assert_same_run, run, settings, terminate_at
+from tests.small_runs import Listener, assert_same_run, numbers, run, settings, terminate_at
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -38,7 +38,20 @@ def test_a_resumed_run_goes_on_with_the_very_next_row(step: int, place: Path) ->
     recipe = streamed(place, out=f"from-{step}")
     with pytest.raises(Stopped):
         run(recipe, terminate_at(step))
-    assert_same_run(run(recipe, resume=True).folder, place / "whole")
+    listener = Listener()
+    assert_same_run(run(recipe, listener, resume=True).folder, place / "whole")
+    assert not any("read again" in note for note in listener.notes)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in-checkpoints", "in-snapshots"])
+def test_a_state_says_where_the_next_row_is(beside: bool, place: Path) -> None:
+    out, saves = f"marks-{beside}", {"save_every": 9, "snapshot_every": 1} if beside else {}
+    with pytest.raises(Stopped):
+        run(streamed(place, out=out, eval_every=9, **saves), terminate_at(7))
+    found = place / out / "checkpoints" / ("snapshots/step-6" if beside else "step-7")
+    mark = json.loads((found / "manifest.json").read_text())["facts"]["stream"]
+    place_now = 24 if beside else 28
+    assert mark["place"] <= place_now < mark["place"] + 5
 
 
 def test_replicas_share_the_rows_of_each_step(place: Path) -> None:
@@ -52,6 +65,19 @@ def test_a_run_of_one_process_is_resumed_by_two(place: Path) -> None:
         run(recipe, terminate_at(5))
     found = trained(recipe | {"parallel": PLANS["dp"]}, resume=True)
     assert_same_but_for_rounding(found, place / "whole")
+    assert "read again" not in (found / "run.log").read_text()
+
+
+def test_a_run_on_one_array_is_resumed_by_reading_it_again_and_says_so(place: Path) -> None:
+    rows = [json.loads(line) for line in Path(settings(place)["data"]["path"]).read_text().splitlines()]
+    (place / "rows.json").write_text(json.dumps(rows))
+    recipe = streamed(place, out="array", data={"path": str(place / "rows.json")})
+    with pytest.raises(Stopped):
+        run(recipe, terminate_at(5))
+    listener = Listener()
+    found = run(recipe, listener, resume=True).folder
+    assert numbers(found) == numbers(place / "whole")
+    assert any("rows.json can only be read from its beginning" in note for note in listener.notes)
 
 
 def test_a_bad_row_ends_the_run_when_it_is_met_and_its_last_state_stays(tmp_path: Path) -> None:
