@@ -7,7 +7,7 @@ in, `best` names a checkpoint that is there (docs/reliability.md has the table).
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,7 +25,7 @@ from petune.run.evaluate import Metric
 from petune.run.folder import RunFolder
 from petune.run.progress import Progress
 from petune.run.reporting import Logged
-from petune.run.saves import Saves, lacks_room
+from petune.run.saves import Commit, Facts, Saves, lacks_room
 from petune.run.signals import StopRequest
 from petune.run.snapshot import KEPT, Snapshots, age
 from petune.run.state import HeldState
@@ -136,21 +136,21 @@ class Saver:
 
     def _save_beside(self, held: HeldState) -> Path:
         """Copy a state to host memory, and commit it while training goes on."""
-        root, crew = self.folder.checkpoints, self.runner.crew
-        facts, progress = self._facts(), replace(self.progress)
+        root, facts, progress = self.folder.checkpoints, self._facts(), replace(self.progress)
 
-        def write(copied: HeldState) -> None:
-            fill = partial(copied.fill, check=self.saves.refuse_if_ended)
-            begin, run_id = copied.begin, self.run_id
-            checkpoint.commit(root, progress.step, begin, run_id=run_id, facts=facts, fill=fill, crew=crew)
+        def put(commit: Commit) -> None:
+            commit(root, facts)
             self._tidy(progress)
 
-        if self._writes:
-            crew = self.saves.crew(crew)
-            with phase("copying the state to host memory"):
-                self.saves.begin(held, write)
-        self.on_its_way = True
+        self._put_beside(held, put)
         return root / f"step-{progress.step}"
+
+    def _put_beside(self, held: HeldState, put: Callable[[Commit], None]) -> None:
+        """Copy a state to host memory, and let `put` commit the copy while training goes on."""
+        if self._writes:
+            with phase("copying the state to host memory"):
+                self.saves.commit(held, self.progress.step, self.run_id, self.runner.crew, put)
+        self.on_its_way = True
 
     def _land(self) -> None:
         """Wait, on every rank, until the checkpoint on its way is committed; of one in a folder that is lost
@@ -181,7 +181,7 @@ class Saver:
     def _held_state(self) -> HeldState:
         return state.held_state(self.runner, self.step.optimizer, self.step.make_optimizer)
 
-    def _commit(self, root: Path, facts: Mapping[str, Any], held: HeldState) -> Path:
+    def _commit(self, root: Path, facts: Facts, held: HeldState) -> Path:
         """Commit a state as `root`/step-N: by all ranks, or by the main one where it holds all."""
         return checkpoint.commit(
             root,
@@ -216,20 +216,22 @@ class Saver:
         self.trusted = self.progress.step
 
     def snapshot(self) -> None:
-        """Begin to copy the state of this step; the main process writes it while all go on. Of a state that
-        lies over the ranks, each writes its parts, and all wait."""
+        """Begin to copy the state of this step, to be written while all go on: by the main process, or, where
+        it lies over the ranks, as a checkpoint beside training, unless one is on its way."""
+        number, known = self.progress.step, self._facts()
         if self.runner.uncut:
             if self.main and not self.has_lost_folder():
                 tensors, facts = state.pack_state(self.step.tuned, self.step.optimizer, self.packer)
-                self.snapshots.take(
-                    self.progress.step, tensors, facts, run_id=self.run_id, facts=self._facts()
-                )
-        elif not self.runner.any([self.has_lost_folder()])[0]:
-            commit = partial(self._commit, held=self._held_state())
-            if self.main:
-                self.snapshots.write_now(self.progress.step, self._facts(), commit)
-            else:
-                commit(self.snapshots.root, self._facts())
+                self.snapshots.take(number, tensors, facts, run_id=self.run_id, facts=known)
+        elif not any(self.runner.any([self.has_lost_folder(), self.saves.busy])):
+            self.saves.drain()
+            self._snapshot_of_all(self._held_state(), partial(self.snapshots.put, number, known, self.main))
+
+    def _snapshot_of_all(self, held: HeldState, put: Callable[[Commit], None]) -> None:
+        if self._goes_beside(held):
+            self._put_beside(held, put)
+        else:
+            put(partial(self._commit, held=held))
             self.runner.barrier()
 
     def begin(self) -> None:
@@ -254,9 +256,6 @@ class Saver:
             **self.step.row_mark(),
         }
 
-    def _point_best(self) -> None:
-        self.folder.point_best(self.progress.best_step, self.metric.name, self.progress.best_value)
-
     # ------------------------------------------------------------ going back
 
     def restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
@@ -272,7 +271,7 @@ class Saver:
             self.run_id = self.folder.run_id() or self.run_id
             self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
             if self.main:
-                self._point_best()
+                self.folder.point_best(self.progress.best_step, self.metric.name, self.progress.best_value)
                 self._cut_metrics(-1)
             return
         path, manifest = self._saved_state(None if resume is True else Path(str(resume)))
@@ -288,7 +287,7 @@ class Saver:
         self.trusted = manifest.step
         if self.main:
             # first: whatever call a kill comes in, `best` names a checkpoint that is there
-            self._point_best()
+            self.folder.point_best(progress.best_step, self.metric.name, progress.best_value)
             checkpoint.set_aside(self.folder.checkpoints, manifest.step)
         when = age(manifest, path)
         self.came_from = [f"resumed  at step {manifest.step}{when}"]

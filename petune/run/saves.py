@@ -1,4 +1,5 @@
-"""Checkpoints that are written beside training, from copies in host memory.
+"""Checkpoints, and snapshots of a state that lies over ranks, that are written beside training, from copies
+in host memory.
 
     training  | save N: agree, copy | steps ... | step, told if a write has failed | save M, which waits for N
     a thread  |                     | write | flush | hash with the other ranks' threads | commit | rotate
@@ -13,8 +14,11 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +30,13 @@ from petune.parallel.launch import process_group
 from petune.parallel.launch.host_memory import HostMemory
 from petune.run.host_copy import HostCopy, Layout, aligned
 from petune.run.state import HeldState
+from petune.saving import checkpoint
 
 Write = Callable[[HeldState], None]
+Facts = (
+    Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+)  # of a manifest, or what says them when it is written
+Commit = Callable[[Path, Facts], Any]  # of a state, in a folder
 _OTHERS = 1 << 20  # bytes for what a state has beside weights and moments: generators, counts
 SHARE = 2  # of the free host memory a copy may take one part in so many
 
@@ -104,6 +113,30 @@ class Saves:
         self._ended.clear()
         self._thread = Thread(target=work, name="petune-save", daemon=True)
         self._thread.start()
+
+    def commit(
+        self, held: HeldState, step: int, run_id: str, crew: Crew, put: Callable[[Commit], None]
+    ) -> None:
+        """Copy `held`, the state of `step`, as `begin` does, and let `put` commit the copy in another thread,
+        by what it is given. crew: the ranks that write it together, which all call this."""
+        beside = self.crew(crew)
+
+        def write(copied: HeldState) -> None:
+            fill = partial(copied.fill, check=self.refuse_if_ended)
+
+            def commit(root: Path, facts: Facts) -> Path:
+                return checkpoint.commit(
+                    root, step, copied.begin, run_id=run_id, facts=facts, fill=fill, crew=beside
+                )
+
+            put(commit)
+
+        self.begin(held, write)
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes what was begun."""
+        return self._thread is not None and self._thread.is_alive()
 
     def settle(self) -> None:
         """Let the device wait, before it changes the state, until that is copied."""

@@ -8,7 +8,8 @@ a thread.
 What the host does for a copy, it does while the device computes: `take` notes what is to be copied, and
 `begin`, called when the next step is on its way, sends it off on another stream. Of two copies in host memory
 one is written while the other takes the newest step: nothing is allocated per step, a step never waits for
-the disk, and what is written cannot change.
+the disk, and what is written cannot change. A state that lies over ranks is written by all of them, as
+their checkpoints are (petune.run.saves); `put` says where.
 """
 
 from __future__ import annotations
@@ -136,13 +137,16 @@ class Snapshots:
         ready = None if turn.stream is None else torch.cuda.current_stream(self.device).record_event()
         self._noted = turn, tensors, ready
 
-    def write_now(
-        self, step: int, facts: Mapping[str, Any], commit: Callable[[Path, Mapping[str, Any]], Any]
+    def put(
+        self, step: int, facts: Mapping[str, Any], main: bool, commit: Callable[[Path, Any], Any]
     ) -> None:
-        """Let `commit` put the state of `step` into the folder and under the facts that it is given, while
-        all wait."""
+        """Let `commit` put the state of `step`, of which every rank writes its parts, into the folder and
+        under the facts that it is given. What is done once, the `main` one does."""
+        if not main:
+            commit(self.root, facts)
+            return
         self.taken += 1
-        commit(self.root, self._aged(facts, step))
+        commit(self.root, lambda: self._aged(facts, step))
         self._tidy()
 
     def begin(self) -> None:

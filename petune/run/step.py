@@ -168,7 +168,9 @@ class Step:
     def saves_before_its_end(self) -> bool:
         """Whether a run of these steps saves before the last of them."""
         recipe, epoch = self.recipe, self.steps.per_epoch
-        return min(recipe.save_every or epoch, recipe.eval_every or epoch) < self.steps.total
+        snapshots = None if self.runner.uncut else recipe.snapshot_every  # saved as checkpoints are
+        often = recipe.save_every, recipe.eval_every, snapshots
+        return min(one or epoch for one in often) < self.steps.total
 
     # ------------------------------------------------------------ rows
 
