@@ -166,8 +166,8 @@ def test_the_preferred_answers_alone_may_be_asked_for() -> None:
     [
         ({"review": "x", "stars": 5}, "classify", r"data\.columns\.label=stars"),
         ({"txt": "x", "id": 5, "labels": "a"}, "classify", r"data\.columns\.text=txt"),
-        ({"turns": [1, 2], "ids": [3]}, None, r"data\.columns\.ROLE=COLUMN"),
-        ({"a": "x", "b": "y"}, None, r"data\.columns\.ROLE=COLUMN"),
+        ({"turns": [1, 2], "ids": [3]}, None, r"data\.columns\.text=COLUMN data\.columns\.label=COLUMN"),
+        ({"a": "x", "b": "y"}, None, r"data\.columns\.text=COLUMN data\.columns\.label=COLUMN"),
     ],
 )
 def test_a_column_is_offered_for_a_role_only_if_its_values_could_play_it(
