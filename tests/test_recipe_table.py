@@ -8,7 +8,6 @@ one streams its blocks.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +134,16 @@ SHAPES: dict[str, dict[str, Any]] = {  # random weights: a config and a tokenize
     "qwen3_moe_lora": QWEN3_MOE,
     "qwen3_moe_lora_ep": {**QWEN3_MOE, "parallel": {"ep": {"experts": [10, 6], "shares": [1, 3]}}},
     "gpt_oss_qlora": {**QWEN3_MOE, "model": "config:gpt_oss/config.json", **VARIANTS["qlora"]},
+    **{
+        f"{name}_lora": {
+            **FAMILIES[like],
+            "model": f"config:shapes/{name}.json",
+            "method": "lora",
+            "lr": LR[like][METHODS.index("lora")],
+        }
+        for like, names in (("bert", ("deberta", "modernbert")), ("llama", ("opt", "gemma3")))
+        for name in names
+    },
 }
 NAMES = [
     *ALONE,
@@ -156,8 +165,7 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_recipe_of_a_shape_is_its_row_of_the_table(name: str) -> None:
     row = {**SHARED, **SHAPES[name], "out": f"runs/{name}", "name": name}
-    folder = recipe_folder().absolute() / re.split("_q?lora", name)[0]
-    row["model"] = f"config:{folder / 'config.json'}"
+    row["model"] = f"config:{recipe_folder().absolute() / SHAPES[name]['model'].removeprefix('config:')}"
     assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()
 
 

@@ -176,7 +176,12 @@ def _of_region(
                 total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
         if itemsize < NORM and _kept(leave).input:
             total += tokens * leave.in_features * itemsize
-        return Saved(total) + _pairs(block, region, rule, extent.heads * tokens * keys, itemsize, dropout)
+        pairs = extent.heads * tokens * keys
+        if core.positions is not None:
+            table = 2 * getattr(_module(block, core.at), core.positions.half, 0)
+            total += itemsize * (keys * made["k"] + table * (made["q"] + made["k"]))  # repeated for each row
+            total += 0 if dropout else pairs * (NORM + itemsize * (itemsize < NORM))
+        return Saved(total) + _pairs(block, region, rule, pairs, itemsize, dropout)
     columns = leave.in_features
     steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)
     total += tokens * columns * itemsize * ((3 if "gate" in layers else 1) + steps)

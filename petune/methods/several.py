@@ -178,7 +178,8 @@ def _places(choice: Choice, held: tuple[str, ...], count: int, device: torch.dev
             expected=f"a batch of {len(choice.rows)} rows",
             found=f"{count} rows",
             remedy="name one for each row of the batch, and give `beams` for a search with several; a model"
-            " whose blocks lay their rows one behind the other (OPT) takes one adapter at a time",
+            " whose blocks lay their rows one behind the other (OPT), or put a table of positions through the"
+            " same layers (DeBERTa), takes one adapter at a time",
         )
     places = [held.index(name) if name in held else len(held) for name in choice.rows for _ in range(beams)]
     with torch.inference_mode(False):  # a backward pass may want it later

@@ -72,6 +72,7 @@ class Ladder(TunedModule, PreTrainedModel):
             if (tail := tail_of(around, rule)) is not None and (feeds or settings.end == "paper")
             else None
         )
+        self.positions = None if rule.positions is None else nn.Linear(width, narrow, bias=False)
         self.up = None if feeds else nn.Linear(narrow, width)
         if self.up is not None and settings.end == "residual":
             nn.init.zeros_(self.up.weight)
@@ -165,6 +166,10 @@ class Ladder(TunedModule, PreTrainedModel):
                 "backbone", lambda _: own.to(dtype).contiguous(), across
             )
             side["encoder_hidden_states"] = now.once("side", lambda _: across[..., self.width :], across)
+        name = "" if self.rule.positions is None else self.rule.positions.argument
+        if self.positions is not None and (table := call.get(name)) is not None:
+            narrow = self.positions
+            side[name] = now.once("positions", lambda x: narrow(self._own(x.detach())), table)
         for name in ("attention_mask", "encoder_attention_mask"):
             if (mask := call.get(name)) is not None:
                 side[name] = now.once("mask", self._own, mask)

@@ -11,6 +11,8 @@ the mask acts; out comes [b, q, heads, head_dim], contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,10 +23,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from petune.errors import UsageError
+from petune.models.spec import Attention, Family, Positions, StackRule, child_of
 from petune.rng.dropout import drop_attention
 
 NAME = "petune"
 CAPPING = (NAME, "eager")  # what caps scores where a model asks for it
+_EXTENDS = "petune_extends"  # attribute of a class: the one that it extends
 _BEFORE = "petune_attention_before"  # attribute of a model: the name of the function that it used before
 
 # output [b, q, heads, head_dim], and probabilities, which SDPA never has
@@ -97,12 +101,16 @@ def no_later(first: int, end: int, device: torch.device) -> Tensor | None:
     return torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)[None, None]
 
 
-def use(model: PreTrainedModel) -> None:
-    """Make `model`, and every model inside that has a config of its own, attend through `attention`; `leave`
-    undoes it.
+def use(model: PreTrainedModel, family: Family | None = None) -> None:
+    """Make `model`, and every model inside that has a config of its own, attend through `attention`; where it
+    scores positions itself (`Positions`), tell its own attention where in the whole it is. `leave` undoes it.
 
     Raises UsageError for a model whose attention cannot be chosen.
     """
+    for rule in family.stacks.values() if family is not None else ():
+        if rule.positions is not None:
+            _extend(model, rule, rule.positions)
+            return
     before = model.config._attn_implementation
     _choose(model, NAME)
     if model.config._attn_implementation != NAME:
@@ -113,8 +121,30 @@ def use(model: PreTrainedModel) -> None:
 
 def leave(model: nn.Module) -> None:
     """Make `model` attend as it did before `use`; nothing where that was not called."""
+    for module in model.modules():
+        module.__class__ = getattr(type(module), _EXTENDS, type(module))
     if (before := model.__dict__.pop(_BEFORE, None)) is not None:
         _choose(cast("PreTrainedModel", model), before)
+
+
+def _extend(model: nn.Module, rule: StackRule, positions: Positions) -> None:
+    """Extend the attention of every block by `rule`, and of blocks of a side network, which are of the same
+    class."""
+    places = {one.core.at for one in rule.sublayers if isinstance(one.core, Attention) and one.core.positions}
+    for own in [module for name, module in model.named_modules() if _at(name, places)]:
+        for path, by in positions.own.items():
+            found = child_of(own, path)
+            if found is not None and not hasattr(type(found[1]), _EXTENDS):
+                found[1].__class__ = _extended(type(found[1]), by)  # type: ignore[arg-type]
+
+
+def _at(name: str, places: Iterable[str]) -> bool:
+    return any(name.endswith(f".{place}") for place in places)
+
+
+@cache
+def _extended(kind: type[nn.Module], by: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (by, kind), {_EXTENDS: kind})
 
 
 def _choose(model: PreTrainedModel, name: str) -> None:

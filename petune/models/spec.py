@@ -19,9 +19,13 @@ from torch import nn
 from petune.errors import UsageError, nearest
 from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
+from petune.models.parts import OPTIONAL
+from petune.models.parts import LinearGroup as LinearGroup
+from petune.models.parts import Norm as Norm
+from petune.models.parts import Positions as Positions
+from petune.models.parts import Role as Role
+from petune.models.parts import linears as linears
 
-# qkv, gate_up: linears that are several, whose outputs lie side by side in this order
-Role = Literal["q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up", "experts"]
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
@@ -64,30 +68,6 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A norm of a block, by its path. offset: what is added to its weight; over: all features of a token, or
-    those of each head."""
-
-    path: str
-    kind: Literal["rms", "layer"] = "rms"
-    offset: float = 0.0
-    over: Literal["features", "head"] = "features"
-
-
-@dataclass(frozen=True)
-class LinearGroup:
-    """Linears that read the same input: (role, path) of each, in the order of their outputs. A gate may be
-    absent from a block."""
-
-    members: tuple[tuple[Role, str], ...]
-
-
-def linears(**paths: str) -> LinearGroup:
-    """The group of the linears at these paths, by role."""
-    return LinearGroup(tuple(paths.items()))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
 class Attention:
     """Attention, entered by the module `at`. groups: one of q, k and v, or, with a memory, one of q and one
     of k and v.
@@ -98,8 +78,8 @@ class Attention:
     exchange: how it sees other ranks' tokens of its sequence, None where all are here; no table says any of
     them, each block does. scale: of the scores; None for the `scaling` of `at`.
     bias: the table of relative positions below `at`, which block 0 has. sinks: the attribute of `at` with the
-    score, for each head, of one more key that has no value. drop: the dropout of its
-    probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
+    score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
+    its probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
     """
 
     at: str
@@ -115,6 +95,7 @@ class Attention:
     scale: float | None = None
     bias: str | None = None
     sinks: str | None = None
+    positions: Positions | None = None
     drop: str | None = None
     head_counts: tuple[str, ...] = ()
     exchange: Exchanged | None = None
@@ -122,11 +103,12 @@ class Attention:
     @cached_property
     def region(self) -> Region:
         """Where it is entered and left."""
+        groups = self.groups if self.positions is None else (*self.groups, self.positions.linears)
         return Region(
             kind="attention",
             enter=self.at,
             leave=self.out,
-            sites=dict(member for group in self.groups for member in group.members) | {"o": self.out},
+            sites=dict(member for group in groups for member in group.members) | {"o": self.out},
             inputs=("hidden_states",) if self.memory is None else ("hidden_states", self.memory),
             head_counts=self.head_counts,
             by_head={} if self.bias is None else {f"{self.bias}.weight": 1},
@@ -220,18 +202,21 @@ class SubLayer:
 @dataclass(frozen=True)
 class StackRule:
     """One stack of blocks. `blocks` is a path suffix below the base model; `carry` names what one block hands
-    the next. Cross-attention among the sub-layers may be absent from a block.
+    the next, and `besides` counts what it returns behind that. Cross-attention among the sub-layers may be
+    absent from a block.
 
     `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
     in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells.
     `counted`: positions are counted along the mask by the model, where they are not given. `unfused`,
     `uncut`: what blocks do that no sub-layer tells, why they are not fused, or not cut by heads and columns.
+    `between`: the field of the config by which tokens meet between two blocks, where it is above 0.
     """
 
     blocks: str
     sublayers: tuple[SubLayer, ...]
     carry: tuple[str, ...] = ("hidden_states",)
+    besides: int = 0
     tail: str | None = None
     rotary: str | None = None
     bias: str | None = None
@@ -239,6 +224,7 @@ class StackRule:
     counted: bool = False
     unfused: str | None = None
     uncut: str | None = None
+    between: str | None = None
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -264,6 +250,14 @@ class StackRule:
         shared = [core.shared for core in cores if isinstance(core, RoutedMlp) and core.shared]
         return tuple(core.region for core in (*cores, *shared))
 
+    @cached_property
+    def positions(self) -> Positions | None:
+        """The positions that attention scores itself, None where no attention does."""
+        cores = [one.core for one in self.sublayers]
+        return next(
+            (core.positions for core in cores if isinstance(core, Attention) and core.positions), None
+        )
+
     @property
     def causal(self) -> bool:
         """Whether no token sees a later one."""
@@ -279,7 +273,8 @@ class Family:
     divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in the
     order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
     is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
-    the model tells samples that are packed in a row apart by their positions."""
+    the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
+    that is false where a head over the vocabulary asks the embedding for its table."""
 
     name: str
     kind: Kind
@@ -292,6 +287,7 @@ class Family:
     caches: bool = True
     bounded: bool = True
     packs: bool = True
+    tied: str | None = None
 
 
 @dataclass(frozen=True)
@@ -378,7 +374,7 @@ def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName
     for role, path in region.sites.items():
         hit = child_of(block, path)
         if hit is None:
-            if role == "gate":  # gated and plain MLPs share a table
+            if role in OPTIONAL:  # gated and plain MLPs share a table
                 continue
             raise _no_module(block, f"role {role!r} of {region.kind}", path, where)
         found.append(Site(f"{where}.{hit[0]}", hit[1], stack, index, region, role, hit == leave))

@@ -251,7 +251,7 @@ class Stack(nn.ModuleList):
 
     def _handed_on(self, call: Call) -> Any:
         """What a block returns that hands on these values."""
-        carried = tuple(call.get(name) for name in self.rule.carry)
+        carried = tuple(call.get(name) for name in self.rule.carry) + (None,) * self.rule.besides
         return carried if len(carried) > 1 else carried[0]
 
     def forward(self, hidden_states: Tensor, **others: Any) -> Pass:

@@ -180,10 +180,10 @@ def _stack(model: nn.Module, family: Family | None, plan: ParallelPlan, recomput
     cut_at_all = plan.cut is not None or plan.pp > 1 or plan.sharding is not None
     if family is None or not (cut_at_all or unownable(model) is None):
         if plan.world > 1 and isinstance(model, PreTrainedModel):
-            attention.use(model)  # masks are drawn by index, which its own attention would not do
+            attention.use(model, family)  # masks are drawn by index, which its own attention would not do
         return False
     recompute = _translated(model) or recompute
-    attention.use(cast("PreTrainedModel", model))
+    attention.use(cast("PreTrainedModel", model), family)
     for stack in own_stacks(model, family).values():
         stack.recompute = recompute
     return True

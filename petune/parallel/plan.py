@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from petune.errors import Problem, UsageError
-from petune.models.spec import Config, Family, Shape, StackName
+from petune.models.spec import Config, Family, Shape, StackName, StackRule
 from petune.parallel.configs import (
     CUTS,
     LOOPED,
@@ -232,6 +232,11 @@ def make_plan(
     stages: tuple[Stage, ...] = ()
     microbatches = 1
     if config.pp is not None and family is not None:
+        reasons = filter(None, (meets(rule, model_config) for rule in family.stacks.values()))
+        faults += [Problem(reason, "parallel.pp", remedy="use tp or dp") for reason in reasons]
+        if vocabulary_head and family.tied is not None and not getattr(model_config, family.tied, True):
+            what = f"its head asks the embedding, on another stage, for its table ({family.tied} = false)"
+            faults.append(Problem(what, "parallel.pp", remedy="use tp or dp"))
         stages = _stages(config.pp, pp, dict(family.depth(model_config)), faults)
         microbatches = _microbatches(config.pp, pp, len(stages), rows, faults)
     plan = ParallelPlan(
@@ -439,6 +444,7 @@ class _Cutting:
             self._same_stacks(model_config)
         if by_heads or row.mlp == "heads":
             self._divisible(family)
+        self._undivided(family, row, model_config)
         if config.exchange == "ring" and (cap := getattr(model_config, "attn_logit_softcapping", None)):
             remedy = "use exchange: gather or ulysses"
             self.fault("exchange", "a ring does not cap attention scores", "no cap", f"{cap:g}", remedy)
@@ -557,6 +563,19 @@ class _Cutting:
         for why in {rule.uncut for rule in family.stacks.values() if rule.uncut is not None}:
             self.faults.append(Problem(why, self.where, remedy="use sp with exchange: gather, pp or dp"))
 
+    def _undivided(self, family: Family, row: Row, model_config: Config) -> None:
+        """Whether tokens of a row are told apart where attention scores positions itself."""
+        rules = [rule for rule in family.stacks.values() if rule.positions is not None]
+        for rule in rules:
+            if row.attention == "sequence":
+                what = "its attention scores the positions of all tokens itself, and a rank has some"
+                self.faults.append(Problem(what, self.where, remedy="use tp, galaxy, pp or dp"))
+            elif row.connection == "sequence" and (reason := meets(rule, model_config)):
+                self.faults.append(Problem(reason, self.where, remedy="use tp or dp"))
+            if self.config.overlap:
+                what = "overlap does not know linears that positions go through as well"
+                self.fault("overlap", what, remedy="remove overlap")
+
     def _vocabulary(self, row: Row, family: Family, model_config: Config, head: bool) -> tuple[int, ...]:
         """The ratio in which table and output head are cut, that of the ranks' other work; empty where they
         are whole. null: cut for tp, where there is a head over the vocabulary."""
@@ -574,6 +593,13 @@ class _Cutting:
             return ()
         lists = (self.config.shares, self.config.columns, self.config.heads)
         return next((one for one in lists if self._one_each(one)), (1,) * self.ranks)
+
+
+def meets(rule: StackRule, model_config: Config) -> str | None:
+    """Why what lies between two blocks needs whole rows and all blocks around it, or None where nothing
+    does."""
+    size = getattr(model_config, rule.between, 0) if rule.between else 0
+    return f"tokens meet between its blocks ({rule.between} = {size})" if size else None
 
 
 def attention_dropout(model_config: Config) -> float:

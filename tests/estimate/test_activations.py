@@ -84,7 +84,11 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
 @pytest.mark.parametrize(
-    "name", ["llama-causal", "qwen3-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq", "t5-gated"]
+    "name",
+    [
+        *("llama-causal", "qwen3-causal", "bert-classify", "deberta-classify"),
+        *("bart-seq2seq", "t5-seq2seq", "t5-gated"),
+    ],
 )
 def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) -> None:
     saved = [saved_by_autograd(model_of(name, method, depth), name) for depth in (1, 2)]
@@ -111,6 +115,7 @@ def test_under_bf16_autocast_it_is_near(name: str, method: str) -> None:
     ("name", "rates"),
     [
         ("bert-classify", ("attention_probs_dropout_prob", "hidden_dropout_prob")),
+        ("deberta-classify", ("attention_probs_dropout_prob", "hidden_dropout_prob")),
         ("t5-seq2seq", ("dropout_rate",) * 2),
     ],
 )

@@ -9,6 +9,9 @@ from transformers import (
     CamembertForTokenClassification,
     CohereConfig,
     CohereForCausalLM,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2ForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     EuroBertConfig,
@@ -158,6 +161,24 @@ MODERNBERT: dict[str, Any] = {
     "local_attention": 4,
     "classifier_dropout": 0.0,
 }
+# DeBERTa 3: positions go through q and k; more of them than buckets, so that some share one
+DEBERTA3: dict[str, Any] = {
+    **BERT,
+    "relative_attention": True,
+    "position_buckets": 4,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+}
+# linears of positions, a table without norm and buckets, positions of tokens besides, types of tokens
+DEBERTA2: dict[str, Any] = {
+    **BERT,
+    "relative_attention": True,
+    "max_relative_positions": 5,
+    "pos_att_type": "p2c|c2p",
+    "type_vocab_size": 2,
+}
 OPT: dict[str, Any] = {
     **COMMON,
     "hidden_size": 64,
@@ -204,6 +225,8 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         OPTConfig,
         {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
     ),
+    "deberta-classify": (DebertaV2ForSequenceClassification, DebertaV2Config, DEBERTA3),
+    "deberta2-mlm": (DebertaV2ForMaskedLM, DebertaV2Config, DEBERTA2),
     "eurobert-classify": (EuroBertForSequenceClassification, EuroBertConfig, DECODER),
     "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
     "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),

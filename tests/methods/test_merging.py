@@ -59,7 +59,7 @@ def merged(name: str, method: str, past: str) -> Any:
     model = wrap(tiny(name), method, kernels="off" if unfused else "reference", **settings)
     if past == "stacks of its own":
         own_stacks(model, family_of(model))  # type: ignore[arg-type]
-        attention.use(model)
+        attention.use(model, family_of(model))
     model.train()(**batch(name)).loss.backward()
     model.zero_grad(set_to_none=True)
     if past == "unfused first":

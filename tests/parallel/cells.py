@@ -83,20 +83,30 @@ def can_be_cut(name: str, backend: str) -> bool:
         return name not in UNSTAGED or not backend.startswith("pp")
     if cut.exchange == "ring" and ZOO[name][2].get("attn_logit_softcapping"):
         return False
+    if scores_positions(name) and cut.attention == "sequence":
+        return False
     whole = "heads" not in (cut.attention, cut.mlp)
     return whole or all(rule.uncut is None for rule in table(name).stacks.values())
 
 
-def fitting(name: str, turn: int) -> str:
+def scores_positions(name: str) -> bool:
+    """Whether its attention scores positions itself, those of all tokens."""
+    return any(rule.positions is not None for rule in table(name).stacks.values())
+
+
+def fitting(name: str, turn: int, backend: str) -> str:
     """The method whose turn it is."""
     method = METHODS[turn % len(METHODS)]
-    return "lora" if method == "adapter" and name not in ADAPTED else method
+    cut = BACKENDS[backend](name, 2).cut
+    by_tokens = cut is not None and cut.connection == "sequence"
+    alone = {"adapter": name not in ADAPTED, "side": by_tokens and scores_positions(name)}
+    return "lora" if alone.get(method) else method
 
 
 # Families that are a few lines more: one cell where blocks are cut by heads if they can be, and one that goes
 # round.
 KIN = [
-    (fitting(name, at + turn), backend, name)
+    (fitting(name, at + turn, backend), backend, name)
     for (at, backend), (turn, name) in product(enumerate(BACKENDS), enumerate(MORE))
     if can_be_cut(name, backend)
 ]

@@ -67,6 +67,7 @@ DROPOUTS = {
     "gemma3": ("attention_dropout",),
     "qwen3": ("attention_dropout",),
     "opt": ("dropout", "attention_dropout"),
+    **dict.fromkeys(("deberta", "deberta2"), ("hidden_dropout_prob", "attention_probs_dropout_prob")),
     **dict.fromkeys(("qwen3moe", "qwen2moe", "mixtral", "gptoss"), ("attention_dropout",)),
 }
 

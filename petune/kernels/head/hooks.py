@@ -203,6 +203,10 @@ def fuse_head(model: nn.Module, ops: Ops) -> bool:
     if not isinstance(head, nn.Module):
         say(f"the head and its loss are not fused: {type(model).__name__} has no head over a vocabulary")
         return False
+    weight, rows = getattr(head, "weight", None), getattr(getattr(model, "config", None), "vocab_size", 0)
+    if slice_of(head) is None and isinstance(weight, Tensor) and len(weight) < (rows or 0):
+        say("the head and its loss are not fused: its logits are made by the table of tokens itself")
+        return False
     setattr(model, _FUSION, _Fusion(model, head, ops))
     return True
 

@@ -63,7 +63,7 @@ class NoBlocks(nn.Module):
 
     def __init__(self, rule: StackRule) -> None:
         super().__init__()
-        self.others = len(rule.carry) - 1
+        self.others = len(rule.carry) - 1 + rule.besides
 
     def __len__(self) -> int:
         return 0
@@ -158,7 +158,8 @@ def _ends(
         stack = stacks[name]
         wire = ends.wires[name] = End(start == 0, end == len(stack))
         laddered = "side" in stack._modules
-        ends.splits &= not laddered and (first or not wire.begins)
+        # tables of positions are put through layers outside the blocks too
+        ends.splits &= not laddered and (first or not wire.begins) and stack.rule.positions is None
         carry = [carried for carried in stack.rule.carry if carried in TRAVELS]
         slots = [Slot(name, carried, side) for side in (False, True)[: 1 + laddered] for carried in carry]
         incoming += [] if wire.begins else slots
@@ -220,6 +221,8 @@ def _works_here(name: str, child: nn.Module, where: str, stack: Stack, start: in
     """Whether a module that lies beside a stack works on this stage."""
     if name == stack.rule.tail:
         return start < end == len(stack)
+    if stack.rule.positions is not None and name in stack.rule.positions.makers:
+        return start < end
     if _embeds(child) or name in OPENERS:
         return start == 0 < end
     raise UsageError(

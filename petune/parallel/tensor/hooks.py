@@ -56,6 +56,12 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
                     )
         ladder = stack._modules.get("side")
         if ladder is not None and plan.connection == "sequence":  # one more region in the connection's layout
+            if stack.rule.positions is not None:
+                raise UsageError(
+                    "a side network has own tokens here, and its attention scores those of all itself",
+                    where=f"{stack.name}.side",
+                    remedy="use tp, pp or dp",
+                )
             for block in cast("nn.ModuleList", ladder.blocks):
                 for region in stack.rule.regions:
                     if region.kind == "attention" and child_of(block, region.enter) is not None:
@@ -300,6 +306,10 @@ class StackEdges(Shared):
         """See petune.models.stack.Edges: own positions for attention that works on own tokens; a ladder takes
         its own of the ids."""
         by_sequence = self.plan.connection == "sequence"
+        positions = stack.rule.positions
+        if positions is not None and name == positions.argument:
+            # one sum for all blocks; a ladder reads it beside a backbone that has no gradient
+            return copy(value, self.group) if self.plan.attention == "heads" else value
         if name == "encoder_hidden_states" and (by_sequence or stack.ladder is None):
             # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and
             # its backbone has no gradient

@@ -1,0 +1,58 @@
+"""What sub-layers are described with: roles, norms, groups of linears, positions that attention scores. The
+vocabulary's other words, and these again, are in spec.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+# qkv, gate_up: linears that are several, whose outputs lie side by side in this order
+# q_pos, k_pos: of the positions that attention scores itself
+Role = Literal["q", "k", "v", "o", "q_pos", "k_pos", "gate", "up", "down", "qkv", "gate_up", "experts"]
+OPTIONAL: tuple[Role, ...] = ("gate", "q_pos", "k_pos")  # that a block may lack
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a block, by its path. offset: what is added to its weight; over: all features of a token, or
+    those of each head."""
+
+    path: str
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    over: Literal["features", "head"] = "features"
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linears that read the same input: (role, path) of each, in the order of their outputs. A gate may be
+    absent from a block."""
+
+    members: tuple[tuple[Role, str], ...]
+
+
+def linears(**paths: str) -> LinearGroup:
+    """The group of the linears at these paths, by role."""
+    return LinearGroup(tuple(paths.items()))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Scores of positions that attention makes itself, of a table that all rows share, so that it takes no
+    attention function.
+
+    argument: of `at`, the table [positions, width], which the model hands to every block. linears: of it
+    alone, by role; a block that has none puts it through q and k. makers: modules beside the stack that make
+    it, wherever blocks are. half: the attribute of `at` that is half the positions of the table. own: what
+    extends the classes of `at`, whose name is "", and of modules below it, so that dropout is drawn by index
+    there.
+    """
+
+    argument: str
+    linears: LinearGroup
+    makers: tuple[str, ...]
+    half: str
+    own: Mapping[str, type[nn.Module]]
