@@ -143,7 +143,7 @@ class Recipe(BaseModel):
         ),
     )
     prefer: SkipValidation[PreferConfig] = Field(
-        PreferConfig(), description="task prefer: dpo, ipo or orpo; or a mapping with loss and more"
+        PreferConfig(), description="task prefer: dpo, ipo, orpo or kto; or a mapping with loss and more"
     )
     embed: SkipValidation[EmbedConfig] = Field(
         EmbedConfig(), description="task embed: mean or cls pooling; or a mapping with pooling and more"

@@ -24,6 +24,11 @@ def _task_is(recipe: Recipe, *tasks: str) -> bool:
     return recipe.task is None or recipe.task in tasks
 
 
+def _judges(recipe: Recipe) -> bool:
+    """Whether answers are learned that are good or bad."""
+    return recipe.task == "prefer" and recipe.prefer.loss == "kto"
+
+
 def _belongs(task: str) -> Rule:
     """The settings of a task must be the usual ones where it is another one."""
     usual = OF_TASKS[task]()
@@ -90,7 +95,7 @@ TASK_RULES = (
         lambda recipe: (
             recipe.task != "prefer" or not recipe.prefer.refers or not method_of(recipe.method).trains_base
         ),
-        "full fine-tuning overwrites the model that dpo and ipo compare with",
+        "full fine-tuning overwrites the model that dpo, ipo and kto compare with",
         "set prefer: orpo, or method: lora",
     ),
     Rule(
@@ -98,5 +103,27 @@ TASK_RULES = (
         lambda recipe: recipe.prefer.loss == "dpo" or not recipe.prefer.label_smoothing,
         "only dpo has it",
         "remove it, or set prefer.loss: dpo",
+    ),
+    *(
+        Rule(
+            (f"prefer.{key}",),
+            lambda recipe, key=key: recipe.prefer.loss == "kto" or getattr(recipe.prefer, key) == 1,  # type: ignore[misc]
+            "only kto has it",
+            "remove it, or set prefer.loss: kto",
+        )
+        for key in ("desirable_weight", "undesirable_weight")
+    ),
+    Rule(
+        ("parallel", "prefer", "task"),
+        lambda recipe: not _judges(recipe) or "pp" not in recipe.parallel.axes,
+        "a pipeline's pieces do not see one another's texts, by all of which kto tells how far the model has"
+        " moved",
+        "use dp, tp or sp",
+    ),
+    Rule(
+        ("batch_size", "prefer", "task"),
+        lambda recipe: not _judges(recipe) or recipe.batch_size > 1,
+        "kto tells by the other answers of a batch how far the model has moved, and there is one row",
+        "set batch_size: 2 or more",
     ),
 )

@@ -13,7 +13,7 @@ from petune.run.build import prepare
 from petune.run.finished import Run
 from petune.run.rows import texts_of
 from petune.tasks.answer_metrics import metric_named, scores
-from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Preference, Row, Tagged
+from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Preference, Rated, Row, Tagged
 
 _HALF = 2  # a text is asked to go on from its first half
 
@@ -64,6 +64,8 @@ def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:
         return row.text, row.label
     if isinstance(row, Preference):
         return _question(row.chosen, task)
+    if isinstance(row, Rated):
+        return _question(row.answer, task)
     if isinstance(row, Pair):
         return row.source, row.target
     if isinstance(row, Conversation):

@@ -61,6 +61,7 @@ from petune.tasks import (
     infer_task,
     refuse_single,
 )
+from petune.tasks.judgements import refuse_other_rows
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ def prepare(
         load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
     )
     rows, encoded = rows_of(recipe, name, config, positions_of(config), tokenizer, labels, objects)
+    if name == "prefer":
+        refuse_other_rows(recipe.prefer, rows.format, recipe.where("prefer"))
     if name == "rerank":
         refuse_single(recipe.rerank, encoded.train, recipe.where("rerank"))
     return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects)
@@ -288,7 +291,7 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the
     mesh's device."""
     recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
-    found = objective_of(prepared.task, weights, balance_in(model, mesh), recipe.prefer)
+    found = objective_of(prepared.task, weights, balance_in(model, mesh), recipe.prefer, mesh)
     texts = len(prepared.encoded.train[0].texts)
     if prepared.task.name == "embed":
         found = embed_objective(recipe.embed, texts, mesh)

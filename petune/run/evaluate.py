@@ -20,7 +20,7 @@ from petune.recipe import Recipe
 from petune.tasks import METRICS, Example, Scorer, Task, collate
 from petune.tasks.embed_loss import EmbeddingScorer
 from petune.tasks.metrics import Scores
-from petune.tasks.prefer_loss import PreferenceScorer
+from petune.tasks.prefer_loss import JudgementScorer, PreferenceScorer
 from petune.tasks.rerank_loss import JUDGED, LISTED, RankingScorer
 
 
@@ -33,7 +33,7 @@ def batches(
         yield collate(examples[start : start + size], task, pad_token_id, shortest=shortest)
 
 
-BESIDE = ("labels", "rows", "reference")  # of a batch, what no model reads
+BESIDE = ("labels", "rows", "reference", "good")  # of a batch, what no model reads
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
@@ -114,6 +114,8 @@ def scorer_of(recipe: Recipe, task: Task, labels: Sequence[str] = (), rows: Sequ
     if task.name == "embed":
         size = recipe.eval_batch_size or recipe.batch_size
         return EmbeddingScorer(recipe.embed, len(rows), len(rows[0].texts), size)
+    if task.name == "prefer" and recipe.prefer.loss == "kto":
+        return JudgementScorer(recipe.prefer, len(rows), recipe.eval_batch_size or recipe.batch_size)
     return PreferenceScorer(recipe.prefer) if task.name == "prefer" else Scorer(task.name, labels)
 
 

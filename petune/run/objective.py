@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from petune.kernels.head.hooks import has_fused_head, head_loss
 from petune.methods import tuned_parameters
 from petune.parallel import Batch, Mesh, Objective, Outputs
-from petune.parallel.collectives import gather_dim, gather_seq
+from petune.parallel.collectives import all_sum_, gather_dim, gather_seq
 from petune.parallel.objective import Pieces
 from petune.run.balance import Balance
 from petune.run.evaluate import outputs_of, real_rows
@@ -24,19 +24,29 @@ from petune.tasks.rerank_loss import passage_scores, ranking_losses
 DPO = PreferConfig()
 
 
-def prefer_objective(config: PreferConfig, balance: Balance | None = None) -> Objective:
-    """What a runner needs to know of preferences, as `objective_of`."""
+def prefer_objective(
+    config: PreferConfig, balance: Balance | None = None, mesh: Mesh | None = None
+) -> Objective:
+    """What a runner needs to know of preferences, as `objective_of`; a mean that kto takes is over the
+    replicas of `mesh`."""
+
+    def mean(values: Tensor) -> Tensor:
+        if mesh is None or mesh.plan.dp == 1:
+            return values.mean()
+        found = torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+        all_sum_([found], mesh.groups["dp"])
+        return found[0] / found[1]
 
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         return outputs_of(model, batch)
 
     def finish(losses: Tensor, batch: Batch) -> Tensor:
         _, rows = real_rows(batch["labels"], batch)
-        return judged(losses, rows, config).loss.sum()
+        return judged(losses, rows, config, mean).loss.sum()
 
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         kept, rows = real_rows(outputs.logits, batch)
-        found = judged(token_losses(kept, rows), rows, config).loss
+        found = judged(token_losses(kept, rows), rows, config, mean).loss
         return found.sum() + (0 if balance is None else balance(outputs, batch, len(found)))
 
     def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -45,7 +55,8 @@ def prefer_objective(config: PreferConfig, balance: Balance | None = None) -> Ob
 
     def of_tokens(table: Tensor, batch: Batch) -> Tensor:
         kept, rows = real_rows(table, batch)
-        return judged_texts(-kept.sum(-1), trained_tokens(rows["labels"]), rows, config).loss.sum()
+        texts = -kept.sum(-1), trained_tokens(rows["labels"])
+        return judged_texts(*texts, rows, config, mean).loss.sum()
 
     def fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
         if balance is not None or not has_fused_head(model):
@@ -61,7 +72,7 @@ def prefer_objective(config: PreferConfig, balance: Balance | None = None) -> Ob
         texts=2,
         fused_loss=fused_loss,
         tuned=tuned_parameters,
-        meets=balance is not None,
+        meets=balance is not None or config.loss == "kto",
     )
 
 
@@ -116,12 +127,17 @@ def idle_tensors(model: nn.Module, task: Task, rerank: RerankConfig) -> frozense
 
 
 def objective_of(
-    task: Task, weights: Tensor | None, balance: Balance | None = None, prefer: PreferConfig = DPO
+    task: Task,
+    weights: Tensor | None,
+    balance: Balance | None = None,
+    prefer: PreferConfig = DPO,
+    mesh: Mesh | None = None,
 ) -> Objective:
     """What a runner needs to know of `task`, without autocast. weights: the classes' in the loss, on the
-    model's device. balance: the routers' loss. prefer: how preferences are learned."""
+    model's device. balance: the routers' loss. prefer: how preferences are learned; mesh: over which
+    replicas."""
     if task.name == "prefer":
-        return prefer_objective(prefer, balance)
+        return prefer_objective(prefer, balance, mesh)
 
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         return outputs_of(model, batch)

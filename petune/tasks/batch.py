@@ -25,7 +25,7 @@ def collate(
     restarting at every sample, the padding being a sample of its own; the caller must pass use_cache=False,
     or transformers lets samples see each other. No text is shorter than `shortest` tokens: ranks that share a
     sequence need one each. An example of several texts is as many rows, one behind the other; `reference`
-    [batch] is there if examples have one.
+    [batch] and `good` [batch] are there if examples have one.
     """
     known = [value for example in examples for value in example.reference or ()]
     examples = [text for example in examples for text in example.texts]
@@ -50,6 +50,8 @@ def collate(
         batch["labels"] = _stack(
             labels, MASKED, "right" if task == "seq2seq" or packed else padding_side, shortest
         )
+    if all(example.good is not None for example in examples):
+        batch["good"] = torch.tensor([bool(example.good) for example in examples])
     if known:
         batch["reference"] = torch.tensor(known, dtype=torch.float64)
     return batch

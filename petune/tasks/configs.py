@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields
 
 FORMATS = (
     *("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text"),
-    *("preferences", "preference-turns", "anchors", "passages"),
+    *("preferences", "preference-turns", "judgements", "anchors", "passages"),
 )
 ROLES = (
     *("text", "text_pair", "label", "tokens", "tags", "source", "target", "instruction", "input", "output"),
-    *("messages", "system", "history", "tools", "prompt", "chosen", "rejected"),
+    *("messages", "system", "history", "tools", "prompt", "chosen", "rejected", "completion"),
     *("anchor", "positive", "negative", "query", "passage"),
 )
 _OF_TEXT = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
@@ -123,23 +123,37 @@ class DataConfig:
 @dataclass(frozen=True)
 class PreferConfig:
     """How preferences are learned: direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290),
-    identity preference optimisation (Azar et al. 2023, arXiv:2310.12036) or odds ratios (Hong et al. 2024,
-    arXiv:2403.07691), which alone compares with no reference."""
+    identity preference optimisation (Azar et al. 2023, arXiv:2310.12036), odds ratios (Hong et al. 2024,
+    arXiv:2403.07691), which alone compare with no reference, or, of single answers that are good or bad,
+    Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306)."""
 
     loss: str = field(
         default="dpo",
         metadata={
-            "choices": ("dpo", "ipo", "orpo"),
-            "doc": "dpo and ipo compare with the model before training, orpo with nothing",
+            "choices": ("dpo", "ipo", "orpo", "kto"),
+            "doc": (
+                "dpo, ipo and kto compare with the model before training, orpo with nothing; kto is of single"
+                " answers with a label"
+            ),
         },
     )
     beta: float = field(
         default=0.1,
-        metadata={"gt": 0.0, "le": 100.0, "doc": "dpo and ipo: how near to the reference; orpo: its weight"},
+        metadata={
+            "gt": 0.0,
+            "le": 100.0,
+            "doc": "dpo, ipo and kto: how near to the reference; orpo: its weight",
+        },
     )
     label_smoothing: float = field(
         default=0.0,
         metadata={"ge": 0.0, "lt": 0.5, "doc": "dpo: share of rows taken to be the wrong way round"},
+    )
+    desirable_weight: float = field(
+        default=1.0, metadata={"gt": 0.0, "le": 100.0, "doc": "kto: of good answers in the loss"}
+    )
+    undesirable_weight: float = field(
+        default=1.0, metadata={"gt": 0.0, "le": 100.0, "doc": "kto: of bad answers in the loss"}
     )
 
     @property

@@ -284,7 +284,7 @@ def _report(train: _Side, held_out: _Side, coder: Coder, task: str) -> DataRepor
 
 def _answers(train: Sequence[Example], task: str) -> tuple[str, ...]:
     """The lengths of answers that are compared: where the better ones are longer, a model learns length."""
-    if not train or task != "prefer":
+    if not train or task != "prefer" or train[0].good is not None:
         return ()
     sides = zip(*(one.texts for one in train), strict=True)
     middle = [percentile([text.trained for text in side], 0.5) for side in sides]

@@ -30,6 +30,7 @@ class Example:
     `others`: the texts that it is compared with, each an example of its own (prefer: the rejected answer).
     `reference`: what the model before training says of each of its texts, see petune.tasks.prefer_loss.
     `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones.
+    `good`: whether the answer is, where each has a label of its own.
     `length` counts the tokens before anything was cut.
     """
 
@@ -42,6 +43,7 @@ class Example:
     has_target: bool = False
     others: tuple[Example, ...] = ()
     reference: tuple[float, ...] | None = None
+    good: bool | None = None
 
     @property
     def texts(self) -> tuple[Example, ...]:

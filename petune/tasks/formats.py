@@ -32,6 +32,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "query", "instruction", "input"),
     "chosen": ("chosen", "chosen_response", "preferred", "better"),
     "rejected": ("rejected", "rejected_response", "dispreferred", "worse"),
+    "completion": ("completion", "response", "answer", "output"),
     "anchor": ("anchor", "query", "text1", "sentence1", "question"),
     "positive": ("positive", "pos", "text2", "sentence2", "document", "answer", "passage"),
     "negative": ("negative", "neg", "negatives", "hard_negative"),
@@ -47,6 +48,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "pairs": ("source", "target"),
     "preferences": ("prompt", "chosen", "rejected"),
     "preference-turns": ("chosen", "rejected"),
+    "judgements": ("prompt", "completion", "label"),
     "passages": ("query", "passage", "label"),
     "anchors": ("anchor", "positive"),
     "text": ("text",),
@@ -69,11 +71,15 @@ TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "seq2seq": ("alpaca", "pairs"),
     "causal": ("alpaca", "pairs", "text"),
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
-    "prefer": ("preferences", "preference-turns"),
+    "prefer": ("preferences", "preference-turns", "judgements"),
     "embed": ("anchors",),
     "rerank": ("passages", "anchors"),
 }
-ASKED = ("anchors", "passages")  # formats whose columns could be others', and which a task must ask for
+ASKED = (
+    "anchors",
+    "passages",
+    "judgements",
+)  # formats whose columns could be others', and which a task must ask for
 DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corpus
     "classify": {"text": "text", "label": "kind"},
     "tokens": {"tokens": "tokens", "tags": "tags"},  # which load makes of the text
@@ -224,9 +230,12 @@ def _preference(record: Record, given: Mapping[str, str], task: str | None) -> P
         {"prompt", "completion"} <= columns.keys()
         and str(columns.get("label")).lower() in ("true", "false")
         and not given
+        and task != "prefer"
     ):
-        what = f"{what} to different prompts, which petune does not train on"
-        remedy = "to learn the good answers alone: keep the rows whose label is true, without that column"
+        what = f"{what} to different prompts, bad ones among them, and would be learned as if all were good"
+        remedy = (
+            "set task: prefer and prefer: kto; for the good answers alone keep the rows whose label is true"
+        )
     else:
         return None
     return Problem(what, record.where, found="columns " + ", ".join(record.columns), remedy=remedy)

@@ -14,6 +14,7 @@ from petune.errors import DataError, UsageError, nearest
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
 from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, detect, refuse_left_label
+from petune.tasks.judgements import with_others
 from petune.tasks.lines import Record
 from petune.tasks.objects import DataObject
 from petune.tasks.row_maker import RowMaker
@@ -160,6 +161,8 @@ def load_rows(
             f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
         )
         notes.append(f"max_rows: {sizes}, chosen by content hash")
+    if layout.format == "judgements":
+        kept, held = with_others(kept, held)
     if task in WITH_LABELS:
         notes += [_per_class(kept, held), *_doubtful_classes(kept, held)]
     return Rows(

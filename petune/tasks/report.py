@@ -124,6 +124,14 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def _marks(example: Example) -> str:
+    """A sign for each text that is compared: + better or good, - worse or bad, ~ the answer to another
+    prompt."""
+    if example.good is None:
+        return "+" + "-" * len(example.others)
+    return ("+" if example.good else "-") + "~" * len(example.others)
+
+
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
     """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by
     name if `labels` is given. Texts that are compared stand below one another, the better one first."""
@@ -134,7 +142,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequenc
     if example.others:
         return "\n".join(
             f"{mark} {render(text, tokenizer, labels)}"
-            for mark, text in zip("+" + "-" * len(example.others), example.texts, strict=True)
+            for mark, text in zip(_marks(example), example.texts, strict=True)
         )
     if isinstance(example.labels, int):
         name = labels[example.labels] if labels else str(example.labels)

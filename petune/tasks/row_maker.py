@@ -18,7 +18,7 @@ from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
 from petune.tasks.preferences import answered, preference
 from petune.tasks.read import kind_of
-from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Row, Tagged, Text
+from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Rated, Row, Tagged, Text
 from petune.tasks.turns import conversation, schemas
 
 ALPACA = (
@@ -50,6 +50,7 @@ class RowMaker:
             "sharegpt": self._conversation,
             "preferences": self._preference,
             "preference-turns": self._preferred_turns,
+            "judgements": self._rated,
             "anchors": self._anchored,
             "passages": self._judged,
             "text": lambda record: Text(record.where, self._text(record, "text")),
@@ -218,6 +219,14 @@ class RowMaker:
             remedy = "write 1 for a passage that answers its query, else 0"
             raise Bad(f"column {name!r} says neither yes nor no", "0, 1, true or false", repr(value), remedy)
         return Labelled(record.where, query, passage, RELEVANCE[str(value)])
+
+    def _rated(self, record: Record) -> Row:
+        answer = Pair(record.where, self._text(record, "prompt"), self._text(record, "completion"))
+        value, name = self._cell(record, "label"), self.columns["label"]
+        if str(value) not in RELEVANCE:
+            remedy = "write true for a good answer, else false"
+            raise Bad(f"column {name!r} says neither yes nor no", "0, 1, true or false", repr(value), remedy)
+        return Rated(record.where, answer, RELEVANCE[str(value)] == "1")
 
     def _preference(self, record: Record) -> Row:
         if self._given(record, "system"):

@@ -1,8 +1,8 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Seven shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, two
-answers to one prompt, a text with one that belongs to it, a text. `where` is for people, never part of a
-row's content: the fingerprint of the same rows is the same on every machine.
+Eight shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, two
+answers to one prompt, an answer that is good or bad, a text with one that belongs to it, a text. `where` is
+for people, never part of a row's content: the fingerprint of the same rows is the same on every machine.
 """
 
 from __future__ import annotations
@@ -67,6 +67,16 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Rated:
+    """An answer to a prompt, whether it is a good one, and the answer to another prompt."""
+
+    where: str
+    answer: Pair
+    good: bool
+    other: str = ""
+
+
+@dataclass(frozen=True)
 class Anchored:
     """A text, one that should lie near it, and others that should not."""
 
@@ -93,7 +103,7 @@ class Tagged:
     tags: tuple[str, ...]
 
 
-Row = Labelled | Tagged | Pair | Conversation | Text | Preference | Anchored
+Row = Labelled | Tagged | Pair | Conversation | Text | Preference | Rated | Anchored
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,8 @@ def identity(row: Row) -> str:
         return json.dumps(
             one.source if isinstance(one, Pair) else [_plain(turn) for turn in one.messages[:-1]]
         )
+    if isinstance(row, Rated):
+        return json.dumps(row.answer.source)
     if isinstance(row, Anchored):
         return json.dumps([row.anchor, row.positive])
     return content(row)

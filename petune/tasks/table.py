@@ -105,7 +105,7 @@ class _Columns:
             None if "labels" in self.lists else found["labels"].to_numpy(zero_copy_only=True)
         )
         self.length, self.where = found["length"].to_numpy(zero_copy_only=True), found["where"]
-        self.has_target = found["has_target"]
+        self.has_target, self.good = found["has_target"], found.get("good")
 
     def __len__(self) -> int:
         return len(self.length) // self.texts
@@ -126,6 +126,8 @@ class _Columns:
         if self.classes is not None:
             own["labels"] = int(self.classes[at])
         facts = self.where[at].as_py(), int(self.length[at]), self.has_target[at].as_py()
+        if self.good is not None:
+            own["good"] = self.good[at].as_py()
         return Example(where=facts[0], length=facts[1], has_target=facts[2], **own)
 
 
@@ -164,4 +166,6 @@ def _batch(examples: Sequence[Example]) -> Any:
     columns["where"] = pa.array([one.where for one in examples], pa.string())
     columns["length"] = pa.array([one.length for one in examples], pa.int64())
     columns["has_target"] = pa.array([one.has_target for one in examples], pa.bool_())
+    if any(one.good is not None for one in examples):
+        columns["good"] = pa.array([one.good for one in examples], pa.bool_())
     return pa.RecordBatch.from_pydict(columns, metadata={_TEXTS: str(texts)})

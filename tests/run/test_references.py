@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -175,7 +176,7 @@ def test_a_plan_trains_as_one_process_does(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": "full"}, "full fine-tuning overwrites the model that dpo and ipo compare with"),
+        ({"method": "full"}, "full fine-tuning overwrites the model that dpo, ipo and kto compare with"),
         ({"method": "lora", "prefer": {"loss": "ipo", "label_smoothing": 0.1}}, "only dpo has it"),
         ({"method": "lora", "task": "causal", "prefer": "ipo"}, "it belongs to task: prefer"),
         ({"method": "lora", "prefer": "sigmoid"}, "prefer.loss does not take this value"),
@@ -200,3 +201,67 @@ def test_a_reference_that_would_be_lost_is_refused_where_the_task_is_inferred(tm
     begun = preferring(tmp_path, init_adapter=str(tmp_path / "first" / "tuned"), out="second")
     with pytest.raises(UsageError, match="init_adapter is not part of its base"):
         loop(begun)
+
+
+# ---------------------------------------------------------------- good and bad answers
+
+JUDGING: dict[str, Any] = {"dp": {"dp": {"shares": [3, 1]}}, "tp": {"tp": {"size": 2, "vocabulary": True}}}
+
+
+def judging(place: Path, out: str = "run", **changes: Any) -> dict[str, Any]:
+    """Three steps of four rows; good answers say "one", bad ones "dog"."""
+    shape: dict[str, Any] = {"warmup": 0, "batch_size": 4, "accumulate": 1, "save_every": 50, "lr": 1e-2}
+    made = settings(place, "llama", {"name": "lora", "r": 2}, task="prefer", prefer="kto", **shape)
+    path = place / "judged.jsonl"
+    words = ("red", "blue", "green", "two", "three", "fox", "moon", "star")
+    rows = [
+        {
+            "prompt": f"{words[at % 8]} {words[at // 8]}",
+            "completion": ("one", "dog")[bad] + f" {words[at % 5]}",
+        }
+        | {"label": not bad}
+        for at in range(48)
+        for bad in [at % 3 == 0]
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made | {"data": {"path": str(path), "max_length": 32}, "out": str(place / out)} | changes
+
+
+def test_a_run_learns_what_is_good_and_is_scored_alike_again(tmp_path: Path) -> None:
+    done = run(judging(tmp_path, epochs=3))
+    before, after = done.summary["before"], done.summary["after"]
+    assert before == pytest.approx({"loss": 0.5, "accuracy": before["accuracy"], "margin": 0}, abs=1e-5)
+    assert after["loss"] < before["loss"] and after["margin"] > 0.1
+    assert load_run(tmp_path / "run").eval()["tuned"] == pytest.approx(after, abs=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["dp", pytest.param("tp", marks=pytest.mark.long)])
+def test_replicas_tell_together_how_far_the_model_has_moved(plan: str, tmp_path: Path) -> None:
+    """Without logits; the mean is of the rows of all replicas, which have three and one."""
+    changes = {"max_steps": 3, "kernels": "reference", "prefer": {"loss": "kto", "undesirable_weight": 0.5}}
+    run(judging(tmp_path, out="alone", **changes))
+    ranks(2, train_in_group, judging(tmp_path, parallel=JUDGING[plan], **changes))
+    assert_same_but_for_rounding(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_size": 1}, "there is one row"),
+        ({"parallel": {"pp": 2}}, "a pipeline's pieces do not see one another's texts"),
+        ({"prefer": {"loss": "dpo", "desirable_weight": 2.0}}, "only kto has it"),
+        ({"method": "full"}, "full fine-tuning overwrites"),
+    ],
+)
+def test_a_recipe_of_labelled_answers_that_cannot_be_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(judging(tmp_path) | changes)
+
+
+def test_a_loss_does_not_learn_from_rows_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="dpo does not learn from rows of format judgements"):
+        training(judging(tmp_path, prefer="dpo"))
+    with pytest.raises(UsageError, match="kto does not learn from rows of format preferences"):
+        training(settings(tmp_path, "llama", "lora", task="prefer", prefer="kto"))

@@ -75,7 +75,7 @@ def test_a_bound_that_is_too_low_is_loud() -> None:
     assert bool(each(parts, labels, trained=10).isnan().all())
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "kto"])
 @pytest.mark.parametrize("name", ["llama-causal", "gemma3-causal"])
 def test_preferences_have_the_loss_and_gradients_of_their_logits(loss: str, name: str) -> None:
     inputs = batch(name)
@@ -84,6 +84,7 @@ def test_preferences_have_the_loss_and_gradients_of_their_logits(loss: str, name
     inputs["labels"] = inputs["labels"].clone()
     inputs["labels"][:, :3] = -100
     inputs |= {"reference": -torch.arange(rows).double(), "rows": torch.arange(rows)}
+    inputs |= {"good": torch.arange(rows) < 2} if loss == "kto" else {}
     objective = prefer_objective(PreferConfig(loss, beta=0.3))
     model = tiny(name).train()
     expected = objective.loss(objective.forward(model, inputs), inputs)
