@@ -28,7 +28,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import eps_of, rms_offset
 from petune.log import say
-from petune.models.frozen_weight import QuantisedWeight
+from petune.models.frozen_weight import form_in
 from petune.models.tuned_linear import LowRank, TunedLinear, low_rank_of
 from petune.rng.context import bound
 from petune.rng.dropout import Drop, draw, places
@@ -243,11 +243,7 @@ def _form(module: nn.Module) -> type[FusedSite] | None:
     """What `module` can become."""
     if isinstance(module, FusedSite):
         return None
-    if (
-        isinstance(module, TunedLinear)
-        and low_rank_of(module) is not None
-        and not isinstance(module.weight, QuantisedWeight)
-    ):
+    if isinstance(module, TunedLinear) and low_rank_of(module) is not None and form_in(module.weight) is None:
         return FusedLora
     if type(module) is NewGELUActivation:
         return FusedGelu

@@ -59,6 +59,17 @@ class Form(ABC):
         """Write the weight [n, k] that its products see into `out`, rounded to the dtype of that."""
 
     @property
+    def by_rows(self) -> tuple[Tensor, ...]:
+        """Those of its tensors that have a part for each row, in order; the others belong to all rows."""
+        return self.tensors
+
+    def with_rows(self, tensors: Sequence[Tensor], down: int = 0) -> Self:
+        """The same weight with other rows of it, in `tensors` in place of `by_rows`, of which the first
+        stands `down` rows below its own first."""
+        own = iter(tensors)
+        return self.each(lambda _: next(own))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return sum(value.nbytes for value in self.tensors)

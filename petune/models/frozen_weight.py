@@ -6,6 +6,9 @@ it stands for, so layers hold and call it as any other: `torch.nn.functional.lin
 in its form, forward and backward; copies, moves, slices and one of several experts keep the form; `copy_`
 quantises what is written; everything else reads its values, which `dense_of` gives, and a view is a copy of
 them. It does not train.
+
+FSDP2 shards such a weight by rows as any other, and gathers what it is held in: a rank's shard is a weight in
+the same form, and so is the whole, over the very memory that FSDP fills and frees (petune.parallel.sharded_weight).
 """
 
 from __future__ import annotations
@@ -324,6 +327,21 @@ def dense_of(weight: Tensor) -> Tensor:
     """The values of a weight as a plain tensor: a quantised one's that its products see, else the tensor
     itself."""
     return weight.form.dense() if isinstance(weight, QuantisedWeight) else weight
+
+
+def form_in(weight: Tensor) -> Form | None:
+    """What a quantised weight is held in, of a shard this rank's part of it; None of a dense one."""
+    with torch.no_grad():
+        own = cast("Any", weight).to_local() if hasattr(weight, "to_local") else weight
+    return own.form if isinstance(own, QuantisedWeight) else None
+
+
+def bytes_a_number(form: Form | None) -> float:
+    """Of what is made dense for a product, 0 where nothing is."""
+    if form is None or isinstance(form, Fp8):
+        return 0.0
+    row = sum(value.itemsize * value.shape[1:].numel() for value in form.by_rows)
+    return row / form.shape[1:].numel()
 
 
 def bytes_in(weight: Tensor) -> tuple[Tensor, ...]:

@@ -93,8 +93,8 @@ class Nf4(Form):
     """A frozen weight [n, k] in NF4; see petune.models.form.Form.
 
     q: uint8 [n, k / 2], two numbers a byte; scales: uint8 [n, k / 64]; nested: float32, the scale of each
-    block of `scales`; mean: float32 [1], of the scales. Of a slice, `nested` begins with the block of its
-    first scale, which is number `first` in it, and each row is `stride` scales behind the one above.
+    block of `scales`; mean: float32 [1], of the scales. A slice has both of the whole weight, in which its
+    first scale is number `first`, and each row is `stride` scales behind the one above.
     """
 
     q: Tensor
@@ -151,11 +151,17 @@ class Nf4(Form):
         begin = self.first + (start // unit if dim else start * self.stride)
         q = self.q.narrow(dim, start // (1 + dim), length // (1 + dim))
         scales = self.scales.narrow(dim, start // unit, length // unit)
-        rows, columns = scales.shape
-        last = begin + max(0, rows - 1) * self.stride + max(0, columns - 1)
-        first, count = begin // NESTED, last // NESTED - begin // NESTED + 1
-        nested = self.nested.narrow(0, first, min(count, len(self.nested) - first))
-        return replace(self, q=q, scales=scales, nested=nested, first=begin % NESTED)
+        return replace(self, q=q, scales=scales, first=begin)
+
+    @property
+    def by_rows(self) -> tuple[Tensor, ...]:
+        """Numbers and scales; what these are scaled by belongs to all rows."""
+        return self.q, self.scales
+
+    def with_rows(self, tensors: Sequence[Tensor], down: int = 0) -> Nf4:
+        """See Form."""
+        q, scales = tensors
+        return replace(self, q=q, scales=scales, first=self.first + down * self.stride)
 
     def block_scales(self) -> Tensor:
         """The scale of each block as it multiplies, float32 [n, k / 64]."""

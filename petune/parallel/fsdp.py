@@ -39,12 +39,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from petune.errors import PetuneError, UsageError
+from petune.models.frozen_weight import quantised_in
 from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack
 from petune.parallel.collectives import gather_dims
 from petune.parallel.launch.process_group import limit
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import ParallelPlan, Sharding
+from petune.parallel.sharded_weight import ShardedWeight
 
 # ---------------------------------------------------------------- sharding
 
@@ -77,6 +79,8 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
     trains = {name: id(value) in wanted for name, value in model.named_parameters(remove_duplicate=False)}
     _check_mask(model, trains)
     blocks = [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
+    if sharding.frozen:
+        _let_cut(blocks)
     left = _left_whole(model, blocks, plan, sharding)
     _move(model, left, mesh.device)
     settings: dict[str, Any] = {
@@ -88,6 +92,10 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
         if any(value not in left for value in block.parameters()):
             _unit(block, reshard_after_forward=sharding.reshard, **settings)
     _unit(model, reshard_after_forward=False, **settings)
+    for value in model.parameters():
+        # FSDP's own object: `local` gives another one over the same memory
+        if isinstance(value, DTensor) and isinstance(own := value._local_tensor, ShardedWeight):
+            own.begin_at(first_row(value))
     put_shards(model, _held(model, blocks, sharding))
     if hasattr(model, "generate"):  # it calls an encoder by itself, which needs what is the root's
         register_fsdp_forward_method(model, "generate")
@@ -116,10 +124,16 @@ def gathered(blocks: Iterable[Sequence[Tensor]], rest: Sequence[Tensor], shardin
     """
     weights, gradients = [], []
     for block in blocks:
-        weights.append(_bytes(block))
-        gradients.append(_bytes(value for value in block if value.requires_grad))
+        weights.append(_whole_bytes(block))
+        gradients.append(_whole_bytes(value for value in block if value.requires_grad))
     inside = sum(sorted(weights)[-2:] if sharding.reshard else weights) + sum(sorted(gradients)[-2:])
-    return inside + _bytes(rest) + _bytes(value for value in rest if value.requires_grad)
+    return inside + _whole_bytes(rest) + _whole_bytes(value for value in rest if value.requires_grad)
+
+
+def _whole_bytes(values: Iterable[Tensor]) -> int:
+    """Of tensors of which this rank may hold shards."""
+    pairs = [(value, local(value)) for value in values]
+    return sum(own.whole if isinstance(own, ShardedWeight) else value.nbytes for value, own in pairs)
 
 
 def _bytes(values: Iterable[Tensor]) -> int:
@@ -160,6 +174,16 @@ def _check_mask(model: nn.Module, trains: dict[str, bool]) -> None:
             "sharding and the model disagree on what trains; this is a fault of petune",
             where=", ".join(wrong[:3]),
         )
+
+
+def _let_cut(blocks: Iterable[nn.Module]) -> None:
+    """Let FSDP cut the quantised weights of blocks as what they are held in; a shared one stays shared."""
+    made: dict[int, nn.Parameter] = {}
+    for block in blocks:
+        for owner, name, value in list(quantised_in(block)):
+            whole = ShardedWeight(value.form, len(value))
+            own = made.setdefault(id(value), nn.Parameter(whole, requires_grad=False))
+            owner._parameters[name] = own
 
 
 def _left_whole(

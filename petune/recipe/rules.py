@@ -289,15 +289,11 @@ RULES = (
     *(Rule(*row) for row in STREAM_RULES),
     Rule(
         ("base_dtype", "parallel"),
-        lambda recipe: recipe.base_dtype is None or not recipe.parallel.shards,
-        "it quantises whole weights, and shard: true spreads their rows over ranks",
-        "remove base_dtype, or use dp without shard, tp, sp, galaxy or pp",
-    ),
-    Rule(
-        ("base_dtype", "parallel"),
-        lambda recipe: recipe.base_dtype is None or not recipe.parallel.spreads,
-        "experts that are held in fewer bytes are not cut over ranks yet",
-        "remove base_dtype",
+        lambda recipe: (
+            recipe.base_dtype is None or recipe.parallel.dp is None or recipe.parallel.dp.offload == "none"
+        ),
+        "shards of quantised weights do not rest in host memory yet",
+        "remove base_dtype, or set parallel.dp.offload: false",
     ),
     Rule(
         ("base_dtype", "method"),

@@ -181,28 +181,26 @@ ASKING = (
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize("plan", UNFUSED, ids=str)
 def test_a_plan_that_leaves_blocks_unfused_refuses_their_settings(asking: dict[str, Any], plan: Any) -> None:
-    if "kernels" in asking or ("base_dtype" in asking and "shard" not in str(plan)):
+    if "kernels" in asking or "base_dtype" in asking:
         load_recipe({**NEEDED, "parallel": plan, **asking})  # single modules of cut blocks are fused
         return
     found = problems_of({**NEEDED, "parallel": plan, **asking})
     assert len(found) == 1
     reason = "it is about fused blocks, and under this plan"
-    if "base_dtype" in asking:
-        reason = "it quantises whole weights, and shard: true spreads"
     assert found[0].startswith(f"argument  {next(iter(asking))}: {reason}")
     assert "or use dp" in found[0]
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize("plan", CUTTING, ids=str)
-def test_a_plan_that_cuts_fused_blocks_takes_their_settings_unless_it_shards(
-    asking: dict[str, Any], plan: Any
-) -> None:
-    if "base_dtype" not in asking or "shard" not in str(plan):
-        load_recipe({**NEEDED, "parallel": plan, **asking})
-        return
-    (found,) = problems_of({**NEEDED, "parallel": plan, **asking})
-    assert found.startswith("argument  base_dtype: it quantises whole weights, and shard: true spreads")
+def test_a_plan_that_cuts_fused_blocks_takes_their_settings(asking: dict[str, Any], plan: Any) -> None:
+    load_recipe({**NEEDED, "parallel": plan, **asking})
+
+
+def test_quantised_shards_in_host_memory_are_refused() -> None:
+    plan = {"dp": {"size": 2, "shard": True, "offload": "cpu"}}
+    (found,) = problems_of({**NEEDED, "parallel": plan, "base_dtype": "nf4"})
+    assert found.startswith("argument  base_dtype: shards of quantised weights do not rest in host memory")
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)

@@ -24,7 +24,8 @@ from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.shape import FIRST, BlockShape, Experts, Ranks
 from petune.log import say
-from petune.models.frozen_weight import QuantisedWeight
+from petune.models.fp8 import Fp8
+from petune.models.frozen_weight import QuantisedWeight, bytes_a_number, form_in
 from petune.models.sharded import shards_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import linear_of
@@ -303,6 +304,8 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     parts = {role: linear_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
     out, down, experts = parts["o"], parts.get("down"), _experts(spec)
     assert out is not None
+    # shards are in no bank
+    sharded = [] if any(spec.banks) else [form_in(part.weight) for part in parts.values() if part is not None]
     trained = out if down is None else down
     ranks = {
         FIRST.get(role, role): 0 if part is None or part.a is None else len(part.a)
@@ -321,8 +324,11 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         norm=program.norms[0].kind,
         described=program.sublayers,
         causal=program.attends[0].causal,
-        fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks),
-        made=max(0 if bank is None else bank.base.made for bank in spec.banks),
+        fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks)
+        or any(isinstance(form, Fp8) for form in sharded),
+        made=max(
+            *(0 if bank is None else bank.base.made for bank in spec.banks), *map(bytes_a_number, sharded), 0
+        ),
         drops=any(part is not None and part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
         experts=experts,
@@ -337,5 +343,5 @@ def _experts(spec: Spec) -> Experts | None:
     number, columns = len(part.down.weight), part.down.weight.shape[1 if part.transposed else 2]
     up, down = (0 if one.a is None else one.a.shape[1] for one in (part.up, part.down))
     held = part.down.weight
-    made = held.nbytes / held.numel() if isinstance(held, QuantisedWeight) else 0.0
+    made = held.nbytes / held.numel() if isinstance(held, QuantisedWeight) else bytes_a_number(form_in(held))
     return Experts(number, core.chosen, columns, up, down, core.shared is not None, made)

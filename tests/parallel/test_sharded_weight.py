@@ -1,0 +1,138 @@
+"""A quantised base whose weights are spread over ranks: the numbers of one process, and a part of its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petune.kernels.configs import MemoryConfig
+from petune.kernels.fuse import fused_blocks
+from petune.kernels.memory.policy_hook import shape_of
+from petune.models import family_of
+from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised_in
+from petune.models.quantise import quantise_blocks
+from petune.parallel.fsdp import gathered, local
+from petune.parallel.plan import ParallelPlan, Sharding
+from petune.parallel.sharded_weight import ShardedWeight
+from tests.parallel import harness
+from tests.parallel.harness import Case, check
+from tests.parallel.test_spread import cell
+from tests.pool import run
+
+PLAIN = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
+# blocks of 64 inputs, and scales of two scales of them in one weight
+WIDE = {
+    "llama": (("hidden_size", 64), ("intermediate_size", 512)),
+    "t5": (("d_model", 64), ("d_ff", 128)),
+    "bert": (("hidden_size", 64), ("intermediate_size", 128)),
+}
+LESS = MemoryConfig("attention", "input", tile=5)
+
+
+def plan_of(world: int, **changes: Any) -> ParallelPlan:
+    """Shares are uneven."""
+    return ParallelPlan(dp=world, shares=(2, *(1,) * (world - 1)), sharding=replace(PLAIN, **changes))
+
+
+def case(name: str, method: str, form: str, world: int, **changes: Any) -> Case:
+    """A case of shards over as many ranks."""
+    settings = WIDE[name.partition("-")[0]] if form != "int8" else ()
+    return Case(name, method, plan_of(world), **{"base_dtype": form, "settings": settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "form", "world", "blocks"),
+    [
+        ("llama-causal", "lora", "nf4", 3, LESS),
+        ("t5-seq2seq", "side", "nf4", 2, None),
+        ("bert-classify", "adapter", "int8", 3, None),
+        ("t5-seq2seq", "lora", "int8", 2, LESS),
+    ],
+)
+def test_three_steps_over_shards_are_those_of_one_process(
+    name: str, method: str, form: str, world: int, blocks: MemoryConfig | None
+) -> None:
+    check(case(name, method, form, world, blocks=blocks, steps=3))
+
+
+def test_replicas_of_shards_and_whole_frozen_weights_train_as_one_process() -> None:
+    both = {"blocks": LESS, "passes": (6, 5), "steps": 1}
+    check(replace(case("llama-causal", "lora", "nf4", 4, **both), plan=plan_of(4, replicas=2)))
+    check(replace(case("llama-causal", "lora", "nf4", 2, **both), plan=plan_of(2, frozen=False)))
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8", "fp8"])
+def test_what_is_gathered_is_the_quantised_whole_bit_by_bit(form: str) -> None:
+    one = case("llama-causal", "lora", form, 3, settings=WIDE["llama"])
+    whole = harness.build(one)
+    quantise_blocks(whole, family_of(whole), form)
+    expected = _held(cast("Any", whole).model.layers[0])
+
+    def part() -> bool:
+        block = cast("Any", harness.place(one, one.plan).model).model.layers[0]
+        shards = {
+            name: _values(own)
+            for name, value in block.named_parameters()
+            if isinstance(own := local(value), ShardedWeight)
+        }
+        block.unshard()
+        same = all(
+            torch.equal(shards[name], _values(value)[_rows_of(len(value))])
+            for name, value in block.named_parameters()
+            if name in shards
+        )
+        found = _held(block)
+        return same and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+    assert run(3, part) == [True] * 3
+
+
+def _rows_of(rows: int) -> slice:
+    size = -(-rows // 3)
+    return slice(size * dist.get_rank(), min(rows, size * (dist.get_rank() + 1)))
+
+
+def _values(weight: Tensor) -> Tensor:
+    assert isinstance(weight, QuantisedWeight)
+    return weight.form.dense()
+
+
+def _held(block: Any) -> list[Tensor]:
+    found = [value.view(torch.uint8) for _, _, one in quantised_in(block) for value in bytes_in(one)]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_holds_its_part_of_the_quantised_bytes_and_nothing_dense(world: int) -> None:
+    one = case("llama-causal", "lora", "nf4", world, blocks=LESS)
+    whole = harness.build(one)
+    quantise_blocks(whole, family_of(whole), "nf4")
+    full = sum(value.nbytes for _, _, value in quantised_in(whole))
+    beside = sum(value.form.nested.nbytes + 4 for _, _, value in quantised_in(whole))  # type: ignore[attr-defined]
+    blocks = [list(block.parameters()) for block in cast("Any", whole).model.layers]
+
+    def part() -> tuple[int, int, float]:
+        model = harness.place(one, one.plan).model
+        layers = cast("Any", model).model.layers
+        own = [local(value) for value in model.parameters()]
+        cut = [list(block.parameters()) for block in layers]
+        held = sum(value.nbytes for value in own if isinstance(value, ShardedWeight))
+        return held, gathered(cut, [], PLAIN), shape_of(fused_blocks(model)[0].spec).made
+
+    found = run(world, part)
+    assert sum(held for held, *_ in found) == full + beside * (world - 1)
+    assert all(held <= full / world * 1.02 + beside for held, *_ in found)
+    for _, together, made in found:
+        assert abs(together - gathered(blocks, [], PLAIN)) <= 2 * beside
+        assert made == pytest.approx(0.5 + 1 / 64)
+
+
+def test_quantised_experts_train_on_the_ranks_that_own_them() -> None:
+    check(cell("lora", "qwen3moe-causal", 2, base_dtype="int8"))
+    check(cell("lora", "gptoss-causal", 2, base_dtype="int8", blocks=MemoryConfig("input")))
