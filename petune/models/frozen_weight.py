@@ -7,8 +7,7 @@ in its form, forward and backward; copies, moves, slices and one of several expe
 quantises what is written; everything else reads its values, which `dense_of` gives, and a view is a copy of
 them. It does not train.
 
-FSDP2 shards such a weight by rows as any other, and gathers what it is held in: a rank's shard is a weight in
-the same form, and so is the whole, over the very memory that FSDP fills and frees (petune.parallel.sharded_weight).
+How FSDP2 shards such a weight by rows is in petune.parallel.sharded_weight.
 """
 
 from __future__ import annotations

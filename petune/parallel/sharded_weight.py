@@ -1,9 +1,9 @@
-"""A quantised weight that FSDP2 spreads over ranks by rows, as it does any other: a rank holds its rows of what
-the weight is held in, and these are what is gathered.
+"""A quantised weight that FSDP2 spreads over ranks by rows, as it does any other: a rank holds its rows of
+what the weight is held in, and these are what is gathered.
 
 FSDP2 asks the tensor itself what it sends and what it makes of what has come (`fsdp_pre_all_gather` and
 `fsdp_post_all_gather`), so gathering, freeing and their order are its own. The whole weight is a plain
-`QuantisedWeight` over the memory that FSDP fills and frees; nothing is made dense, and nothing quantised again.
+`QuantisedWeight` over the memory that FSDP fills and frees; nothing is made dense or quantised again.
 What belongs to all rows (the scales of NF4's scales, four bytes for 16,384 numbers) lies whole on every rank.
 """
 
@@ -50,8 +50,8 @@ class ShardedWeight(QuantisedWeight):
         self.form = self.form.with_rows(self.form.by_rows, row)
         self.part = len(self) != self.rows
 
-    # the signature with a mesh alone: FSDP2 refuses shards of unequal size under the longer one, as it expects
-    # tensors of the shape of the weight
+    # the signature with a mesh alone: under the longer one FSDP2 refuses shards of unequal size, as it
+    # expects tensors of the shape of the weight
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], int]:
         """What this rank sends, of equal length on all of them, and the number of its first row."""
         size = -(-self.rows // mesh.size())

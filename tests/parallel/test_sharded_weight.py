@@ -1,4 +1,4 @@
-"""A quantised base whose weights are spread over ranks: the numbers of one process, and a part of its bytes."""
+"""A quantised base whose weights are spread over ranks: the numbers of one process, a part of its bytes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,11 @@ def _values(weight: Tensor) -> Tensor:
 
 
 def _held(block: Any) -> list[Tensor]:
-    found = [value.view(torch.uint8) for _, _, one in quantised_in(block) for value in bytes_in(one)]
+    found = [
+        value.view(torch.uint8)
+        for _, _, one in quantised_in(block)
+        for value in (*bytes_in(one), one.form.dense())
+    ]
     assert found
     return found
 
