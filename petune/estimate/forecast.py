@@ -407,11 +407,7 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
     sharding = plan.sharding
     assert sharding is not None
     shards = plan.dp // sharding.replicas
-    whole = sum(
-        value.numel() * value.element_size()
-        for value in held.tensors()
-        if value.requires_grad or sharding.frozen
-    )
+    whole = sum(value.nbytes for value in held.tensors() if value.requires_grad or sharding.frozen)
     gathered = whole * (shards - 1) // shards
     found = [
         Transition(

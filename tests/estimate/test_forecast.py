@@ -145,6 +145,19 @@ def test_shards_divide_what_they_hold(tmp_path: Path) -> None:
     assert kept.frozen == forecast(lora).ranks[0].memory.frozen
 
 
+def test_shards_of_a_quantised_base_are_held_and_sent_in_its_bytes(tmp_path: Path) -> None:
+    plan = ParallelConfig(dp=DpConfig(size=2, shard=True))
+
+    def sizes(**settings: Any) -> tuple[int, int, int]:
+        found = forecast(recipe_of("llama-causal", tmp_path, method="lora", **settings), parallel=plan)
+        (sent,) = [one.forward for one in found.transitions if one.where == "shards of weights"]
+        return found.ranks[0].memory.frozen, found.ranks[0].memory.gathered, sent
+
+    dense, held = sizes(), sizes(base_dtype="int8")
+    assert dense[0] - held[0] == pytest.approx(dense[2] - held[2], rel=0.01)
+    assert all(own < whole for own, whole in zip(held, dense, strict=True))
+
+
 def test_activations_go_by_rows_in_flight(tmp_path: Path) -> None:
     def most(parallel: ParallelConfig, **settings: Any) -> list[int]:
         recipe = recipe_of("bert-classify", tmp_path, batch_size=8, **settings)
