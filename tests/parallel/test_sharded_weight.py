@@ -21,7 +21,6 @@ from petune.parallel.plan import ParallelPlan, Sharding
 from petune.parallel.sharded_weight import ShardedWeight
 from tests.parallel import harness
 from tests.parallel.harness import Case, check
-from tests.parallel.test_spread import cell
 from tests.pool import run
 
 PLAIN = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
@@ -135,8 +134,3 @@ def test_a_rank_holds_its_part_of_the_quantised_bytes_and_nothing_dense(world: i
     for _, together, made in found:
         assert abs(together - gathered(blocks, [], PLAIN)) <= 2 * beside
         assert made == pytest.approx(0.5 + 1 / 64)
-
-
-def test_quantised_experts_train_on_the_ranks_that_own_them() -> None:
-    check(cell("lora", "qwen3moe-causal", 2, base_dtype="int8"))
-    check(cell("lora", "gptoss-causal", 2, base_dtype="int8", blocks=MemoryConfig("input")))

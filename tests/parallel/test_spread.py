@@ -65,6 +65,11 @@ def test_so_do_their_fused_blocks(method: str, name: str, ranks: int, replicas: 
     check(cell(method, name, ranks, replicas, blocks=MemoryConfig(keep)))
 
 
+def test_quantised_experts_train_on_the_ranks_that_own_them() -> None:
+    check(cell("lora", "qwen3moe-causal", 2, base_dtype="int8"))
+    check(cell("lora", "gptoss-causal", 2, base_dtype="int8", blocks=MemoryConfig("input")))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "name"), SPREAD)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (2, 2)])
