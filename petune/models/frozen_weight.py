@@ -147,7 +147,7 @@ class QuantisedWeight(Tensor):
         """Quantise the dense weights [n, k] of its experts, one by one: those here, of `count`."""
         assert isinstance(self.form, ExpertForm)
         self.part = count != len(self)
-        places, found = sample_places(count * self[0].numel()), list[Tensor]()
+        places, found = sample_places(count * self.shape[1:].numel()), list[Tensor]()
         for number, dense in enumerate(each):
             self.form.expert(number).write(dense)
             own = [at - number * dense.numel() for at in places if at // dense.numel() == number]

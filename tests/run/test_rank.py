@@ -327,6 +327,10 @@ def test_fused_blocks_go_on_with_and_without_shards(tmp_path: Path):
     chain(tmp_path, "llama", "lora", ["shard", "none", "shard"], kernels="reference", memory="attention")
 
 
+def test_a_base_in_fewer_bytes_is_the_same_base_under_every_plan(tmp_path: Path):
+    chain(tmp_path, "llama", "lora", ["tp", "none", "shard", "pp"], base_dtype="int8")
+
+
 @pytest.mark.long
 def test_every_plan_goes_on_from_every_other(tmp_path: Path):
     names = list(EVERYWHERE)
