@@ -108,7 +108,7 @@ def _become(args: list[str], env: dict[str, str], stdout: str) -> NoReturn:
             os.dup2(os.open(stdout, os.O_WRONLY), 1)
             os.dup2(os.open(stdout, os.O_WRONLY), 2)
         torch.set_num_threads(1)
-        torch.manual_seed(os.getpid())
+        torch.default_generator.manual_seed(os.getpid())  # see tests/pool.py
         at = next(number for number, word in enumerate(args) if word.endswith("rank_entry.py"))
         sys.argv, os.execvp = args[at:], _call  # type: ignore[assignment]
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  # not what pytest captures

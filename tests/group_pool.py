@@ -148,7 +148,7 @@ def _rank(
     }
     torch.set_num_threads(1)
     # what should be equal on all ranks must not be so by the accident of a fork
-    torch.manual_seed(1000 + rank)
+    torch.default_generator.manual_seed(1000 + rank)  # see tests/pool.py
     value, error, code = None, None, 0
     try:
         value = function(*args)

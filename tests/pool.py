@@ -173,7 +173,7 @@ def _join(rank: int, world: int, store: str, timeout: float) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     # what should be equal on all ranks must not be so by the accident of a fork
-    torch.manual_seed(1000 + rank)
+    torch.default_generator.manual_seed(1000 + rank)  # torch's own formats a stack for each kind of device
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),
