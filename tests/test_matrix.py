@@ -75,12 +75,13 @@ def test_two_ranks_train_as_one_process(method: str, backend: str, name: str) ->
 
 @pytest.mark.parametrize(("method", "backend", "name"), ROUND)
 def test_three_ranks_train_as_one_process(method: str, backend: str, name: str) -> None:
-    check(case(name, method, BACKENDS[backend](name, 3)))
+    check(case(name, method, BACKENDS[backend](name, 3), steps=2 if method == "lora" else 1))
 
 
 @pytest.mark.parametrize(("method", "backend", "name"), ROUND)
 def test_recomputed_blocks_and_dropout_are_those_of_one_process(method: str, backend: str, name: str) -> None:
-    check(case(name, method, BACKENDS[backend](name, 2), recompute=True, dropout=0.1))
+    steps = 2 if method == "lora" else 1  # the second draws from a key of its own
+    check(case(name, method, BACKENDS[backend](name, 2), recompute=True, dropout=0.1, steps=steps))
 
 
 def test_norms_of_single_heads_train_as_in_one_process() -> None:
@@ -155,7 +156,9 @@ def test_side_blocks_that_read_positions_have_those_of_their_own_tokens() -> Non
 def test_overlapped_communication_trains_as_one_process(
     backend: str, method: str, name: str, dropout: float
 ) -> None:
-    check(case(name, method, OVERLAPPED[backend](name, 2), recompute=dropout > 0, dropout=dropout))
+    steps = 2 if method == "lora" else 1
+    plan = OVERLAPPED[backend](name, 2)
+    check(case(name, method, plan, recompute=dropout > 0, dropout=dropout, steps=steps))
 
 
 @pytest.mark.crossed(1)
@@ -171,7 +174,7 @@ def test_a_sequence_shorter_than_its_ranks_is_refused_and_training_pads_it(
 @pytest.mark.parametrize("backend", ["sp-gather", "sp-ulysses", "sp-ring", "galaxy"])
 def test_a_sliding_window_reaches_over_ranks(backend: str) -> None:
     plan = BACKENDS[backend]("mistral-causal", 2)
-    check(Case("mistral-causal", "lora", plan, settings=(("sliding_window", 3),)))
+    check(Case("mistral-causal", "lora", plan, settings=(("sliding_window", 3),), steps=1))
 
 
 @pytest.mark.crossed(1)
@@ -224,10 +227,10 @@ def test_a_vocabulary_cut_beside_a_sequence_has_its_loss_without_logits(
         *(("sp-gather", "llama-causal"), ("sp-ulysses", "bart-seq2seq"), ("sp-ring", "bert-classify")),
     ],
 )
-def test_three_steps_of_fused_blocks_cut_over_three_ranks_are_those_of_one_process(
+def test_two_steps_of_fused_blocks_cut_over_three_ranks_are_those_of_one_process(
     name: str, backend: str
 ) -> None:
-    check(case(name, "lora", BACKENDS[backend](name, 3), steps=3, blocks=KEPT[3]))
+    check(case(name, "lora", BACKENDS[backend](name, 3), blocks=KEPT[3]))
 
 
 @pytest.mark.parametrize("name", OTHERS[3:])
@@ -283,7 +286,7 @@ def test_a_quantised_base_that_is_cut_trains_as_in_one_process(
 
 @pytest.mark.parametrize("composed", ["dp x tp", "dp x galaxy", "shard x tp"])
 def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
-    check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), blocks=KEPT[2]))
+    check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), steps=1, blocks=KEPT[2]))
 
 
 @pytest.mark.parametrize("sharding", [None, FSDP], ids=["whole", "sharded"])
@@ -354,7 +357,7 @@ def test_fused_blocks_in_stages_of_another_axis(composed: str, name: str) -> Non
 
 @pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, ONE_EACH))
 def test_four_ranks_of_two_axes_train_as_one_process(method: str, composed: str, name: str) -> None:
-    check(case(name, method, COMPOSED[composed](name)))
+    check(case(name, method, COMPOSED[composed](name), steps=2 if method == "lora" else 1))
 
 
 # ------------------------------------------------------------------ the long part
@@ -386,7 +389,7 @@ def test_dropout_and_recomputation_in_every_cell(method: str, backend: str, name
     ("backend", "method", "name"), in_part(list(product(BACKENDS, METHODS, OTHERS)), MIXED)
 )
 def test_other_models_and_heads(backend: str, method: str, name: str) -> None:
-    check(case(name, method, BACKENDS[backend](name, 2)))
+    check(case(name, method, BACKENDS[backend](name, 2), steps=1))
 
 
 @pytest.mark.parametrize("kept", [None, KEPT[2]], ids=["unfused", "fused"])
