@@ -169,8 +169,11 @@ def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
 def _put(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if parameter.shape == values[name].shape:
-                parameter.copy_(values[name])
+            value = values[name]
+            if parameter.shape == value.shape and type(parameter.data) is type(
+                value
+            ):  # else a plan has cut it
+                parameter.copy_(value)
 
 
 def describe(model: nn.Module) -> str:

@@ -475,8 +475,8 @@ def _biases(
     wanted = {"none": {}, "lora_only": layers, "all": modules}[which]
     return {
         f"{name}.{_BIAS if name in layers else 'bias'}": f"{name}.bias"
-        for name in wanted
-        if modules[name]._parameters.get("bias") is not None and not within(name, heads)
+        for name in wanted  # weights of experts among them, which are no modules
+        if name in modules and modules[name]._parameters.get("bias") is not None and not within(name, heads)
     }
 
 

@@ -115,6 +115,13 @@ def test_a_folder_that_peft_would_misread_is_said_and_read_by_petune(
     assert torch.equal(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
 
 
+def test_biases_beside_experts_come_back_from_a_file(tmp_path: Path) -> None:
+    model, inputs = stirred(tiny("gptoss-causal"), r=2, bias="lora"), batch("gptoss-causal")
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny("gptoss-causal"), tmp_path / "tuned")
+    assert torch.equal(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
+
+
 def stirred(model: Any, **settings: Any) -> Any:
     """`model` with LoRA that computes something."""
     stir(petune.wrap(model, **settings), std=0.1)

@@ -327,6 +327,12 @@ def test_fused_blocks_go_on_with_and_without_shards(tmp_path: Path):
     chain(tmp_path, "llama", "lora", ["shard", "none", "shard"], kernels="reference", memory="attention")
 
 
+def test_biases_train_under_shards_as_in_one_process(tmp_path: Path):
+    recipe = small(tmp_path, "bert", {"name": "lora", "r": 2, "bias": "lora"}, max_steps=2, warmup=0)
+    expected = trained({**recipe, "out": str(tmp_path / "one")})
+    assert_same_but_for_rounding(trained({**recipe, "parallel": PLANS["shard"]}), expected)
+
+
 def test_a_base_in_fewer_bytes_is_the_same_base_under_every_plan(tmp_path: Path):
     chain(tmp_path, "llama", "lora", ["tp", "none", "shard", "pp"], base_dtype="int8")
 
