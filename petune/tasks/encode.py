@@ -247,14 +247,15 @@ def _check_left(side: _Side, coder: Coder, name: str) -> None:
     assert side.lost is not None
     other = "left" if coder.config.truncation == "right" else "right"
     remedy = f"raise data.max_length, or cut the other side: data.truncation={other}"
-    longest = max(text.length for text in side.lost.texts)
-    if not all(text.length for text in side.lost.texts):
-        longest, remedy = 0, "look at what the tokenizer makes of these texts: petune data RECIPE"
+    lengths = [text.length for text in side.lost.texts]
+    found = max(lengths)
+    if found < coder.limit or not all(lengths):  # it is not the cut
+        found, remedy = min(lengths), "look at what the tokenizer makes of these texts: petune data RECIPE"
     raise DataError(
         f"{number - left} of {number} rows to {name} have no trained token after cutting to"
         f" {coder.limit} tokens",
         where=side.lost.where,
-        found=f"{longest} tokens in the first of them",
+        found=f"{found} tokens in the first of them",
         remedy=remedy,
     )
 

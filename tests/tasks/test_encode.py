@@ -237,6 +237,8 @@ def test_texts_of_which_the_tokenizer_makes_nothing_are_dropped_and_counted(task
     assert left.where == "d:1"
     with pytest.raises(DataError, match=r"d:0 .*1 of 1 rows[\s\S]*0 tokens[\s\S]*what the tokenizer makes"):
         coded(deaf, task, nothing)
+    with pytest.raises(DataError, match=r"1 of 1 rows[\s\S]*1 tokens[\s\S]*what the tokenizer makes"):
+        coded(deaf, "causal", Text("d:0", "xx"))  # its end alone
 
 
 def test_a_length_beyond_the_model_is_a_usage_error(tokenizer) -> None:
