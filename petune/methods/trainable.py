@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -139,8 +140,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 @contextmanager
 def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
     """The model as it was before its method, heads excepted, for as long as the block lasts. Biases that
-    train have the base's values again, but where a plan has cut them, which is done before anything trains.
-    Raises UsageError for `full`."""
+    train have the base's values again. Raises UsageError for `full`."""
     record = tuning(model)
     if method_of(record.config).trains_base:
         raise UsageError(
@@ -152,7 +152,7 @@ def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
     biases = _biases_here(model, record.biases)
     trained = {name: value.detach().clone() for name, value in biases.items()}
     try:
-        _put(biases, record.biases)
+        _put(biases, {**record.biases, **record.held})
         for layer in layers:
             layer.active = False
         for stack in stacks:
@@ -166,14 +166,17 @@ def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
             stack.climbs = climbs
 
 
+def hold_biases(model: nn.Module) -> None:
+    """Remember the biases that train as this rank of a plan holds them, before anything has trained."""
+    record = tuning(model)
+    held = {name: value.detach().clone() for name, value in _biases_here(model, record.biases).items()}
+    cast("Any", model).petune_tuning = replace(record, held=held)
+
+
 def _put(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
-            value = values[name]
-            if parameter.shape == value.shape and type(parameter.data) is type(
-                value
-            ):  # else a plan has cut it
-                parameter.copy_(value)
+            parameter.copy_(values[name])
 
 
 def describe(model: nn.Module) -> str:

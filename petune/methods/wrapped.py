@@ -16,7 +16,8 @@ class Tuning:
     """How a model is tuned: the method, its config, the family's name if it has one, the modules trained
     whole beside it, and by name the values in the base of the single biases that train.
 
-    adapters: how each of several is, by name, where there are several; the rest is then the last one's.
+    held: the same values as this rank holds them, where a plan may have cut them. adapters: how each of
+    several is, by name, where there are several; the rest is then the last one's.
     """
 
     method: str
@@ -24,6 +25,7 @@ class Tuning:
     family: str | None
     also_train: tuple[str, ...]
     biases: Mapping[str, Tensor] = field(default_factory=dict)
+    held: Mapping[str, Tensor] = field(default_factory=dict)
     adapters: Mapping[str, Tuning] = field(default_factory=dict)
 
 

@@ -25,6 +25,7 @@ from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
 from petune.methods.coverage import coverage
 from petune.methods.targets import head_modules
+from petune.methods.trainable import hold_biases
 from petune.models import FAMILIES, family_of
 from petune.models.contents import attach, contents_of, detach
 from petune.models.fresh import draw_tuned
@@ -310,6 +311,8 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
             streams=streams(recipe),
             base_dtype=recipe.base_dtype,
         )
+        for module in where.modules:
+            hold_biases(module)
         runner = Runner(where, objective)
     with phase("fusing the blocks"):
         _fuse(runner, recipe)

@@ -146,6 +146,10 @@ def train_in_group(recipe: Mapping[str, Any]) -> None:
     run(recipe)
 
 
+def go_on_in_group(recipe: Mapping[str, Any]) -> None:
+    run(recipe, resume=True)
+
+
 def short(place: Path, loss: str, **changes: Any) -> dict[str, Any]:
     """Three steps of four pairs, dropout in the model; dpo with logits, ipo without."""
     shape = {"max_steps": 3, "batch_size": 4, "accumulate": 1, "save_every": 50}
@@ -168,6 +172,20 @@ def test_a_plan_trains_as_one_process_does(
     recipe = short(tmp_path, loss, parallel=PLANS[plan])
     ranks(2, train_in_group, recipe)
     assert_same_but_for_rounding(tmp_path / "run", alone(loss))
+
+
+@pytest.mark.parametrize("plan", ["tp", "dp sharded"])
+def test_biases_are_those_of_the_base_when_a_run_that_goes_on_under_a_plan_asks_it(
+    plan: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "llama", "llama", attention_bias=True, mlp_bias=True, dropout=0.1)
+    method = {"name": "lora", "r": 2, "bias": "all"}
+    recipe = preferring(tmp_path, method, prefer="dpo", batch_size=4, accumulate=1, max_steps=3, lr=0.01)
+    run(recipe | {"out": str(tmp_path / "whole")})
+    with pytest.raises(PetuneError):
+        run(recipe, terminate_at(2))
+    ranks(2, go_on_in_group, recipe | {"parallel": PLANS[plan]})
+    assert_same_but_for_rounding(tmp_path / "run", tmp_path / "whole")
 
 
 # ---------------------------------------------------------------- what is refused
