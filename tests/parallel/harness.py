@@ -24,7 +24,7 @@ both.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -59,7 +59,6 @@ PASSES = (5, 3)  # rows of the forward passes of a step
 LR, EPS = 1e-3, 1e-4
 EOS = 2  # what BART's and T5's classifiers look for, once in each row
 CPU = torch.device("cpu")
-OF_MODEL = ("dtype", "dropout", "settings", "tuning")  # what a case says of its model, beside name and method
 DROPOUTS = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "bart": ("dropout", "attention_dropout", "activation_dropout"),
@@ -120,14 +119,9 @@ def build(case: Case) -> nn.Module:
     return copy.deepcopy(_built(case))
 
 
+@lru_cache(maxsize=4)
 def _built(case: Case) -> nn.Module:
-    """Made once before ranks are forked, which then need not, and for all cases that differ in their steps
-    alone."""
-    return _made(replace(Case(case.name, case.method), **{own: getattr(case, own) for own in OF_MODEL}))
-
-
-@lru_cache(maxsize=48)
-def _made(case: Case) -> nn.Module:
+    """Made once before ranks are forked, which then need not."""
     dropouts = dict.fromkeys(DROPOUTS[case.family] if case.dropout else (), case.dropout)
     model = tiny(case.name, **(dropouts | dict(case.settings))).to(case.dtype)
     own = {"dropout": case.dropout} if case.dropout and case.method != "full" else {}
