@@ -25,6 +25,7 @@ from petune.log import human
 SECONDS = 10  # of computing, for one item
 MEMORY = 2**30  # beside what this process has, bytes
 OUTPUT = 2**26  # of one item, bytes
+WAIT_S = 0.5  # after which the parent heeds signals
 _KINDS = {kind.__name__: kind for kind in (DataError, FileError, UsageError)}
 _REMEDY = "mend it, or take another model"
 _T = TypeVar("_T")
@@ -63,6 +64,8 @@ def bounded(function: Callable[[_T], Any], items: Sequence[_T], what: str) -> It
 def _result(end: Connection, child: int, what: str) -> Any:
     """The next result. Raises what the child says has gone wrong, or what it must have died of."""
     try:
+        while not end.poll(WAIT_S):  # a signal that comes just before a read would not end it
+            pass
         answer = json.loads(end.recv_bytes())
     except (EOFError, OSError):
         raise _died(child, what) from None

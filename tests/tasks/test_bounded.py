@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -105,3 +106,22 @@ def test_a_signal_to_the_group_leaves_the_work_to_its_reader():
     began = time.monotonic()
     assert list(bounded(work, range(3), "it")) == [0, 1, 2]
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.forks
+def test_a_signal_that_another_thread_gets_ends_the_wait_for_a_result() -> None:
+    def heed(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def send() -> None:
+        time.sleep(0.3)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    before, began = signal.signal(signal.SIGUSR1, heed), time.monotonic()
+    try:
+        threading.Thread(target=send).start()
+        with pytest.raises(KeyboardInterrupt):
+            list(bounded(lambda item: time.sleep(30), [1], "the template"))
+        assert time.monotonic() - began < 15
+    finally:
+        signal.signal(signal.SIGUSR1, before)
