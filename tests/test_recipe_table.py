@@ -126,14 +126,14 @@ KINDS: dict[str, dict[str, Any]] = {  # of a recipe: other settings of its metho
 }
 QWEN3_MOE: dict[str, Any] = {
     **FAMILIES["llama"],
-    "model": "config:qwen3_moe/config.json",
+    "model": "config:shapes/qwen3_moe.json",
     "method": {"name": "lora", "r": 8, "rank_pattern": {"experts": 2}},
     "lr": 5e-3,
 }
 SHAPES: dict[str, dict[str, Any]] = {  # random weights: a config and a tokenizer lie beside the recipe
     "qwen3_moe_lora": QWEN3_MOE,
     "qwen3_moe_lora_ep": {**QWEN3_MOE, "parallel": {"ep": {"experts": [10, 6], "shares": [1, 3]}}},
-    "gpt_oss_qlora": {**QWEN3_MOE, "model": "config:gpt_oss/config.json", **VARIANTS["qlora"]},
+    "gpt_oss_qlora": {**QWEN3_MOE, "model": "config:shapes/gpt_oss.json", **VARIANTS["qlora"]},
     **{
         f"{name}_lora": {
             **FAMILIES[like],
