@@ -18,9 +18,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -61,18 +61,13 @@ def going_on(recipe: dict[str, Any], place: Path, *, knows: bool) -> tuple[float
             took[:] = time.perf_counter() - began[0], time.process_time() - began[1]
         return found
 
-    with_these: dict[str, Callable[..., Any]] = {"go_to": go_to, "examples": examples}
-    for name, function in with_these.items():
-        setattr(Streamed, name, function)
-    try:
+    with patch.multiple(Streamed, go_to=go_to, examples=examples):
         train(
             load_recipe(recipe | {"out": str(copy)}),
             resume=True,
             allow_change=["max_steps"],
             reporter=Silent(),
         )
-    finally:
-        Streamed.go_to, Streamed.examples = _GO_TO, _EXAMPLES  # type: ignore[method-assign]
     return took[0], took[1], copy
 
 

@@ -137,8 +137,9 @@ def _check_up(run: Path, *, json: bool) -> None:
     found = check_up(run.expanduser())
     if json:
         _show_json(found.facts, [str(problem) for problem in found.problems])
-    for name, state in () if json else found.facts:
-        echo(f"{name:14}{state}")
+    else:
+        for name, state in found.facts:
+            echo(f"{name:14}{state}")
     if found.problems:
         raise FileError(found.problems)
 

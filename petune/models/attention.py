@@ -122,7 +122,8 @@ def use(model: PreTrainedModel, family: Family | None = None) -> None:
 def leave(model: nn.Module) -> None:
     """Make `model` attend as it did before `use`; nothing where that was not called."""
     for module in model.modules():
-        module.__class__ = getattr(type(module), _EXTENDS, type(module))
+        if (base := getattr(type(module), _EXTENDS, None)) is not None:
+            module.__class__ = base
     if (before := model.__dict__.pop(_BEFORE, None)) is not None:
         _choose(cast("PreTrainedModel", model), before)
 
@@ -135,6 +136,7 @@ def _extend(model: nn.Module, rule: StackRule, positions: Positions) -> None:
         for path, by in positions.own.items():
             found = child_of(own, path)
             if found is not None and not hasattr(type(found[1]), _EXTENDS):
+                # mypy takes the hash of a class for that of its objects
                 found[1].__class__ = _extended(type(found[1]), by)  # type: ignore[arg-type]
 
 

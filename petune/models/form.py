@@ -70,6 +70,11 @@ class Form(ABC):
         return self.each(lambda _: next(own))
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in `by_rows`."""
+        return sum(value.itemsize * value.shape[1:].numel() for value in self.by_rows)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return sum(value.nbytes for value in self.tensors)

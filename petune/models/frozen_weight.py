@@ -339,8 +339,7 @@ def bytes_a_number(form: Form | None) -> float:
     """Of what is made dense for a product, 0 where nothing is."""
     if form is None or isinstance(form, Fp8):
         return 0.0
-    row = sum(value.itemsize * value.shape[1:].numel() for value in form.by_rows)
-    return row / form.shape[1:].numel()
+    return form.row_nbytes / form.shape[1:].numel()
 
 
 def bytes_in(weight: Tensor) -> tuple[Tensor, ...]:

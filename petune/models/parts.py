@@ -36,7 +36,7 @@ class LinearGroup:
 
 def linears(**paths: str) -> LinearGroup:
     """The group of the linears at these paths, by role."""
-    return LinearGroup(tuple(paths.items()))  # type: ignore[arg-type]
+    return LinearGroup(tuple(paths.items()))  # type: ignore[arg-type]  # names of keywords are str to mypy
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class ShardedWeight(QuantisedWeight):
         made.rows = rows
         return made
 
-    @classmethod
+    @classmethod  # torch calls it so, whatever its own signature says
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What FSDP2 does to lay out shards (see _LAID_OUT), else as QuantisedWeight."""
         if args and isinstance(args[0], cls) and (lay := _LAID_OUT.get(func)) is not None:
@@ -43,7 +43,7 @@ class ShardedWeight(QuantisedWeight):
     @property
     def whole(self) -> int:
         """Bytes of all rows."""
-        return sum(value.itemsize * value.shape[1:].numel() for value in self.form.by_rows) * self.rows
+        return self.form.row_nbytes * self.rows
 
     def begin_at(self, row: int) -> None:
         """Take what is here for the rows from `row` on of the weight that was cut."""

@@ -40,6 +40,17 @@ def _belongs(task: str) -> Rule:
     )
 
 
+def _of_loss(loss: str, key: str) -> Rule:
+    """A setting of one loss over preferences must be the usual one where it is another."""
+    usual = getattr(OF_TASKS["prefer"](), key)
+    return Rule(
+        (f"prefer.{key}",),
+        lambda recipe: recipe.prefer.loss == loss or getattr(recipe.prefer, key) == usual,
+        f"only {loss} has it",
+        f"remove it, or set prefer.loss: {loss}",
+    )
+
+
 TASK_RULES = (
     Rule(
         ("data.packing", "task"),
@@ -98,21 +109,9 @@ TASK_RULES = (
         "full fine-tuning overwrites the model that dpo, ipo and kto compare with",
         "set prefer: orpo, or method: lora",
     ),
-    Rule(
-        ("prefer.label_smoothing",),
-        lambda recipe: recipe.prefer.loss == "dpo" or not recipe.prefer.label_smoothing,
-        "only dpo has it",
-        "remove it, or set prefer.loss: dpo",
-    ),
-    *(
-        Rule(
-            (f"prefer.{key}",),
-            lambda recipe, key=key: recipe.prefer.loss == "kto" or getattr(recipe.prefer, key) == 1,  # type: ignore[misc]
-            "only kto has it",
-            "remove it, or set prefer.loss: kto",
-        )
-        for key in ("desirable_weight", "undesirable_weight")
-    ),
+    _of_loss("dpo", "label_smoothing"),
+    _of_loss("kto", "desirable_weight"),
+    _of_loss("kto", "undesirable_weight"),
     Rule(
         ("parallel", "prefer", "task"),
         lambda recipe: not _judges(recipe) or "pp" not in recipe.parallel.axes,

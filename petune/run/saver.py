@@ -218,14 +218,15 @@ class Saver:
     def snapshot(self) -> None:
         """Begin to copy the state of this step, to be written while all go on: by the main process, or, where
         it lies over the ranks, as a checkpoint beside training, unless one is on its way."""
-        number, known = self.progress.step, self._facts()
+        number = self.progress.step
         if self.runner.uncut:
             if self.main and not self.has_lost_folder():
                 tensors, facts = state.pack_state(self.step.tuned, self.step.optimizer, self.packer)
-                self.snapshots.take(number, tensors, facts, run_id=self.run_id, facts=known)
+                self.snapshots.take(number, tensors, facts, run_id=self.run_id, facts=self._facts())
         elif not any(self.runner.any([self.has_lost_folder(), self.saves.busy])):
             self.saves.drain()
-            self._snapshot_of_all(self._held_state(), partial(self.snapshots.put, number, known, self.main))
+            put = partial(self.snapshots.put, number, self._facts(), self.main)
+            self._snapshot_of_all(self._held_state(), put)
 
     def _snapshot_of_all(self, held: HeldState, put: Callable[[Commit], None]) -> None:
         if self._goes_beside(held):

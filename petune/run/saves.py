@@ -33,9 +33,8 @@ from petune.run.state import HeldState
 from petune.saving import checkpoint
 
 Write = Callable[[HeldState], None]
-Facts = (
-    Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-)  # of a manifest, or what says them when it is written
+# of a manifest, or what says them when it is written
+Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Commit = Callable[[Path, Facts], Any]  # of a state, in a folder
 _OTHERS = 1 << 20  # bytes for what a state has beside weights and moments: generators, counts
 SHARE = 2  # of the free host memory a copy may take one part in so many

@@ -75,11 +75,8 @@ TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "embed": ("anchors",),
     "rerank": ("passages", "anchors"),
 }
-ASKED = (
-    "anchors",
-    "passages",
-    "judgements",
-)  # formats whose columns could be others', and which a task must ask for
+# formats whose columns could be others', and which a task must ask for
+ASKED = ("anchors", "passages", "judgements")
 DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corpus
     "classify": {"text": "text", "label": "kind"},
     "tokens": {"tokens": "tokens", "tags": "tags"},  # which load makes of the text

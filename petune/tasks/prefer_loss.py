@@ -158,9 +158,8 @@ class JudgementScorer:
 
     def __init__(self, config: PreferConfig, examples: int, size: int) -> None:
         self.config, self.examples, self.size = config, examples, size
-        self.found = torch.zeros(
-            2, 2 * examples, dtype=torch.float64
-        )  # what texts have gained; 1: good, -1: bad
+        # what texts have gained; 1: good, -1: bad
+        self.found = torch.zeros(2, 2 * examples, dtype=torch.float64)
         self.begun = 0
 
     def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
@@ -191,16 +190,12 @@ class JudgementScorer:
         gained, good = self.found[0].unflatten(0, (-1, 2)), self.found[1, ::2] > 0
         parts = zip(gained.split(self.size), good.split(self.size), strict=True)
         found = [_rated(some, which, self.config, torch.mean) for some, which in parts]
-        right = [
-            (one.chosen > one.rejected) == which
-            for one, which in zip(found, good.split(self.size), strict=True)
-        ]
-        rewards = torch.cat([one.chosen for one in found])
+        loss, rewards, held = (torch.cat(each) for each in zip(*found, strict=True))
         sides = [
             rewards[which].mean() if bool(which.any()) else rewards.new_zeros(()) for which in (good, ~good)
         ]
         return {
-            "loss": float(torch.cat([one.loss for one in found]).mean()),
-            "accuracy": float(torch.cat(right).double().mean()),
+            "loss": float(loss.mean()),
+            "accuracy": float(((rewards > held) == good).double().mean()),
             "margin": float(sides[0] - sides[1]),
         }

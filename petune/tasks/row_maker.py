@@ -214,19 +214,20 @@ class RowMaker:
 
     def _judged(self, record: Record) -> Row:
         query, passage = (self._text(record, role) for role in ("query", "passage"))
-        value, name = self._cell(record, "label"), self.columns["label"]
-        if str(value) not in RELEVANCE:
-            remedy = "write 1 for a passage that answers its query, else 0"
-            raise Bad(f"column {name!r} says neither yes nor no", "0, 1, true or false", repr(value), remedy)
-        return Labelled(record.where, query, passage, RELEVANCE[str(value)])
+        label = self._yes_or_no(record, "write 1 for a passage that answers its query, else 0")
+        return Labelled(record.where, query, passage, label)
 
     def _rated(self, record: Record) -> Row:
         answer = Pair(record.where, self._text(record, "prompt"), self._text(record, "completion"))
+        label = self._yes_or_no(record, "write true for a good answer, else false")
+        return Rated(record.where, answer, label == "1")
+
+    def _yes_or_no(self, record: Record, remedy: str) -> str:
+        """The label, "1" or "0"."""
         value, name = self._cell(record, "label"), self.columns["label"]
         if str(value) not in RELEVANCE:
-            remedy = "write true for a good answer, else false"
             raise Bad(f"column {name!r} says neither yes nor no", "0, 1, true or false", repr(value), remedy)
-        return Rated(record.where, answer, RELEVANCE[str(value)] == "1")
+        return RELEVANCE[str(value)]
 
     def _preference(self, record: Record) -> Row:
         if self._given(record, "system"):

@@ -72,8 +72,8 @@ def test_factors_get_the_gradients_of_both_calls_of_their_layer(name: str, kerne
     assert sum(".attention.self." in path for path in layers) == 2 * (3 if name == NAMES[0] else 5)
     for path in layers:
         layer, change = tuned.get_submodule(path), dense[f"{path}.weight"]
-        expected = {"lora_A": layer.scale * layer.lora_B.T @ change}  # type: ignore[operator, union-attr]
-        expected["lora_B"] = layer.scale * change @ layer.lora_A.T  # type: ignore[operator, union-attr]
+        expected = {"lora_A": layer.scale * layer.lora_B.T @ change}
+        expected["lora_B"] = layer.scale * change @ layer.lora_A.T
         for own, value in expected.items():
             assert torch.allclose(found[f"{path}.{own}"], value, rtol=1e-9, atol=1e-12), (path, own)
 

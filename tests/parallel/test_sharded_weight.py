@@ -117,7 +117,7 @@ def test_a_rank_holds_its_part_of_the_quantised_bytes_and_nothing_dense(world: i
     whole = harness.build(one)
     quantise_blocks(whole, family_of(whole), "nf4")
     full = sum(value.nbytes for _, _, value in quantised_in(whole))
-    beside = sum(value.form.nested.nbytes + 4 for _, _, value in quantised_in(whole))  # type: ignore[attr-defined]
+    beside = sum(value.form.nested.nbytes + 4 for _, _, value in quantised_in(whole))
     blocks = [list(block.parameters()) for block in cast("Any", whole).model.layers]
 
     def part() -> tuple[int, int, float]:

@@ -107,7 +107,7 @@ def test_loss_and_gradient_are_those_of_the_paper(far: bool) -> None:
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-12, atol=1e-12)
     own, theirs = (
         torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (found.sum(), sum(expected))
-    )  # type: ignore[arg-type]
+    )
     torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
     assert not own[1::2].any() and bool(own[::2].any())
 

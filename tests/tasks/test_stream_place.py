@@ -56,7 +56,7 @@ def stream(spec: Path, **changes: Any) -> Streamed:
         write(held, 3, 2)
     config = DataConfig(str(spec), **{"stream": True, "eval": str(held), "window": 7} | changes)
     sizes = {"model_kind": "decoder", "max_positions": None, "vocab_size": None, "seed": 0}
-    found = stream_rows(config, "causal", spec.parent, TOKENIZER, objects={}, **sizes)[1].stream  # type: ignore[arg-type]
+    found = stream_rows(config, "causal", spec.parent, TOKENIZER, objects={}, **sizes)[1].stream
     assert found is not None
     return found
 
@@ -109,37 +109,32 @@ def test_a_stream_goes_on_from_any_mark_as_if_it_had_not_been_interrupted(data: 
             assert unfit is None
 
 
+def assert_not_read_again(path: Path, window: int, first: int, old: bytes, bad: bytes, fault: str) -> None:
+    """A mark before the rows from `first` on is entered, though rows before it cannot be read any more."""
+    whole = stream(path, window=window)
+    expected = whole.examples(first, 10)
+    mark = whole.mark(first)
+    text = path.read_bytes()
+    assert text.count(old) == 1
+    path.write_bytes(text.replace(old, bad))
+    again = stream(path, window=window)
+    assert again.go_to(first, mark) is None
+    assert again.examples(first, 10) == expected
+    with pytest.raises(DataError, match=fault):
+        stream(path, window=window).examples(first, 10)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_what_was_read_is_not_read_again(suffix: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"d{suffix}", 0, 8000)
-    whole = stream(path, window=1000)
-    expected = whole.examples(7000, 10)
-    mark = whole.mark(7000)
-    text = path.read_bytes()
-    at = text.index(b"answer 3500")
-    path.write_bytes(text[:at] + b"\xff" * 11 + text[at + 11 :])
-    again = stream(path, window=1000)
-    assert again.go_to(7000, mark) is None
-    assert again.examples(7000, 10) == expected
-    with pytest.raises(DataError, match="UTF-8"):
-        stream(path, window=1000).examples(7000, 10)
+    assert_not_read_again(path, 1000, 7000, b"answer 3500", b"\xff" * 11, "UTF-8")
 
 
 def test_groups_of_rows_that_were_read_are_not_read_again(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     rows = [{"source": f"question {n} " + "long " * 9, "target": f"answer {n}"} for n in range(4000)]
     pa.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=500, compression="none")
-    whole = stream(path, window=500)
-    expected = whole.examples(3600, 10)
-    mark = whole.mark(3600)
-    text = path.read_bytes()
-    assert text.count(b"answer 1900") == 1
-    path.write_bytes(text.replace(b"answer 1900", b"answer\xff1900"))
-    again = stream(path, window=500)
-    assert again.go_to(3600, mark) is None
-    assert again.examples(3600, 10) == expected
-    with pytest.raises(DataError, match="Parquet"):
-        stream(path, window=500).examples(3600, 10)
+    assert_not_read_again(path, 500, 3600, b"answer 1900", b"answer\xff1900", "Parquet")
 
 
 def test_a_file_that_was_mended_behind_a_mark_is_entered_there(tmp_path: Path) -> None:
