@@ -12,8 +12,8 @@ A CASE is VARIANT:SHAPE:METHOD:ROWSxTOKENS and settings after further colons. Va
 (kernels="auto"), eager (kernels="off"), before (kernels="auto" of the petune that lies in the folder
 --before, such as an older commit's), peft. Settings: fill (mean part of a row that is not padding; lengths
 are log-normal with sigma 0.8 and rows are cut at the longest), r, dropout (of LoRA), layers, base (what
-frozen weights are held in: fp8, int8 or nf4), steps, warm (seconds of steps that do not count), limit
-(seconds).
+frozen weights are held in: fp8, int8 or nf4), budget and host (GiB that petune's memory policy may take on
+the device and on the host), steps, warm (seconds of steps that do not count), limit (seconds).
 
 All of a shape train the same random weights on the same eight random batches: bf16 weights under autocast,
 fused AdamW at 1e-4, LoRA on every linear layer and expert of the blocks with alpha = 2 r, adapters with
@@ -128,6 +128,7 @@ _ROUTED = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size"
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHAPES: Mapping[str, Shape] = {
     "llama-8b": Shape("llama", _llama(4096, 14336, 32, 128256), _GATED),
+    "llama-70b": Shape("llama", _llama(8192, 28672, 80, 128256, heads=64), _GATED),
     "llama-1b": Shape("llama", _llama(2048, 8192, 16, 128256, head=64, tie_word_embeddings=True), _GATED),
     "qwen3-4b": Shape(
         "qwen3", _llama(2560, 9728, 36, 151936, tie_word_embeddings=True, rms_norm_eps=1e-6), _GATED
@@ -200,6 +201,8 @@ class Case:
     dropout: float = 0.0
     layers: int = 0
     base: str = ""
+    budget: float = 0.0
+    host: float = 0.0
     steps: int = 16
     warm: float = 4.0
     limit: float = 120.0
@@ -267,6 +270,10 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else "auto"}
     if case.base:
         settings["base_dtype"] = case.base
+    if case.budget:
+        settings["memory"] = (
+            {"budget": case.budget, "host": case.host} if case.host else {"budget": case.budget}
+        )
     roles = ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
     if case.method in ("lora", "dora"):
         settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}

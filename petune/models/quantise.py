@@ -49,13 +49,17 @@ def quantise_blocks(
     weights = [(one.module, name) for one in find_sites(model, family) for name in _names(one.module)]
     for layer, name in weights:
         _refuse(layer.get_parameter(name), base_dtype, device)
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for layer, name in weights:
-        own = layer.get_parameter(name)
-        setattr(layer, name, made.setdefault(own, quantised(own, base_dtype)))
-        if own.dim() == 3:
-            # transformers' loop multiplies with one expert at a time; its other ways copy all of them
-            cast("Any", layer).config._experts_implementation = "eager"
+        places.setdefault(layer.get_parameter(name), []).append((layer, name))
+    while places:  # nothing but the model refers to a weight, so that it is freed before the next one's turn
+        own, held = places.popitem()
+        made = quantised(own, base_dtype)
+        for layer, name in held:
+            setattr(layer, name, made)
+            if own.dim() == 3:
+                # transformers' loop multiplies with one expert at a time; its other ways copy all of them
+                cast("Any", layer).config._experts_implementation = "eager"
 
 
 def _names(layer: nn.Module) -> tuple[str, ...]:

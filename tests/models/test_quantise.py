@@ -4,6 +4,7 @@ computes with the values that its weights then have."""
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import petune
 from petune.errors import UsageError
 from petune.kernels.fuse import fused_blocks
 from petune.models import family_of
-from petune.models.frozen_weight import FORMS, quantised_in, restore_dense
+from petune.models.frozen_weight import FORMS, quantised, quantised_in, restore_dense
 from petune.models.quantise import quantise_blocks
 from petune.models.spec import find_sites
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
@@ -50,6 +51,21 @@ def test_blocks_that_are_not_fused_hold_and_use_quantised_weights(base_dtype: st
     assert float(loss) == pytest.approx(float(expected), rel=near)
     if base_dtype != "fp8":
         assert_same_gradients(found, wanted, near)
+
+
+def test_a_dense_weight_is_freed_before_the_next_one_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama-causal", intermediate_size=128)
+    before: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def counted(weight: Any, name: str) -> Any:
+        alive.append(sum(one() is not None for one in before))
+        before.append(weakref.ref(weight))
+        return quantised(weight, name)
+
+    monkeypatch.setattr("petune.models.quantise.quantised", counted)
+    quantise_blocks(model.requires_grad_(False), family_of(model), "int8")
+    assert len(alive) == 14 and max(alive) <= 1, "the one just done may wait for the loop's next turn"
 
 
 def test_a_model_of_no_family_and_an_unknown_form_are_refused() -> None:

@@ -288,8 +288,9 @@ class FindSegments:
             found = from_positions(positions.expand(rows, -1))
         if isinstance(found, str):
             return None
-        windowed = self.causal and tokens > (getattr(config, "sliding_window", None) or tokens)
-        return of_rows(rows, rows * tokens, inputs.device) if found is None and windowed else found
+        if found is None and self.causal and _masks_whole_rows(config, tokens):
+            return of_rows(rows, rows * tokens, inputs.device)
+        return found
 
     def _from_mask(
         self, config: Any, given: Tensor, device: torch.device, call: Call
@@ -351,6 +352,13 @@ def _labelled(call: Call, mask: Tensor) -> Tensor | str | None:
         return "labels have another shape than the mask"
     places = [value.to(mask.device) != IGNORED for value in labels]
     return torch.stack(places).any(0) if places else None
+
+
+def _masks_whole_rows(config: Any, tokens: int) -> bool:
+    """Whether transformers writes a dense mask for causal rows of `tokens` without padding: for a window
+    that is shorter, and for its eager attention, the one that caps scores."""
+    window = getattr(config, "sliding_window", None) or tokens
+    return tokens > window or getattr(config, "_attn_implementation", None) == "eager"
 
 
 def _asked(config: Any, call: Call, name: str) -> bool:

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import petune
 from petune.kernels import reference
+from petune.kernels.block import attention as attending
 from petune.kernels.block import call
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import triton_ops
@@ -120,6 +121,18 @@ def test_it_is_hugging_faces_own_with_its_own_norms_and_masks(
     torch.testing.assert_close(loss.float(), expected.float(), rtol=1e-6, atol=0)
     assert_same_gradients(found, wanted, 1e-6)
     assert not said(fused)
+
+
+@pytest.mark.parametrize("rows", ["padded", "whole rows"])
+def test_no_dense_mask_is_made_for_eager_attention(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    choose = attending.choose
+    monkeypatch.setattr(
+        attending, "choose", lambda *args, masked, **more: asked.append(masked) or choose(*args, **more)
+    )
+    fused, _ = pair("gemma3-causal", "lora", torch.float32, attn_implementation="eager", sliding_window=64)
+    gradients(fused, BATCHES[rows](batch("gemma3-causal")) | {"use_cache": False})
+    assert asked and not any(asked)
 
 
 @pytest.mark.usefixtures("_float64")
