@@ -10,6 +10,7 @@ products are summed in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -30,6 +31,12 @@ def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
     wide = wide if by is None else wide * by
     scale = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-12).float()
     return (wide / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+
+
+@lru_cache
+def values(device: torch.device) -> Tensor:
+    """The number that each byte stands for, float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
 
 def transposed(q: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Quantised weights made dense, to the bit as the forms' own plain torch makes them.
 
-A program makes blocks of one row. Levels are looked up in tables of 16 and of 256 numbers, which stay in the
-cache; a product and a sum are rounded one after the other (no fused multiply-add), as they are there.
+A program makes blocks of one row. Levels, and eight-bit floats, which not every device converts, are looked
+up in tables of 16 and of 256 numbers, which stay in the cache; a product and a sum are rounded one after the other (no fused multiply-add), as they are there.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from petune.kernels.triton.residual import Variant
 from petune.models.expert_form import ExpertForm
-from petune.models.form import Form
-from petune.models.int8 import Int8
+from petune.models.form import Form, ScaledRows
+from petune.models.fp8 import values
 from petune.models.nf4 import BLOCK, NESTED, Nf4, dynamic_levels, levels
 
 BLOCKS = 32  # of 64 numbers, that a program makes
@@ -32,9 +33,8 @@ def dense_into(form: Form, out: Tensor) -> None:
         _of_experts(form, out)
     elif isinstance(form, Nf4):
         _nf4(form, out, len(out), form.nested.stride(0))
-    elif isinstance(form, Int8):
-        grid, apart = (len(out), triton.cdiv(out.shape[1], COLUMNS)), (form.q.stride(0), out.stride(0))
-        _int8_kernel[grid](*form.tensors, out, out.shape[1], *apart, COLUMNS=COLUMNS, num_warps=WARPS)
+    elif isinstance(form, ScaledRows) and form.q.stride(1) == 1:
+        _scaled_rows(form, out)
     else:
         form.dense_into(out)
 
@@ -50,6 +50,15 @@ def _of_experts(form: ExpertForm, out: Tensor) -> None:
         _nf4(together, flat, out.shape[1], held.nested.stride(0))
     else:
         form.dense_into(out)
+
+
+def _scaled_rows(form: ScaledRows, out: Tensor) -> None:
+    """Eight-bit integers, or floats by their bytes."""
+    grid, apart = (len(out), triton.cdiv(out.shape[1], COLUMNS)), (form.q.stride(0), out.stride(0))
+    integers = form.q.dtype == torch.int8
+    q, table = (form.q, form.scale) if integers else (form.q.view(torch.uint8), values(out.device))
+    shape = {"INTEGERS": integers, "COLUMNS": COLUMNS, "num_warps": WARPS}
+    _scaled_rows_kernel[grid](q, form.scale, table, out, out.shape[1], *apart, **shape)
 
 
 def _nf4(form: Nf4, out: Tensor, each: int, apart: int) -> None:
@@ -112,10 +121,13 @@ def _nf4_kernel(
 
 
 @triton.jit
-def _int8_kernel(q, scale, out, columns, q_stride, out_stride, COLUMNS: tl.constexpr):
+def _scaled_rows_kernel(
+    q, scale, table, out, columns, q_stride, out_stride, INTEGERS: tl.constexpr, COLUMNS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    value = tl.load(q + row * q_stride + column, mask=column < columns, other=0).to(tl.float32)
+    byte = tl.load(q + row * q_stride + column, mask=column < columns, other=0)
+    value = byte.to(tl.float32) if INTEGERS else tl.load(table + byte.to(tl.int32))
     value = value * tl.load(scale + row)
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=column < columns)
 
@@ -129,5 +141,7 @@ def variants() -> Iterator[Variant]:
         of_nf4 = dict.fromkeys(_nf4_kernel.arg_names, "i32") | {"q": "*u8", "scales": "*u8", "out": kind}
         of_nf4 |= dict.fromkeys(("nested", "mean", "levels", "dynamic"), "*fp32")
         yield _nf4_kernel, of_nf4, {"BLOCKS": BLOCKS, "SIZE": BLOCK, "NESTED": NESTED}, WARPS, 3
-        of_int8 = dict.fromkeys(_int8_kernel.arg_names, "i32") | {"q": "*i8", "scale": "*fp32", "out": kind}
-        yield _int8_kernel, of_int8, {"COLUMNS": COLUMNS}, WARPS, 3
+        rows = dict.fromkeys(_scaled_rows_kernel.arg_names, "i32") | {"scale": "*fp32", "table": "*fp32"}
+        for integers, bytes_of in ((True, "*i8"), (False, "*u8")):
+            of_rows = rows | {"q": bytes_of, "out": kind}
+            yield _scaled_rows_kernel, of_rows, {"INTEGERS": integers, "COLUMNS": COLUMNS}, WARPS, 3

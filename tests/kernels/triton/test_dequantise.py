@@ -8,8 +8,9 @@ import torch
 
 from petune.kernels import reference
 from petune.kernels.triton.dequantise import COLUMNS, dense_into
-from petune.models.form import Form
+from petune.models.form import Form, ScaledRows
 from petune.models.frozen_weight import EXPERT_FORMS, FORMS
+from petune.models.nf4 import Nf4
 from tests.kernels.exactness import DEVICE
 
 SIZES = [(1, 64), (5, 192), (3, COLUMNS + 64)]
@@ -48,6 +49,21 @@ def test_every_bit_of_experts_is_the_references(name: str) -> None:
         found, expected = torch.full((2, *form.shape), 7.0, device=DEVICE)
         dense_into(form, found)
         reference.dense_into(form, expected)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_form_is_left_to_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    one, experts = FORMS[name].of(weight[0]), EXPERT_FORMS[name].of(weight)
+    for form in (one, experts):
+        expected = torch.empty(form.shape, device=DEVICE)
+        reference.dense_into(form, expected)
+        with monkeypatch.context() as patch:
+            for kind in (Nf4, ScaledRows, type(form)):
+                patch.setattr(kind, "dense_into", lambda form, out: pytest.fail("made by plain torch"))
+            found = torch.empty(form.shape, device=DEVICE)
+            dense_into(form, found)
         assert torch.equal(found, expected)
 
 
