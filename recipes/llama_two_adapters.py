@@ -1,9 +1,10 @@
-"""Llama, two LoRA adapters on one base, trained in one batch: docstrings of modules it has never seen, and of
-others. A script, because a recipe trains one adapter.
+"""Llama, two LoRA adapters on one base, trained in one batch: docstrings of modules it has never seen, and
+dotted names of functions. A script, because a recipe trains one adapter.
 
     python recipes/llama_two_adapters.py [STEPS] [FOLDER]      40 steps, runs/llama_two_adapters
 
-Prints the loss of each adapter on held-out rows of both kinds, and leaves both in folders of their own.
+Prints the loss of each adapter, and of the base, on held-out rows of both kinds, and leaves both in folders
+of their own.
 """
 
 import json
@@ -19,13 +20,16 @@ from petune.demo import data_path, model_path
 steps, out = int((sys.argv[1:] or ["40"])[0]), (sys.argv[2:] or ["runs/llama_two_adapters"])[0]
 tokenizer = AutoTokenizer.from_pretrained(model_path("tiny-llama"), padding_side="right")
 model = AutoModelForCausalLM.from_pretrained(model_path("tiny-llama"))
-files = {"unseen": "domain_train.jsonl", "seen": "train.jsonl"}  # rows of each adapter
-rows = {name: (data_path("docstrings") / file).read_text().splitlines() for name, file in files.items()}
-texts = {name: [json.loads(line)["text"] for line in lines] for name, lines in rows.items()}
+lines = (data_path("docstrings") / "domain_train.jsonl").read_text().splitlines()
+rows = [json.loads(line) for line in lines]
+texts = {  # of each adapter
+    "docstrings": [row["text"] for row in rows],
+    "names": [f"{row['module']}.{row['name']}" for row in rows],
+}
 
 
-def losses(names: list[str], batch: list[str]) -> torch.Tensor:
-    """The mean loss of each row, with the adapter that is named for it."""
+def losses(names: list[str | None], batch: list[str]) -> torch.Tensor:
+    """The mean loss of each row, with the adapter that is named for it, or with none."""
     inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)[:, 1:]
     with petune.per_row(model, names):
@@ -45,7 +49,9 @@ for _ in range(steps):
     optimizer.step()
     optimizer.zero_grad()
 with torch.no_grad():
-    for name in texts:
-        found = {kind: losses([name] * 64, texts[kind][:64]).mean().item() for kind in texts}
-        print(f"{name:8}", "  ".join(f"loss on {kind} {loss:.3f}" for kind, loss in found.items()))
+    for tuned in (*texts, None):
+        found = {kind: losses([tuned] * 64, texts[kind][:64]).mean().item() for kind in texts}
+        print(
+            f"{tuned or 'base':10}", "  ".join(f"loss on {kind} {loss:.3f}" for kind, loss in found.items())
+        )
 print("saved", petune.save(model, out))

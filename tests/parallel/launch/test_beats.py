@@ -92,8 +92,8 @@ def test_ranks_that_agree_say_nothing_and_those_that_differ_are_named_by_all(ran
 @pytest.mark.parametrize(
     "lost",
     [
-        pytest.param({61}, id="a rank"),
-        pytest.param({0}, id="rank 0"),
+        pytest.param({61}, id="a rank", marks=pytest.mark.slow),
+        pytest.param({0}, id="rank 0", marks=pytest.mark.slow),
         pytest.param({8, 13}, id="a watcher and a rank of its own"),
         pytest.param({8}, id="a watcher", marks=pytest.mark.slow),
         pytest.param(set(range(16, 24)), id="a host", marks=pytest.mark.slow),
