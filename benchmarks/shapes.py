@@ -270,10 +270,8 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else "auto"}
     if case.base:
         settings["base_dtype"] = case.base
-    if case.budget:
-        settings["memory"] = (
-            {"budget": case.budget, "host": case.host} if case.host else {"budget": case.budget}
-        )
+    if memory := {name: gib for name in ("budget", "host") if (gib := getattr(case, name))}:
+        settings["memory"] = memory
     roles = ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
     if case.method in ("lora", "dora"):
         settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}

@@ -47,10 +47,9 @@ def quantise_blocks(
             remedy="remove base_dtype, or use dp without shard",
         )
     weights = [(one.module, name) for one in find_sites(model, family) for name in _names(one.module)]
-    for layer, name in weights:
-        _refuse(layer.get_parameter(name), base_dtype, device)
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for layer, name in weights:
+        _refuse(layer.get_parameter(name), base_dtype, device)
         places.setdefault(layer.get_parameter(name), []).append((layer, name))
     while places:  # nothing but the model refers to a weight, so that it is freed before the next one's turn
         own, held = places.popitem()

@@ -1,7 +1,8 @@
 """Quantised weights made dense, to the bit as the forms' own plain torch makes them.
 
 A program makes blocks of one row. Levels, and eight-bit floats, which not every device converts, are looked
-up in tables of 16 and of 256 numbers, which stay in the cache; a product and a sum are rounded one after the other (no fused multiply-add), as they are there.
+up in tables of 16 and of 256 numbers, which stay in the cache; a product and a sum are rounded one after the
+other (no fused multiply-add), as they are there.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def _scaled_rows(form: ScaledRows, out: Tensor) -> None:
     """Eight-bit integers, or floats by their bytes."""
     grid, apart = (len(out), triton.cdiv(out.shape[1], COLUMNS)), (form.q.stride(0), out.stride(0))
     integers = form.q.dtype == torch.int8
+    # integers need no table: any pointer to floats stands in its place
     q, table = (form.q, form.scale) if integers else (form.q.view(torch.uint8), values(out.device))
     shape = {"INTEGERS": integers, "COLUMNS": COLUMNS, "num_warps": WARPS}
     _scaled_rows_kernel[grid](q, form.scale, table, out, out.shape[1], *apart, **shape)
