@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels import reference
 from petune.kernels.block.dense import matmul32
 from petune.kernels.reference import Low
 
 Variant = tuple[Any, dict[str, str], dict[str, Any], int, int]  # kernel, signature, constexprs, warps, stages
 
 MAX_RANK = 64
-MAX_COLUMNS = 32768  # of a row to quantise: it lies in the registers of one program
+MAX_COLUMNS = 32768  # of a row to quantise that lies in the registers of one program
+PART = 16384  # of a longer row at a time, which is read twice
 TOTAL_BLOCK = 1024
 
 
@@ -174,17 +174,17 @@ def _add_low_kernel(
 
 
 def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`petune.kernels.reference.quantise`, which rows of more than `MAX_COLUMNS` columns go to."""
+    """`petune.kernels.reference.quantise`."""
     rows, width = x.shape
-    if width > MAX_COLUMNS:
-        return reference.quantise(x, by)
     q = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
-        block = triton.next_power_of_2(width)
+        kernel, block = _quantise_kernel, triton.next_power_of_2(width)
+        if width > MAX_COLUMNS:
+            kernel, block = _quantise_long_kernel, PART
         bits, native = q.view(torch.uint8), x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
         by = None if by is None else by.contiguous()
-        _quantise_kernel[(rows,)](
+        kernel[(rows,)](
             x,
             bits,
             scale,
@@ -209,11 +209,42 @@ def _quantise_kernel(x, q, scale, by, width, x_stride, BLOCK: tl.constexpr, NATI
     value = tl.load(x + row * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
     if by is not None:
         value *= tl.load(by + col, mask=col < width, other=0.0)
-    unit = tl.maximum(tl.max(tl.abs(value), 0) / 448.0, 1e-12)
+    unit = _unit(tl.max(tl.abs(value), 0))
     tl.store(scale + row, unit)
+    tl.store(q + row * width + col, _eight_bits(value, unit, NATIVE), mask=col < width)
+
+
+@triton.jit
+def _quantise_long_kernel(x, q, scale, by, width, x_stride, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
+        if by is not None:
+            value *= tl.load(by + col, mask=col < width, other=0.0)
+        largest = tl.maximum(largest, tl.abs(value))
+    unit = _unit(tl.max(largest, 0))
+    tl.store(scale + row, unit)
+    for start in range(0, width, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
+        if by is not None:
+            value *= tl.load(by + col, mask=col < width, other=0.0)
+        tl.store(q + row * width + col, _eight_bits(value, unit, NATIVE), mask=col < width)
+
+
+@triton.jit
+def _unit(largest):
+    """What a row whose largest value this is has for one."""
+    return tl.maximum(largest / 448.0, 1e-12)
+
+
+@triton.jit
+def _eight_bits(value, unit, NATIVE: tl.constexpr):
+    """The bits of `value` in such units."""
     value = tl.minimum(tl.maximum(value * (1.0 / unit), -448.0), 448.0)
-    bits = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else _e4m3(value)
-    tl.store(q + row * width + col, bits, mask=col < width)
+    return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else _e4m3(value)
 
 
 @triton.jit
@@ -260,10 +291,15 @@ def variants() -> Iterator[Variant]:
             values = {"RANK": rank, "R": padded(min(rank, MAX_RANK)), "BM": tile.rows, "BN": tile.columns}
             yield _add_low_kernel, signature, values | absent, tile.warps, tile.stages
     signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "by": "*fp32", "width": "i32", "x_stride": "i32"}
-    for block in (4096, 16384, MAX_COLUMNS):
+    for kernel, block in (
+        (_quantise_kernel, 4096),
+        (_quantise_kernel, 16384),
+        (_quantise_kernel, MAX_COLUMNS),
+        (_quantise_long_kernel, PART),
+    ):
         for absent in ({}, {"by": None}):
             yield (
-                _quantise_kernel,
+                kernel,
                 signature,
                 {"BLOCK": block, "NATIVE": False} | absent,
                 _quantise_warps(block),

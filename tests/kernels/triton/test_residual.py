@@ -101,7 +101,7 @@ def test_shares_fill_the_device_and_are_no_finer_than_that_takes(walks: int, ste
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns", "strided"),
-    [(1, 16, False), (3, 100, True), (65, 130, False), (2, 4096, True), (0, 16, False)],
+    [(1, 16, False), (3, 100, True), (65, 130, False), (2, 4096, True), (0, 16, False), (3, 33000, True)],
 )
 def test_quantise_is_the_references(dtype: torch.dtype, rows: int, columns: int, strided: bool) -> None:
     x = matrix(rows, columns, dtype, 6, strided) * torch.logspace(-3, 3, rows, device=DEVICE)[:, None].to(
@@ -135,10 +135,13 @@ def test_rounding_to_eight_bits_without_the_instruction_is_bit_for_bit_torchs() 
     assert torch.equal(q.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def test_rows_too_long_for_the_kernel_are_quantised_as_well() -> None:
-    x = torch.randn(2, 32769, device=DEVICE)
-    for found, wanted in zip(residual.quantise(x), reference.quantise(x), strict=True):
-        assert torch.equal(found.float(), wanted.float())
+@pytest.mark.parametrize("columns", [64, residual.MAX_COLUMNS + 1])
+def test_columns_that_are_scaled_first_count_for_the_range_of_a_row(columns: int) -> None:
+    x, by = torch.ones(2, columns, device=DEVICE), torch.ones(columns, device=DEVICE)
+    by[-1] = -8.0
+    q, scale = residual.quantise(x, by)
+    assert q.float()[:, -1].tolist() == [-448.0] * 2 and q.float()[:, 0].tolist() == [56.0] * 2
+    torch.testing.assert_close(q.float() * scale, by.expand(2, -1))
 
 
 NATIVE = """
