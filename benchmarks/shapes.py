@@ -149,6 +149,12 @@ SHAPES: Mapping[str, Shape] = {
         _GATED[:4],
         experts=("experts.gate_up_proj", "experts.down_proj"),
     ),
+    "gpt-oss-20b": Shape(
+        "gpt_oss",
+        _llama(2880, 2880, 24, 201088, heads=64, head=64, num_local_experts=32, num_experts_per_tok=4),
+        _GATED[:4],
+        experts=("experts.gate_up_proj", "experts.down_proj"),
+    ),
     "gemma3-4b": Shape("gemma3_text", _gemma(2560, 10240, 34, heads=8, keys=4, window=1024), _GATED),
     "t5-large": Shape(
         "t5",
@@ -184,6 +190,7 @@ _TINY = {
         ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
     ),
     **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "num_experts": 8, "moe_intermediate_size": 16},
+    "num_local_experts": 8,
 }
 
 
@@ -324,20 +331,25 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class Predictions(logging.Handler):
-    """Keeps the time of a step, in seconds, that petune's log predicts last, and what it says of kernels."""
-
-    seconds: float | None = None
+    """Keeps the time of a step, in seconds, that petune's log predicts last for each stack of blocks, and
+    what it says of kernels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
+        self.of_stacks: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all stacks."""
+        return sum(self.of_stacks.values()) or None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Read one message."""
         if "fused" in record.getMessage():
             self.said.append(record.getMessage())
-        if found := re.search(r"step ([\d.]+) (s|ms|us) predicted", record.getMessage()):
-            self.seconds = float(found[1]) * UNITS[found[2]]
+        if found := re.search(r"(memory.*): peak .* step ([\d.]+) (s|ms|us) predicted", record.getMessage()):
+            self.of_stacks[found[1]] = float(found[2]) * UNITS[found[3]]
 
 
 def measure(case: Case, before: str | None, device: str, tiny: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -345,20 +346,21 @@ class Attend(Step):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        yield (
-            "attention",
-            attention(*self._work(rows, sequence), self.causal, shape.itemsize, window=self.window),
-        )
+        cost = attention(*self._work(rows, sequence), self.causal, shape.itemsize, **self._kernel)
+        yield "attention", cost
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
         work = self._work(rows, sequence)
-        yield (
-            "attention_backward",
-            attention_backward(*work, self.causal, shape.itemsize, window=self.window),
-        )
+        yield "attention_backward", attention_backward(*work, self.causal, shape.itemsize, **self._kernel)
         if not self.turned:
             yield "memory", rope_backward(rows, sum(self._columns()), shape.itemsize)
+
+    @property
+    def _kernel(self) -> dict[str, Any]:
+        """What decides which kernels compute it."""
+        own = self.softcap is not None or self.bias is not None or self.sinks is not None
+        return {"window": self.window, "own": own}
 
     def _work(self, rows: float, sequence: float) -> tuple[float, float, int, int, int]:
         """Tokens, those of a sequence, heads, and columns of one."""

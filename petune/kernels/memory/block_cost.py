@@ -62,7 +62,7 @@ class Rates:
         """Seconds of one launch, whose arithmetic runs at `rate`."""
         cost, memory = one.cost, self.memory * (NARROW if one.kind == "narrow" else 1)
         return self.launch + max(
-            (cost.flop + cost.softmax) / rate, cost.bytes / memory, cost.hashes / self.hashes
+            (cost.flop + cost.beside) / rate, cost.bytes / memory, cost.hashes / self.hashes
         )
 
 

@@ -104,15 +104,19 @@ class Governor:
         key = (*size, self.beside, _specs(stack)[0].computes_in(device.type))
         if key not in self.policies:
             self.policies[key] = self._shared(stack, device, *size)
-            self._say(self.policies[key])
+            self._say(self.policies[key], stack)
         policy = self.policies[key]
         return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
 
-    def _say(self, policy: Policy) -> None:
-        """What is kept, unless it is what the batches before had; the figures differ with every size."""
+    def _say(self, policy: Policy, stack: Stack) -> None:
+        """What is kept, unless it is what the batches before had; the figures differ with every size. Of a
+        model of two stacks, which of them is meant."""
         lines = policy.lines()
+        model = None if self.model is None else self.model()
+        stacks = [] if model is None else [one for one in model.modules() if isinstance(one, Stack)]
+        whose = f"memory of the {stack.name}" if len(stacks) > 1 else "memory"
         for line in lines if lines[:1] != self.said else ():
-            say(line)
+            say(whose + line.removeprefix("memory"))
         self.said = lines[:1]
 
     def _shared(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> Policy:

@@ -132,7 +132,7 @@ def test_attention_goes_from_one_known_length_to_the_next(length: int, rate: flo
         (Operation("u", "memory", Cost(4e15, 1e9)), 1e-2),
         (Operation("u", "memory", Cost(1, 1e6, hashes=1e9)), 1e-1),
         (Operation("u", "matmul", Cost(4e9, 1, hashes=1e6)), 4e-3),
-        (Operation("u", "attention", Cost(1e9, 1, softmax=3e9)), 4e-3),
+        (Operation("u", "attention", Cost(1e9, 1, beside=3e9)), 4e-3),
         (Operation("u", "memory", Cost(), times=7), 0.0),
     ],
 )

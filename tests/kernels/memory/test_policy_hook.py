@@ -235,8 +235,11 @@ def test_the_budget_is_never_more_than_was_allowed(
     assert asked[0]["budget"] == int(expected * GIB)
 
 
-def test_an_encoder_leaves_what_its_decoder_needs_at_least(device: Device, asked: list[Any]) -> None:
-    """The decoder is entered when the encoder keeps what it keeps; the head is the decoder's."""
+def test_an_encoder_leaves_what_its_decoder_needs_at_least(
+    device: Device, asked: list[Any], said: list[str]
+) -> None:
+    """The decoder is entered when the encoder keeps what it keeps; the head is the decoder's. Each is spoken
+    of by its name."""
     sizes = {
         "d_model": 64,
         "d_kv": 16,
@@ -259,6 +262,7 @@ def test_an_encoder_leaves_what_its_decoder_needs_at_least(device: Device, asked
         found[encoder]._kept(encoder, CUDA, tokens, 512)
     found[decoder]._kept(decoder, CUDA, 4096, 512)
     few, many, last = asked
+    assert {line.partition(":")[0] for line in said} == {"memory of the encoder", "memory of the decoder"}
     whole = last["budget"]
     assert few["vocabulary"] == many["vocabulary"] == 0 and last["vocabulary"] == 300
     kept = 4096 * 3 * buffers.kept_bytes(shape_of(cast("Any", decoder.blocks[0]).spec), "input")
