@@ -6,6 +6,8 @@ and the first gradients.
                                                                  r=16
     PYTHONPATH=.:SITE python3 benchmarks/exact.py losses --layers 2 --steps 200 --rank 64 --variants float32
     petune peft unsloth
+    PYTHONPATH=. python3 benchmarks/exact.py losses --shape 70b --layers 8 --steps 200 --variants petune
+    "petune, nf4 base"                                           beside the first, a base in bf16
     PYTHONPATH=. python benchmarks/exact.py losses --tiny --layers 2 --steps 200 --plot exact.svg         on a
                                                                                                           CPU
 
@@ -269,7 +271,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "petune": {"kernels": "triton"},
     "petune, input kept": {"kernels": "triton", "memory": {"keep": "input", "offload": "input"}},
     "petune, kernels: off": {"kernels": "off"},
-    "petune, fp8 base": {"kernels": "triton", "base_dtype": "fp8"},
+    **{f"petune, {base} base": {"kernels": "triton", "base_dtype": base} for base in ("fp8", "int8", "nf4")},
+}
+# what a shape has beside the 8B's
+BESIDE: dict[str, dict[str, Any]] = {
+    "8b": {},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 }
 
 
@@ -318,6 +325,7 @@ def compare(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
         SHAPES["exact"] = SHAPES["8b"] | {"num_hidden_layers": given.layers, "vocab_size": 32000}
+        SHAPES["exact"] |= BESIDE[given.shape]
         if given.tiny:
             SHAPES["exact"] |= {
                 "hidden_size": 256,
@@ -346,7 +354,7 @@ def compare(given: argparse.Namespace) -> None:
 
 
 def _print(rows: list[dict[str, Any]], folder: Path) -> None:
-    """The last of `rows` beside the first, which is float32."""
+    """The last of `rows` beside the first."""
     row, exact = rows[-1], rows[0]["losses"]
     if "losses" not in row:
         print(f"{row['variant']:24} {row.get('error')}", flush=True)
@@ -373,7 +381,7 @@ def _print(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """|loss - float32's| by step, averaged over a turn of the batches, as SVG."""
+    """|loss - the first's| by step, averaged over a turn of the batches, as SVG."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -384,9 +392,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot(range(BATCHES, BATCHES * len(turns) + 1, BATCHES), turns, label=row["variant"])
     axes.set(
         xlabel="step",
-        ylabel="|loss - loss in float32|",
+        ylabel=f"|loss - loss of {rows[0]['variant']}|",
         yscale="log",
-        title=f"LoRA r={rows[0]['rank']}, bf16, beside float32",
+        title=f"LoRA r={rows[0]['rank']}, beside {rows[0]['variant']}",
     )
     axes.legend()
     figure.tight_layout()
@@ -401,11 +409,15 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("survival", "losses"), default="losses")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shape", choices=tuple(BESIDE), default="8b")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of factors and rows")
     parser.add_argument("--tiny", action="store_true", help="small layers, for a CPU")
     parser.add_argument(
-        "--variants", nargs="+", choices=(*VARIANTS, "peft", "unsloth"), help="float32 has to be the first"
+        "--variants",
+        nargs="+",
+        choices=(*VARIANTS, "peft", "unsloth"),
+        help="the first is what others are held against",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the differences (matplotlib)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
