@@ -11,22 +11,26 @@ from petune.errors import FileError, MachineError
 from petune.models.source import Source, local_folder
 from petune.models.trust import code_refused, wanted_code
 
+SMALLER = (
+    "give each process a part of it (parallel: tp or pp), hold it in fewer bytes (base_dtype), or take a"
+    " smaller model; petune plan says what each needs"
+)
+
 
 @contextmanager
 def room_for(place: str) -> Iterator[None]:
     """Turn a want of memory for the model of `place` into MachineError."""
+    what = "not enough memory to load the model"
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except MemoryError:
-        raise MachineError("not enough memory to load the model", where=place) from None
+        raise MachineError(what, where=place, remedy=SMALLER) from None
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
-        raise MachineError(
-            "not enough memory to load the model", where=place, found=first_line(error)
-        ) from None
+        raise MachineError(what, where=place, found=first_line(error), remedy=SMALLER) from None
 
 
 @contextmanager
