@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from petune.kernels import reference
 from petune.kernels.block import attention as attending
 from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part, scaling
 from petune.kernels.block.varlen import overlapping
@@ -747,7 +748,7 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         partial(references.dora_follows_the_equation, True),
     ),
     "dora's node: norms of the base alone": (
-        *(scaling, "lengths_of", lambda weight, a, b: weight.norm(dim=1)),
+        *(reference, "lengths_of", lambda weight, a, b: weight.norm(dim=1)),
         _fused("bert", "dora"),
     ),
     "dora's node: the bias is scaled": (

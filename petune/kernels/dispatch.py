@@ -39,6 +39,7 @@ class Ops:
     activate_backward: Callable[..., Any]
     add_low: Callable[..., Any]
     unscale: Callable[..., Any]
+    over_lengths: Callable[..., Any]
     linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
@@ -57,7 +58,7 @@ _FILES = {
     "activate": "activation",
     "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
-    "unscale": "scaling",
+    **dict.fromkeys(("unscale", "over_lengths"), "scaling"),
     "transposed": "transpose",
     "dense_into": "dequantise",
     "cross_entropy_": "loss",

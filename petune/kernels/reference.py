@@ -24,6 +24,7 @@ from torch import Tensor
 
 from petune.models import fp8
 from petune.models.form import Form
+from petune.models.row_lengths import lengths_of
 from petune.rng.dropout import Drop, dropped
 
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
@@ -318,6 +319,13 @@ def unscale(dy: Tensor, y: Tensor, columns: Tensor, own: Tensor | None = None) -
     columns and own [n] float32 or wider."""
     grad, values = wide(dy), wide(y) if own is None else wide(y) - own
     return (grad * columns).to(dy.dtype), (grad * values).sum(0)
+
+
+def over_lengths(by: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """by / ||weight + b a|| [n], the norms those of rows, float32 or wider; by [n], weight [n, k], a [r, k],
+    b [n, r]. A row of zeros counts as the smallest of normal numbers."""
+    lengths = lengths_of(weight, a, b)
+    return wide(by) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:

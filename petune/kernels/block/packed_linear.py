@@ -70,7 +70,7 @@ class Group:
                 (self._stacked(dtype), self._diagonal(dtype)) if a is None or b is None else (a, b)
             )
         if not factors:
-            self.columns = columns_of(parts, self._factors_of)
+            self.columns = columns_of(parts, self._factors_of, ops)
         self.defers = (
             gates
             and self.columns is None

@@ -16,6 +16,7 @@ from petune.kernels.memory.op_cost import (
     dropped_low,
     low_rank,
     matmul,
+    over_lengths,
     quantise,
     unscale,
 )
@@ -79,11 +80,13 @@ def _entry(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge
 
 
 def _lengths(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
-    """What the lengths of rows are made of where an update is scaled: W's own, and W a^T."""
+    """The lengths of rows where an update is scaled; those of a group are put side by side."""
     inputs, outputs, rank = shape.linears(place)
     if place.scaled and rank:
-        yield "memory", Cost(2 * inputs * outputs, shape.itemsize * inputs * outputs)
-        yield "narrow", low_rank(outputs, inputs, rank / len(place.roles), shape.itemsize)
+        for _ in place.roles:
+            share = outputs / len(place.roles), inputs, rank / len(place.roles)
+            yield "memory", over_lengths(*share, shape.itemsize)
+        yield "memory", SMALL
 
 
 def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:

@@ -18,29 +18,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from petune.kernels.dispatch import Ops
 from petune.kernels.reference import wide
-from petune.models.row_lengths import lengths_of
 from petune.models.tuned_linear import LowRank
 
 Factors = Callable[[int], tuple[Tensor, Tensor]]  # a with its scale, and b, of a part
 
 
-def columns_of(parts: Sequence[LowRank], factors: Factors) -> Tensor | None:
+def columns_of(parts: Sequence[LowRank], factors: Factors, ops: Ops) -> Tensor | None:
     """c [sum of outputs], float32 or wider: ones where a part is not scaled; None where none is."""
     if not any(part.by is not None and part.scales_outputs for part in parts):
         return None
-    return torch.cat([_columns(part, at, factors) for at, part in enumerate(parts)])
+    found = [_columns(part, at, factors, ops) for at, part in enumerate(parts)]
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _columns(part: LowRank, at: int, factors: Factors) -> Tensor:
+def _columns(part: LowRank, at: int, factors: Factors, ops: Ops) -> Tensor:
     if part.by is None or not part.scales_outputs:
         dtype = torch.promote_types(part.weight.dtype, torch.float32)
         return torch.ones(len(part.weight), dtype=dtype, device=part.weight.device)
-    by = wide(part.by).flatten()
     if part.scaling == "outputs":
-        return by
-    lengths = lengths_of(part.weight, *factors(at))
-    return by / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        return wide(part.by).flatten()
+    found: Tensor = ops.over_lengths(part.by.flatten(), part.weight, *factors(at))
+    return found
 
 
 class Shifts(NamedTuple):

@@ -195,6 +195,11 @@ def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> 
     )
 
 
+def over_lengths(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
+    """A weight read once, for the lengths of its rows and what an update of that rank adds to them."""
+    return Cost(2 * (1 + rank) * rows * columns, itemsize * (rows * columns + (rows + columns) * rank))
+
+
 def unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:
     """dy and y read, dz written."""
     return Cost(4 * rows * columns, 3 * itemsize * rows * columns)

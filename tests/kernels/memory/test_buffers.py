@@ -276,6 +276,7 @@ def hollow() -> Ops:
         linear_low=linear_low,
         add_low=add_low,
         unscale=unscale,
+        over_lengths=lambda by, *_: by,
         dense_into=lambda *_: None,
         dropped_low=dropped_low,
         dropped_low_backward=dropped_low_backward,

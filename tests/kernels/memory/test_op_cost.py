@@ -53,6 +53,7 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.add(10, 8), 80, 3 * 2 * 80),
         (op_cost.add_low(10, 8, rank=4), 9 * 80, 6 * 80 + 2 * 4 * 18),
         (op_cost.unscale(10, 8), 4 * 80, 6 * 80),
+        (op_cost.over_lengths(10, 8, 4), 10 * 80, 2 * (80 + 4 * 18)),
         (
             op_cost.linear_low(10, 3, 8, rank=4),
             2 * 240 + 9 * 80,
