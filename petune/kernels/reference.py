@@ -16,7 +16,7 @@ lost if that were rounded first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,14 @@ Pair = tuple[Tensor, Tensor]  # of queries, and of keys
 Added = tuple[Tensor, Tensor | None]  # the same, b None where the matrix has the update in it already
 # clamped: of experts alone, whose gate and up take turns (petune.kernels.grouped_reference.gated)
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
+
+
+class Scale(NamedTuple):
+    """columns * (x - own) + own in the place of x [m, n]: what trains and scales a matrix, and the part of it
+    that is not scaled, None for nothing; both [n], float32 or wider."""
+
+    columns: Tensor
+    own: Tensor | None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -223,16 +231,17 @@ def activate(
     paired: bool = False,
     out: Tensor | None = None,
     how: Drop | None = None,
+    scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(h, s): the activation between two linears, and the down projection's low-rank input.
 
     gated: u [m, 2 f] is gate | up and h = act(gate) * up [m, f] (Shazeer 2020, arXiv:2002.05202); else u [m,
-    f] and h = act(u). `low` is added to u first; u itself is not changed. a [r, f]: s = h a^T [m, r] in the
-    dtype of u, from h as rounded; None without `a`. paired, of gated ones: b is block-diagonal, the first
-    half of low's ranks is gate's and the second up's. out: as for `rms_norm`. how: the dropout of h that `a`
-    alone reads.
+    f] and h = act(u). `low` is added to u first, and `scale` scales the sum; u itself is not changed. a [r,
+    f]: s = h a^T [m, r] in the dtype of u, from h as rounded; None without `a`. paired, of gated ones: b is
+    block-diagonal, the first half of low's ranks is gate's and the second up's. out: as for `rms_norm`. how:
+    the dropout of h that `a` alone reads.
     """
-    values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    values, _ = _activated(u, low, scale)
     if gated:
         gate, up = values.chunk(2, -1)
         h = written(_act(gate, act) * up, u.dtype, out)
@@ -250,16 +259,18 @@ def activate_backward(
     below: Low | None = None,
     paired: bool = False,
     how: Drop | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(du, db, da): gradients of u, of low's b and of `a`.
+    scale: Scale | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(du, db, da, sums): gradients of u, of low's b and of `a`, and what those of `scale` are made of.
 
     dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a, of
     which `how` drops what it dropped of h. du is shaped like u, its dtype. db [columns of u, r of low] = du^T
     s and da [r of below, f] = ds^T h, float32; None where `low` or `below` is. Without its b, `low` is not
     added to u, which has it already. paired as for `activate`: db has the blocks alone then, one below the
-    other, [columns of u, r of low / 2].
+    other, [columns of u, r of low / 2]. sums, of the gradient dv of what `scale` gave, v: over rows of
+    dv * (v - own), and behind that, where there is an `own`, of dv; [1 or 2, columns of u], float32.
     """
-    values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    values, scaled = _activated(u, low, scale)
     grad = wide(dh) if below is None else wide(dh) + drop(wide(below[0]) @ wide(below[1]), how)
     if gated:
         gate, up = values.chunk(2, -1)
@@ -267,9 +278,25 @@ def activate_backward(
         h, du = active * up, torch.cat([grad * up * slope, grad * active], -1)
     else:
         h, du = _act(values, act), grad * _slope(values, act)
+    sums = None
+    if scale is not None:
+        sums = torch.stack([(du * scaled).sum(0), *(() if scale.own is None else (du.sum(0),))])
+        du = du * scale.columns
     du = du.to(u.dtype)
     db = None if low is None else _blocks(du, low[0], paired)
-    return du, db, None if below is None else wide(below[0]).T @ drop(wide(h.to(u.dtype)), how)
+    da = None if below is None else wide(below[0]).T @ drop(wide(h.to(u.dtype)), how)
+    return du, db, da, sums
+
+
+def _activated(u: Tensor, low: Added | None, scale: Scale | None) -> tuple[Tensor, Tensor]:
+    """What an activation acts on, and that without its part that is not scaled."""
+    values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    if scale is None:
+        return values, values
+    if scale.own is None:
+        return values * scale.columns, values * scale.columns
+    scaled = (values - scale.own) * scale.columns
+    return scaled + scale.own, scaled
 
 
 def _blocks(du: Tensor, s: Tensor, paired: bool) -> Tensor:

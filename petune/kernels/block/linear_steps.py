@@ -174,7 +174,7 @@ class Activated(Step):
         m, inlet = down.inlet(u)
         a = down.a if down.folds_input and drop is None else None
         s = run.ops.activate(
-            u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m, down.drawn()
+            u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m, down.drawn(), up.scale
         )[1]
         if drop is not None:
             m, inlet = drop(m, run.rows), None
@@ -188,7 +188,8 @@ class Activated(Step):
         low, dd = v[self.low], down.unscaled(run.sink, run.grads.pop(self.d), v.get(self.d))
 
         def again() -> Tensor:
-            m: Tensor = run.ops.activate(u, self.act, self.gated, up.deferred(low), None, up.paired)[0]
+            given = self.act, self.gated, up.deferred(low), None, up.paired
+            m: Tensor = run.ops.activate(u, *given, scale=up.scale)[0]
             return m if drop is None else drop(m, run.rows)
 
         dm, ds = down.dproducts(dd)
@@ -199,12 +200,13 @@ class Activated(Step):
             down.dupdated(dm, ds)
         if drop is not None:
             dm = drop(dm, run.rows)
-        du, db, da = run.ops.activate_backward(
-            dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn()
+        du, db, da, sums = run.ops.activate_backward(
+            dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn(), up.scale
         )
         down.learn(run.sink, dd, down.entered(m), v[self.s], ds, da=da)
         if self.u in run.wants:
             run.grads[self.u] = du
+            up.learn_scale(run.sink, sums)
             if db is not None:
                 run.grads[self.low] = db
 

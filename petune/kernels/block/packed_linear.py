@@ -16,7 +16,7 @@ grid that the product was rounded to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -28,7 +28,7 @@ from petune.kernels.block.linear import PackedWeight
 from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.block.scaling import Shifts, columns_of, over_vector, scaled_inputs
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Added, Low, wide
+from petune.kernels.reference import Added, Low, Scale, wide
 from petune.models.tuned_linear import TENSORS, LowRank
 from petune.rng.dropout import Drop
 
@@ -41,7 +41,7 @@ class Group:
 
     `first` is the place of its first tensor among a block's; `base` its frozen part, where that is one
     product. With `drops`, one per part, each update reads its own dropout of the input. gates: an activation
-    reads these, which can add their update.
+    reads these, which can add their update and scale the sum.
     """
 
     def __init__(
@@ -64,19 +64,16 @@ class Group:
         self.rows: slice | None = None  # which of the call's rows a tile is, for dropout
         first_part = self.parts[0]
         self.entry = first_part.by if first_part.scaling == "inputs" else None  # what scales the input
-        a, b, self.columns = factors or (None, None, None)  # the last scales the result
+        a, b, columns = factors or (None, None, None)  # the last scales the result
         if self.tuned:
             self.a, self.b = (
                 (self._stacked(dtype), self._diagonal(dtype)) if a is None or b is None else (a, b)
             )
         if not factors:
-            self.columns = columns_of(parts, self._factors_of, ops)
-        self.defers = (
-            gates
-            and self.columns is None
-            and 0 < sum(self.ranks) <= FOLDED
-            and (self.paired or len(parts) == 1)
-        )
+            columns = columns_of(parts, self._factors_of, ops)
+        self.columns: Tensor | None = None if gates else columns
+        self.deferred_columns: Tensor | None = columns if gates else None
+        self.defers = gates and 0 < sum(self.ranks) <= FOLDED and (self.paired or len(parts) == 1)
 
     def _stacked(self, dtype: torch.dtype) -> Tensor:
         """[sum of ranks, k]: the factors A, each times its scale."""
@@ -106,12 +103,21 @@ class Group:
     @property
     def factors(self) -> tuple[Tensor | None, ...]:
         """a, b and what scales the result, to be handed to the same group later."""
-        return *((self.a, self.b) if self.tuned else (None, None)), self.columns
+        columns = self.columns if self.deferred_columns is None else self.deferred_columns
+        return *((self.a, self.b) if self.tuned else (None, None)), columns
 
     @cached_property
     def shifts(self) -> Shifts | None:
         """What is added to a scaled result, and taken off it on the way back; None for nothing."""
         return None if self.columns is None else Shifts.of(self.parts, self.columns)
+
+    @cached_property
+    def scale(self) -> Scale | None:
+        """What `product` has left to the activation to scale; None for nothing."""
+        if self.deferred_columns is None:
+            return None
+        shifts = Shifts.of(self.parts, self.deferred_columns)
+        return Scale(self.deferred_columns, None if shifts is None else shifts.own)
 
     @property
     def paired(self) -> bool:
@@ -178,7 +184,7 @@ class Group:
 
     def product(self, x: Tensor, s: Tensor | None, inlet: Tensor | None = None) -> Tensor:
         """x W^T + bias + s b^T, scaled as the group is, rounded once; without the update where it is
-        `deferred`."""
+        `deferred`, and not scaled where `scale` is left to the activation."""
         if self.entry is not None:
             x = scaled_inputs(x, self.entry)
         if self.columns is not None:
@@ -237,14 +243,24 @@ class Group:
         if self.columns is None:
             return dy
         dz, sums = self.ops.unscale(dy, y, self.columns, None if self.shifts is None else self.shifts.own)
+        self._learn_scale(sink, sums, lambda rows: _column_sums(dy[:, rows]))
+        found: Tensor = dz
+        return found
+
+    def learn_scale(self, sink: Sink, sums: Tensor | None) -> None:
+        """Add what `unscaled` does of a scale that was left to the activation, of whose way back `sums` is a
+        result."""
+        if sums is not None:
+            self._learn_scale(sink, sums[0], lambda rows: sums[1, rows])
+
+    def _learn_scale(self, sink: Sink, sums: Tensor, of_bias: Callable[[slice], Tensor]) -> None:
+        """sums: of dy * (y - own); of_bias: those of dy, of some columns."""
         for at, (part, rows) in enumerate(zip(self.parts, spans(self.widths), strict=True)):
             own = self.first + TENSORS * at
             if part.by is not None and part.scales_outputs and sink.needs[own + 4]:
                 sink.add(own + 4, over_vector(sums[rows], part.by))
             if part.scaling == "lengths" and sink.needs[own + 1]:
-                sink.add(own + 1, _column_sums(dy[:, rows]))
-        found: Tensor = dz
-        return found
+                sink.add(own + 1, of_bias(rows))
 
     def rescaled(self, db: Tensor | None) -> Tensor | None:
         """dz^T s of dy^T s, a row for each result."""

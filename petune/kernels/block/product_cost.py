@@ -82,7 +82,7 @@ def _entry(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge
 def _lengths(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
     """The lengths of rows where an update is scaled; those of a group are put side by side."""
     inputs, outputs, rank = shape.linears(place)
-    if place.scaled and rank:
+    if (place.scaled or place.scaled_by_reader) and rank:
         for _ in place.roles:
             share = outputs / len(place.roles), inputs, rank / len(place.roles)
             yield "memory", over_lengths(*share, shape.itemsize)

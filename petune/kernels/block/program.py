@@ -244,7 +244,9 @@ class _Build:
         first = TENSORS * sum(len(one.paths) for one in self.groups)
         roles, paths = zip(*group.members, strict=True)
         scaled, enters = not self.scaled.isdisjoint(roles), not self.entries.isdisjoint(roles)
-        self.groups.append(GroupPlace(kind, roles, paths, first, scaled, enters))
+        # a product of two lies on no grid that they were rounded to; GELU's of a large number almost does
+        read = scaled and roles == ("gate", "up") and self.sizes.act != "relu"
+        self.groups.append(GroupPlace(kind, roles, paths, first, scaled and not read, read, enters))
         self.order.append(
             Drawing(
                 "group", len(self.groups) - 1, self.within, "features" if kind in ("out", "down") else None

@@ -122,7 +122,7 @@ def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
     assert buffers.standing_bytes(LLAMA) == 2 * (by_hand + room)
     assert buffers.standing_bytes(replace(LLAMA, fp8=True)) == 2 * by_hand
     assert buffers.standing_bytes(replace(LLAMA, made=0.516)) == 2 * by_hand
-    assert buffers.standing_bytes(scaled(LLAMA)) == 2 * by_hand
+    assert buffers.standing_bytes(scaled(LLAMA)) == 2 * (by_hand + 32 * 28672)  # what activations scale
 
 
 def test_scaled_results_of_o_and_down_are_kept_where_projections_are() -> None:
@@ -220,6 +220,7 @@ def hollow() -> Ops:
         paired: bool = False,
         out: Any = None,
         how: Any = None,
+        scale: Any = None,
     ) -> Any:
         return out if out is not None else made(
             u, len(u), u.shape[1] // (1 + gated)
@@ -238,11 +239,13 @@ def hollow() -> Ops:
         below: Any = None,
         paired: bool = False,
         how: Any = None,
+        scale: Any = None,
     ) -> Any:
         du, h = made(u), None if below is None or len(below[1]) <= SUMMED else made(dh)
         db = None if low is None else made(u, u.shape[1], low[0].shape[1], dtype=wide)
         del h
-        return du, db, None if below is None else made(u, *below[1].shape, dtype=wide)
+        da = None if below is None else made(u, *below[1].shape, dtype=wide)
+        return du, db, da, None if scale is None else made(u, 1, u.shape[1], dtype=wide)
 
     def rope_backward(*grads: Tensor) -> Tensor:
         return made(grads[0], len(grads[0]), sum(one.shape[1] * one.shape[2] for one in grads[:3]))
