@@ -167,7 +167,7 @@ def _behind(block: FusedBlock, group: Group, out: Tensor, s: Tensor | None) -> T
     """What the activation makes of gate | up."""
     sizes, gated = block.spec.program.sizes, block.spec.program.gated
     given = out, sizes.act, gated, group.deferred(s), None, group.paired
-    return cast("Tensor", block.spec.ops.activate(*given, scale=group.scale)[0])
+    return cast("Tensor", block.spec.ops.activate(*given, scale=group.deferred_scale)[0])
 
 
 @torch.no_grad()
@@ -188,11 +188,11 @@ def of_lengths(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
         longer = torch.zeros(len(weight), device=weight.device) if longer is None else longer
         pieces = zip(group.parts, (1 + longer).split(group.widths), strict=True)
         parts = [part._replace(by=cast("Tensor", part.by) * own) for part, own in pieces]
-        own = Group(parts, x.dtype, 0, block.spec.ops, group.whole, gates=group.scale is not None)
+        own = Group(parts, x.dtype, 0, block.spec.ops, group.whole, gates=not group.scales)
         out, s = own(x)
-        return out if own.scale is None else _behind(block, own, out, s)
+        return out if own.scales else _behind(block, own, out, s)
 
-    if group.scale is not None:
+    if not group.scales:
         act = partial(reference.activate, act=block.spec.program.sizes.act, gated=block.spec.program.gated)
         moved = act(y + change)[0] - act(y)[0]
         return {" | ".join(names[-len(group.widths) :]): share(site, longer, moved)}

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from petune.kernels import reference
 from petune.kernels.block import attention as attending
-from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part, scaling
+from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
 from petune.methods import miss, pruning, several
@@ -752,7 +752,7 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         _fused("bert", "dora"),
     ),
     "dora's node: the bias is scaled": (
-        *(scaling.Shifts, "of", lambda parts, columns: None),
+        *(packed_linear, "own_of", lambda parts, columns: None),
         _fused("bert", "dora"),
     ),
     "dora's node: the gradient of lengths": (

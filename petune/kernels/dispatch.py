@@ -33,6 +33,7 @@ class Ops:
     layer_norm_backward: Callable[..., Any]
     rope_: Callable[..., Any]
     rope_backward: Callable[..., Any]
+    rope_unscale: Callable[..., Any]
     norm_rope: Callable[..., Any]
     norm_rope_backward: Callable[..., Any]
     activate: Callable[..., Any]
@@ -53,7 +54,7 @@ class Ops:
 
 _FILES = {
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), "norm"),
-    **dict.fromkeys(("rope_", "rope_backward"), "rope"),
+    **dict.fromkeys(("rope_", "rope_backward", "rope_unscale"), "rope"),
     **dict.fromkeys(("norm_rope", "norm_rope_backward"), "norm_rope"),
     "activate": "activation",
     "activate_backward": "activation_backward",

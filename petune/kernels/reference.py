@@ -152,6 +152,31 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
     return torch.cat([*turned, wide(dv)], 1).to(dq.dtype).flatten(1)
 
 
+def rope_unscale(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Scale,
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of what became qkv by `scale` and then by `rope_`, sums as of `activate_backward`).
+
+    qkv [m, n], turned. What it was before is made again of it: turned back, over cos^2 + sin^2, which is not
+    1 where the angles are rounded or carry a factor of attention; a row without angles, a recording's spare
+    one, has no part in anything.
+    """
+    grad = rope_backward(wide(dq), wide(dk), wide(dv), cos, sin)
+    parts = _parts(wide(qkv), cos, dq.shape[1], dk.shape[1])
+    size = (wide(cos).square() + wide(sin).square()).to(grad.dtype).repeat(len(dq) // max(1, len(cos)), 1)
+    q, k = (part / torch.where(size == 0, 1, size)[:, None] for part in parts[:2])
+    values = rope_backward(q, k, parts[2], cos, sin)
+    values = values if scale.own is None else values - scale.own
+    sums = torch.stack([(grad * values).sum(0), *(() if scale.own is None else (grad.sum(0),))])
+    return (grad * scale.columns).to(dq.dtype), sums
+
+
 def norm_rope(
     raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> Tensor:

@@ -43,7 +43,8 @@ def bytes_within_back(shape: BlockShape, place: GroupPlace) -> int:
     which takes the place of the other unless that is the sum's too; and that of the input after."""
     inputs, outputs, _ = shape.linears(place)
     before = outputs if place.kind == "out" else max(0, outputs - inputs)
-    return (before * place.scaled + inputs * place.enters) * shape.itemsize
+    scaled = place.scaled and not place.unscaled_by_reader
+    return (before * scaled + inputs * place.enters) * shape.itemsize
 
 
 def dropping(shape: BlockShape, place: GroupPlace) -> int:
@@ -117,7 +118,7 @@ def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Char
     trains."""
     inputs, outputs, rank = shape.linears(place)
     yield from _factors(shape, place)
-    if place.scaled:
+    if place.scaled and not place.unscaled_by_reader:
         yield "memory", unscale(rows, outputs, shape.itemsize)
     for _ in range(2):  # what enters again, and its gradient
         yield from _entry(shape, place, rows)

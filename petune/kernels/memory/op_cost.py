@@ -152,6 +152,11 @@ def rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
 
 
+def rope_unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """dq, dk, dv and qkv read, the gradient of what was scaled written."""
+    return Cost(10 * rows * columns, 3 * itemsize * rows * columns)
+
+
 def norm_rope(rows: float, columns: float, itemsize: int = 2) -> Cost:
     """raw read, qkv written."""
     return Cost(7 * rows * columns, 2 * itemsize * rows * columns)

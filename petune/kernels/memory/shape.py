@@ -44,13 +44,15 @@ GroupKind = Literal["in", "out", "up", "down"]
 class GroupPlace:
     """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
     block's, `TENSORS` for each. scaled: results are multiplied by what trains, before they are rounded;
-    scaled_by_reader: they are by the activation that reads them; enters: inputs are."""
+    unscaled_by_reader: the way back through that is the reader's; scaled_by_reader: both are, the
+    activation's; enters: inputs are multiplied."""
 
     kind: GroupKind
     roles: tuple[Role, ...]
     paths: tuple[str, ...]
     first: int
     scaled: bool = False
+    unscaled_by_reader: bool = False
     scaled_by_reader: bool = False
     enters: bool = False
 

@@ -126,7 +126,7 @@ def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
 
 
 def test_scaled_results_of_o_and_down_are_kept_where_projections_are() -> None:
-    """Beside those, 2 x 8 KiB; q, k and v before they are turned in the place of after."""
+    """Beside those, 2 x 8 KiB; of q, k and v nothing more than LoRA's."""
     more = {keep: buffers.kept_bytes(scaled(LLAMA), keep) - buffers.kept_bytes(LLAMA, keep) for keep in KEEPS}
     assert more == {"all": 16384, "projections": 16384, "attention": 0, "input": 0}
 
@@ -272,6 +272,10 @@ def hollow() -> Ops:
         layer_norm_backward=lambda dy, *_: (made(dy), None, None),
         rope_=lambda qkv, *_: qkv,
         rope_backward=rope_backward,
+        rope_unscale=lambda *given: (
+            rope_backward(*given[:3]),
+            made(given[3], 1, given[3].shape[1], dtype=wide),
+        ),
         norm_rope=lambda raw, *_: made(raw),
         norm_rope_backward=lambda *given: (rope_backward(*given), None, None),
         activate=activate,

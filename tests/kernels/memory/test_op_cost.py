@@ -45,6 +45,7 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.rms_norm_backward(10, 8, dresidual=True), 720, 4 * 2 * 80 + 40),
         (op_cost.layer_norm(10, 8), 560, 2 * 2 * 80 + 80),
         (op_cost.rope_(10, 8), 240, 2 * 2 * 80),
+        (op_cost.rope_unscale(10, 8), 800, 3 * 2 * 80),
         (op_cost.norm_rope(10, 8), 560, 2 * 2 * 80),
         (op_cost.norm_rope_backward(10, 8), 1200, 3 * 2 * 80),
         (op_cost.activate(10, 8, gated=True), 400, 3 * 2 * 80),
