@@ -14,7 +14,7 @@ and the first gradients.
 Survival: y is the first rounded tensor behind a site, y(0) without its update and y(B) with it, u the update
 of y in float64 and small:
 |u| / |y| = 4e-4. The share is <y(B) - y(0), u> / <u, u>, the mean of 8 seeds: 1 where nothing is lost, 0
-where all of it is rounded away.
+where all of it is rounded away. A length, of DoRA, is changed by as much.
 
 Losses: the same weights, tokens (a small set of sequences, so that there is something to learn) and factors
 in every variant, LoRA on all projections, AdamW at 2e-4. A variant has a process of its own and is printed
@@ -81,7 +81,9 @@ def small(
     return b, y, (x @ a.T).double() @ b.double().T
 
 
-def block_of(kind: str, size: str, rank: int, device: str, kernels: str, act: str = "gelu") -> FusedBlock:
+def block_of(
+    kind: str, size: str, rank: int, device: str, kernels: str, act: str = "gelu", method: str = "lora"
+) -> FusedBlock:
     """One fused block in bf16 with updates at every site; act: of BERT's."""
     width, columns, heads = SIZES[size]
     model: nn.Module
@@ -107,7 +109,7 @@ def block_of(kind: str, size: str, rank: int, device: str, kernels: str, act: st
         }
         model = BertModel(BertConfig(**sizes, vocab_size=64, hidden_act=act))  # biases are drawn below
     model = model.to(device, torch.bfloat16)
-    petune.wrap(model, method="lora", r=rank, kernels=cast("Any", kernels))
+    petune.wrap(model, method=cast("Any", method), r=rank, kernels=cast("Any", kernels))
     with torch.no_grad():
         for name, value in model.named_parameters():
             if name.endswith("bias"):
@@ -126,7 +128,7 @@ def groups_of(block: FusedBlock) -> list[Group]:
 def of_group(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
     """The shares that survive at the sites of one group of a block, gate and up behind the activation if that
     adds their update."""
-    group, ops = groups_of(block)[at], block.spec.ops
+    group = groups_of(block)[at]
     torch.manual_seed(seed)
     weight = torch.cat([part.weight for part in group.parts])
     bias = (
@@ -149,10 +151,7 @@ def of_group(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
         out = group.product(h, s, inlet)
         if not group.defers:
             return out
-        m, _ = ops.activate(
-            out, block.spec.program.sizes.act, block.spec.program.gated, group.deferred(s), None, group.paired
-        )
-        return cast("Tensor", m)
+        return _behind(block, group, out, s)
 
     if group.defers:
         act = partial(reference.activate, act=block.spec.program.sizes.act, gated=block.spec.program.gated)
@@ -164,6 +163,46 @@ def of_group(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
 
 
 _NAMES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+
+
+def _behind(block: FusedBlock, group: Group, out: Tensor, s: Tensor | None) -> Tensor:
+    """What the activation makes of gate | up."""
+    sizes, gated = block.spec.program.sizes, block.spec.program.gated
+    given = out, sizes.act, gated, group.deferred(s), None, group.paired
+    return cast("Tensor", block.spec.ops.activate(*given, scale=group.deferred_scale)[0])
+
+
+@torch.no_grad()
+def of_lengths(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
+    """The shares that survive of a change of lengths, of `SMALL` in the mean, at the sites of one group of a
+    block of DoRA's where nothing else is tuned yet; gate and up behind the activation if that scales them."""
+    group, names = groups_of(block)[at], _NAMES[at]
+    torch.manual_seed(seed)
+    weight = torch.cat([part.weight for part in group.parts])
+    x = torch.randn(512, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    longer = SMALL * torch.randn(len(weight), device=weight.device)
+    y = x.double() @ weight.double().T
+    change = longer.double() * y
+    if group.parts[0].bias is not None:
+        y += torch.cat([cast("Tensor", part.bias) for part in group.parts])
+
+    def site(longer: Tensor | None) -> Tensor:
+        longer = torch.zeros(len(weight), device=weight.device) if longer is None else longer
+        pieces = zip(group.parts, (1 + longer).split(group.widths), strict=True)
+        parts = [part._replace(by=cast("Tensor", part.by) * own) for part, own in pieces]
+        own = Group(parts, x.dtype, 0, block.spec.ops, group.whole, gates=not group.scales)
+        out, s = own(x)
+        return out if own.scales else _behind(block, own, out, s)
+
+    if not group.scales:
+        act = partial(reference.activate, act=block.spec.program.sizes.act, gated=block.spec.program.gated)
+        moved = act(y + change)[0] - act(y)[0]
+        return {" | ".join(names[-len(group.widths) :]): share(site, longer, moved)}
+    rows = dict(zip(names[-len(group.widths) :], spans(group.widths), strict=True))
+    return {
+        name: share(lambda by, own=own: site(by)[:, own], longer, change[:, own])
+        for name, own in rows.items()
+    }  # type: ignore[misc]
 
 
 @torch.no_grad()
@@ -213,6 +252,17 @@ def survival(
                 rank,
                 statistics.mean(of_site(used, size, rank, device, seed, bias) for seed in range(seeds)),
             )
+
+
+def surviving_lengths(size: str, device: str, seeds: int = SEEDS) -> Iterator[tuple[str, float]]:
+    """(site, mean share) of a change of DoRA's lengths at every site of blocks of Llama and BERT."""
+    kernels = "reference" if device == "cpu" else "triton"
+    for kind in ("llama", "bert"):
+        block = block_of(kind, size, 16, device, kernels, method="dora")
+        for at in range(len(_NAMES)):
+            found = [of_lengths(block, at, seed) for seed in range(seeds)]
+            for name in found[0]:
+                yield f"{kind} {name}", statistics.mean(one[name] for one in found)
 
 
 # ------------------------------------------------------------------ losses
@@ -427,6 +477,8 @@ def main() -> None:
     elif given.what == "survival":
         for name, rank, found in survival("tiny" if given.tiny else "8b", (16, 40, 64, 256), DEVICE):
             print(f"{name:20} r={rank:<4} {found:.4f}", flush=True)
+        for name, found in surviving_lengths("tiny" if given.tiny else "8b", DEVICE):
+            print(f"{name:20} length {found:.4f}", flush=True)
     else:
         compare(given)
 

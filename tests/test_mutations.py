@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from petune.kernels import reference
 from petune.kernels.block import attention as attending
-from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part, scaling
+from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
 from petune.methods import miss, pruning, several
@@ -747,11 +748,11 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         partial(references.dora_follows_the_equation, True),
     ),
     "dora's node: norms of the base alone": (
-        *(scaling, "lengths_of", lambda weight, a, b: weight.norm(dim=1)),
+        *(reference, "lengths_of", lambda weight, a, b: weight.norm(dim=1)),
         _fused("bert", "dora"),
     ),
     "dora's node: the bias is scaled": (
-        *(scaling.Shifts, "of", lambda parts, columns: None),
+        *(packed_linear, "own_of", lambda parts, columns: None),
         _fused("bert", "dora"),
     ),
     "dora's node: the gradient of lengths": (

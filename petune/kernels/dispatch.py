@@ -33,12 +33,14 @@ class Ops:
     layer_norm_backward: Callable[..., Any]
     rope_: Callable[..., Any]
     rope_backward: Callable[..., Any]
+    rope_unscale: Callable[..., Any]
     norm_rope: Callable[..., Any]
     norm_rope_backward: Callable[..., Any]
     activate: Callable[..., Any]
     activate_backward: Callable[..., Any]
     add_low: Callable[..., Any]
     unscale: Callable[..., Any]
+    over_lengths: Callable[..., Any]
     linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
@@ -52,12 +54,12 @@ class Ops:
 
 _FILES = {
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), "norm"),
-    **dict.fromkeys(("rope_", "rope_backward"), "rope"),
+    **dict.fromkeys(("rope_", "rope_backward", "rope_unscale"), "rope"),
     **dict.fromkeys(("norm_rope", "norm_rope_backward"), "norm_rope"),
     "activate": "activation",
     "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
-    "unscale": "scaling",
+    **dict.fromkeys(("unscale", "over_lengths"), "scaling"),
     "transposed": "transpose",
     "dense_into": "dequantise",
     "cross_entropy_": "loss",

@@ -256,8 +256,13 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         return "experts do not stream yet"
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
         spec.store, spec.said = plan.store, specs[0].said
-        spec.banks = [  # what attention writes has no room for s beside it
-            _bank(layers, plan, room=group.kind != "out", alone=group.kind == "up" and spec.defers)
+        spec.banks = [  # what attention writes has no room for s beside it, nor what is scaled in float32
+            _bank(
+                layers,
+                plan,
+                room=group.kind != "out" and not group.scaled,
+                alone=group.kind == "up" and spec.defers,
+            )
             for group, layers in zip(spec.program.groups, spec.layers, strict=True)
         ]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
@@ -296,7 +301,7 @@ def _specs(model: nn.Module, stack: Stack, family: Family, ops: Ops) -> list[Spe
 
 
 def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> Bank | None:
-    """One tensor for the frozen weights of linears, with room for their factors b; None where that is of no
+    """One tensor for the frozen weights of linears, with `room` for their factors b; None where that is of no
     use or they train or differ.
 
     alone: of a single linear, a rank that the activation adds needs no room.
@@ -304,7 +309,6 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
     if not bankable(layers):
         return None
     parts = [cast("LowRank", linear_of(layer)) for layer in layers]
-    room = room and not any(part.scales_outputs for part in parts)  # which are summed in float32
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room else 0
     rank = 0 if alone and len(layers) == 1 and rank <= FOLDED else rank
     dense = not isinstance(layers[0].weight, QuantisedWeight)

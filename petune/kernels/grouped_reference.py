@@ -121,7 +121,7 @@ def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor
         h, slopes = _clamped(values)
         d_gate_up = (slopes * (grad * each)[..., None]).flatten(1)
         return d_gate_up.to(gate_up.dtype), (grad * h).sum(1), (h * each).to(gate_up.dtype)
-    d_gate_up, _, _ = activate_backward(grad * each, values, act, True)
+    d_gate_up = activate_backward(grad * each, values, act, True)[0]
     h, _ = activate(values, act, True)
     return d_gate_up.to(gate_up.dtype), (grad * h).sum(1), (h * each).to(gate_up.dtype)
 

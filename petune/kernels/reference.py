@@ -16,7 +16,7 @@ lost if that were rounded first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from petune.models import fp8
 from petune.models.form import Form
+from petune.models.row_lengths import lengths_of
 from petune.rng.dropout import Drop, dropped
 
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
@@ -31,6 +32,14 @@ Pair = tuple[Tensor, Tensor]  # of queries, and of keys
 Added = tuple[Tensor, Tensor | None]  # the same, b None where the matrix has the update in it already
 # clamped: of experts alone, whose gate and up take turns (petune.kernels.grouped_reference.gated)
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
+
+
+class Scale(NamedTuple):
+    """columns * (x - own) + own in the place of x [m, n]: what trains and scales a matrix, and the part of it
+    that is not scaled, None for nothing; both [n], float32 or wider."""
+
+    columns: Tensor
+    own: Tensor | None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -143,6 +152,31 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
     return torch.cat([*turned, wide(dv)], 1).to(dq.dtype).flatten(1)
 
 
+def rope_unscale(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Scale,
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of what became qkv by `scale` and then by `rope_`, sums as of `activate_backward`).
+
+    qkv [m, n], turned. What it was before is made again of it: turned back, over cos^2 + sin^2, which is not
+    1 where the angles are rounded or carry a factor of attention; a row without angles, a recording's spare
+    one, has no part in anything.
+    """
+    grad = rope_backward(wide(dq), wide(dk), wide(dv), cos, sin)
+    parts = _parts(wide(qkv), cos, dq.shape[1], dk.shape[1])
+    size = (wide(cos).square() + wide(sin).square()).to(grad.dtype).repeat(len(dq) // max(1, len(cos)), 1)
+    q, k = (part / torch.where(size == 0, 1, size)[:, None] for part in parts[:2])
+    values = rope_backward(q, k, parts[2], cos, sin)
+    values = values if scale.own is None else values - scale.own
+    sums = torch.stack([(grad * values).sum(0), *(() if scale.own is None else (grad.sum(0),))])
+    return (grad * scale.columns).to(dq.dtype), sums
+
+
 def norm_rope(
     raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> Tensor:
@@ -222,16 +256,17 @@ def activate(
     paired: bool = False,
     out: Tensor | None = None,
     how: Drop | None = None,
+    scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(h, s): the activation between two linears, and the down projection's low-rank input.
 
     gated: u [m, 2 f] is gate | up and h = act(gate) * up [m, f] (Shazeer 2020, arXiv:2002.05202); else u [m,
-    f] and h = act(u). `low` is added to u first; u itself is not changed. a [r, f]: s = h a^T [m, r] in the
-    dtype of u, from h as rounded; None without `a`. paired, of gated ones: b is block-diagonal, the first
-    half of low's ranks is gate's and the second up's. out: as for `rms_norm`. how: the dropout of h that `a`
-    alone reads.
+    f] and h = act(u). `low` is added to u first, and `scale` scales the sum; u itself is not changed. a [r,
+    f]: s = h a^T [m, r] in the dtype of u, from h as rounded; None without `a`. paired, of gated ones: b is
+    block-diagonal, the first half of low's ranks is gate's and the second up's. out: as for `rms_norm`. how:
+    the dropout of h that `a` alone reads.
     """
-    values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    values, _ = _activated(u, low, scale)
     if gated:
         gate, up = values.chunk(2, -1)
         h = written(_act(gate, act) * up, u.dtype, out)
@@ -249,16 +284,18 @@ def activate_backward(
     below: Low | None = None,
     paired: bool = False,
     how: Drop | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(du, db, da): gradients of u, of low's b and of `a`.
+    scale: Scale | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(du, db, da, sums): gradients of u, of low's b and of `a`, and what those of `scale` are made of.
 
     dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a, of
     which `how` drops what it dropped of h. du is shaped like u, its dtype. db [columns of u, r of low] = du^T
     s and da [r of below, f] = ds^T h, float32; None where `low` or `below` is. Without its b, `low` is not
     added to u, which has it already. paired as for `activate`: db has the blocks alone then, one below the
-    other, [columns of u, r of low / 2].
+    other, [columns of u, r of low / 2]. sums, of the gradient dv of what `scale` gave, v: over rows of
+    dv * (v - own), and behind that, where there is an `own`, of dv; [1 or 2, columns of u], float32.
     """
-    values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    values, scaled = _activated(u, low, scale)
     grad = wide(dh) if below is None else wide(dh) + drop(wide(below[0]) @ wide(below[1]), how)
     if gated:
         gate, up = values.chunk(2, -1)
@@ -266,9 +303,25 @@ def activate_backward(
         h, du = active * up, torch.cat([grad * up * slope, grad * active], -1)
     else:
         h, du = _act(values, act), grad * _slope(values, act)
+    sums = None
+    if scale is not None:
+        sums = torch.stack([(du * scaled).sum(0), *(() if scale.own is None else (du.sum(0),))])
+        du = du * scale.columns
     du = du.to(u.dtype)
     db = None if low is None else _blocks(du, low[0], paired)
-    return du, db, None if below is None else wide(below[0]).T @ drop(wide(h.to(u.dtype)), how)
+    da = None if below is None else wide(below[0]).T @ drop(wide(h.to(u.dtype)), how)
+    return du, db, da, sums
+
+
+def _activated(u: Tensor, low: Added | None, scale: Scale | None) -> tuple[Tensor, Tensor]:
+    """What an activation acts on, and that without its part that is not scaled."""
+    values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    if scale is None:
+        return values, values
+    if scale.own is None:
+        return values * scale.columns, values * scale.columns
+    scaled = (values - scale.own) * scale.columns
+    return scaled + scale.own, scaled
 
 
 def _blocks(du: Tensor, s: Tensor, paired: bool) -> Tensor:
@@ -318,6 +371,13 @@ def unscale(dy: Tensor, y: Tensor, columns: Tensor, own: Tensor | None = None) -
     columns and own [n] float32 or wider."""
     grad, values = wide(dy), wide(y) if own is None else wide(y) - own
     return (grad * columns).to(dy.dtype), (grad * values).sum(0)
+
+
+def over_lengths(by: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """by / ||weight + b a|| [n], the norms those of rows, float32 or wider; by [n], weight [n, k], a [r, k],
+    b [n, r]. A row of zeros counts as the smallest of normal numbers."""
+    lengths = lengths_of(weight, a, b)
+    return wide(by) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:

@@ -41,6 +41,12 @@ def test_every_site_of_fused_blocks_keeps_what_is_added_to_it(shares: dict[str, 
     assert {name: found for name, found in blocks.items() if not 0.95 < found < most.get(name, 1.05)} == {}
 
 
+def test_a_change_of_lengths_survives_at_every_site() -> None:
+    shares = dict(exact.surviving_lengths("tiny", "cpu", seeds=2))
+    assert {"llama v", "llama gate | up", "bert up", "bert down"} <= shares.keys()
+    assert {name: found for name, found in shares.items() if not 0.93 < found < 1.07} == {}
+
+
 def test_no_update_is_left_to_relu_whose_result_is_its_input_rounded_already() -> None:
     block = exact.block_of("bert", "tiny", 16, "cpu", "reference", act="relu")
     assert 0.95 < exact.of_group(block, 2, seed=0)["up"] < 1.05

@@ -22,6 +22,7 @@ from petune.kernels.memory.op_cost import (
     norm_rope_backward,
     rope_,
     rope_backward,
+    rope_unscale,
 )
 from petune.kernels.memory.shape import BlockShape
 from petune.models.exchange import Exchanged, ExchangeKind
@@ -64,26 +65,28 @@ class Rotate(Step):
 
 
 @dataclass(eq=False)
-class RotateBeside(Rotate):
-    """The same beside the original, which what scales it reads on the way back."""
+class RotateScaled(Rotate):
+    """The same of results that are scaled, and the way back through that. at: their group."""
 
-    cheap = True
+    at: int = 0
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (self.raw,), (self.qkv,), {}
+        super().__post_init__()
+        self.keeps, self.reads = {self.qkv: "projections"}, (self.qkv,)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def backward(self, run: Run, v: Values) -> None:
         """See Step."""
-        v[self.qkv] = run.ops.rope_(v[self.raw].clone(), *_of(run.angles), self.heads)
+        scale = run.groups[self.at].scale
+        if scale is None:  # its tuning is passed by
+            super().backward(run, v)
+            return
+        given = *run.grads.pop(self.qkv), v[self.qkv], *_of(run.angles)
+        run.grads[self.raw], sums = run.ops.rope_unscale(*given, scale)
+        run.groups[self.at].learn_scale(run.sink, sums)
 
-    def sizes(self, shape: BlockShape) -> dict[str, int]:
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        return {self.qkv: shape.qkv * shape.itemsize}
-
-    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
-        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
-        yield "memory", rope_(rows, shape.qkv, shape.itemsize)  # the copy
+        yield "memory", rope_unscale(rows, shape.qkv, shape.itemsize)
 
 
 @dataclass(eq=False)

@@ -112,8 +112,9 @@ class Spec:
 
     @property
     def defers(self) -> bool:
-        """Whether the activation may add the update of gate | up: its result must be no number of the narrow
-        grid, as ReLU's is, and a gate has an update of its own, which is not scaled with it."""
+        """Whether the activation may add the update of gate | up, and multiply by what scales them: its
+        result must be no number of the narrow grid, as ReLU's is, a gate have an update of its own, and
+        nothing have been scaled before."""
         up = [group for group in self.program.groups if group.kind == "up"]
         other = any(group.scaled or group.roles == ("gate_up",) for group in up)
         return self.program.sizes.act != "relu" and not other

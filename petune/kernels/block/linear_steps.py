@@ -73,7 +73,8 @@ class Product(Step):
         self.inlet = f"{self.x}.inlet" if self.norm is None else self.norm.inlet
         self.keeps = {} if self.keep is None else {self.y: self.keep}
         self.reads = (self.s, self.x) if self.norm is None else (self.s, *self.norm.reads)
-        self.reads += (self.y,) if self.place.scaled else ()
+        self.unscales = self.place.scaled and not self.place.unscaled_by_reader
+        self.reads += (self.y,) if self.unscales else ()
         self.soft = () if self.norm is None else (self.x,)
 
     def forward(self, run: Run, v: Values) -> None:
@@ -84,7 +85,7 @@ class Product(Step):
         """See Step. In the place of the gradient of s stands what an activation has made of that of b."""
         group = run.groups[self.at]
         dy, db = run.grads.pop(self.y), group.rescaled(run.grads.pop(self.s, None))
-        dy = group.unscaled(run.sink, dy, v.get(self.y))
+        dy = group.unscaled(run.sink, dy, v[self.y]) if self.unscales else dy
         wanted = self.x in run.wants
         dx, ds = group.dproducts(dy) if wanted or group.entry is not None else (None, group.dlow(dy))
         x = v.get(self.x)
@@ -174,7 +175,15 @@ class Activated(Step):
         m, inlet = down.inlet(u)
         a = down.a if down.folds_input and drop is None else None
         s = run.ops.activate(
-            u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m, down.drawn()
+            u,
+            self.act,
+            self.gated,
+            up.deferred(v[self.low]),
+            a,
+            up.paired,
+            m,
+            down.drawn(),
+            up.deferred_scale,
         )[1]
         if drop is not None:
             m, inlet = drop(m, run.rows), None
@@ -188,7 +197,8 @@ class Activated(Step):
         low, dd = v[self.low], down.unscaled(run.sink, run.grads.pop(self.d), v.get(self.d))
 
         def again() -> Tensor:
-            m: Tensor = run.ops.activate(u, self.act, self.gated, up.deferred(low), None, up.paired)[0]
+            given = self.act, self.gated, up.deferred(low), None, up.paired
+            m: Tensor = run.ops.activate(u, *given, scale=up.deferred_scale)[0]
             return m if drop is None else drop(m, run.rows)
 
         dm, ds = down.dproducts(dd)
@@ -199,12 +209,13 @@ class Activated(Step):
             down.dupdated(dm, ds)
         if drop is not None:
             dm = drop(dm, run.rows)
-        du, db, da = run.ops.activate_backward(
-            dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn()
+        du, db, da, sums = run.ops.activate_backward(
+            dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn(), up.deferred_scale
         )
         down.learn(run.sink, dd, down.entered(m), v[self.s], ds, da=da)
         if self.u in run.wants:
             run.grads[self.u] = du
+            up.learn_scale(run.sink, sums)
             if db is not None:
                 run.grads[self.low] = db
 

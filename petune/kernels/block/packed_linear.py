@@ -16,7 +16,7 @@ grid that the product was rounded to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -26,9 +26,9 @@ from torch import Tensor
 from petune.kernels.block.dense import Dense, matmul32
 from petune.kernels.block.linear import PackedWeight
 from petune.kernels.block.rows import Rows, Sink
-from petune.kernels.block.scaling import Shifts, columns_of, over_vector, scaled_inputs
+from petune.kernels.block.scaling import columns_of, over_vector, own_of, scaled_inputs
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Added, Low, wide
+from petune.kernels.reference import Added, Low, Scale, wide
 from petune.models.tuned_linear import TENSORS, LowRank
 from petune.rng.dropout import Drop
 
@@ -41,7 +41,7 @@ class Group:
 
     `first` is the place of its first tensor among a block's; `base` its frozen part, where that is one
     product. With `drops`, one per part, each update reads its own dropout of the input. gates: an activation
-    reads these, which can add their update.
+    reads these, which can add their update and scale the sum.
     """
 
     def __init__(
@@ -70,13 +70,9 @@ class Group:
                 (self._stacked(dtype), self._diagonal(dtype)) if a is None or b is None else (a, b)
             )
         if not factors:
-            self.columns = columns_of(parts, self._factors_of)
-        self.defers = (
-            gates
-            and self.columns is None
-            and 0 < sum(self.ranks) <= FOLDED
-            and (self.paired or len(parts) == 1)
-        )
+            self.columns = columns_of(parts, self._factors_of, ops)
+        self.scales = self.columns is not None and not gates  # before the result is rounded
+        self.defers = gates and 0 < sum(self.ranks) <= FOLDED and (self.paired or len(parts) == 1)
 
     def _stacked(self, dtype: torch.dtype) -> Tensor:
         """[sum of ranks, k]: the factors A, each times its scale."""
@@ -109,9 +105,14 @@ class Group:
         return *((self.a, self.b) if self.tuned else (None, None)), self.columns
 
     @cached_property
-    def shifts(self) -> Shifts | None:
-        """What is added to a scaled result, and taken off it on the way back; None for nothing."""
-        return None if self.columns is None else Shifts.of(self.parts, self.columns)
+    def scale(self) -> Scale | None:
+        """What scales the result, here or in an activation; None for nothing."""
+        return None if self.columns is None else Scale(self.columns, own_of(self.parts, self.columns))
+
+    @property
+    def deferred_scale(self) -> Scale | None:
+        """What `product` has left to the activation to scale; None for nothing."""
+        return None if self.scales else self.scale
 
     @property
     def paired(self) -> bool:
@@ -132,7 +133,7 @@ class Group:
         k = self.parts[0].weight.shape[1]
         whole = (
             self.whole.inlet(len(x), sum(self.ranks))
-            if self.whole is not None and self.tuned and not self.defers and self.columns is None
+            if self.whole is not None and self.tuned and not self.defers and not self.scales
             else None
         )
         return (x.new_empty(len(x), k), None) if whole is None else (whole[:, :k], whole)
@@ -178,11 +179,11 @@ class Group:
 
     def product(self, x: Tensor, s: Tensor | None, inlet: Tensor | None = None) -> Tensor:
         """x W^T + bias + s b^T, scaled as the group is, rounded once; without the update where it is
-        `deferred`."""
+        `deferred`, and not scaled where that is."""
         if self.entry is not None:
             x = scaled_inputs(x, self.entry)
-        if self.columns is not None:
-            return self._scaled(x, s, self.columns)
+        if self.scales and self.scale is not None:
+            return self._scaled(x, s, *self.scale)
         if s is None or self.defers:
             return self.base(x)
         if self.whole is not None:
@@ -197,15 +198,15 @@ class Group:
                 )
         return y
 
-    def _scaled(self, x: Tensor, s: Tensor | None, columns: Tensor) -> Tensor:
-        """columns * (x W^T + bias + s b^T) + shift."""
+    def _scaled(self, x: Tensor, s: Tensor | None, columns: Tensor, own: Tensor | None) -> Tensor:
+        """columns * (x W^T + bias - own + s b^T) + own."""
         wholes = (
             (self.whole,) if self.whole is not None else (Dense(one.weight, one.bias) for one in self.parts)
         )
         y, *rest = (one.linear32(x) for one in wholes)
-        y, shift = torch.cat([y, *rest], 1) if rest else y, None if self.shifts is None else self.shifts.shift
+        y, shift = torch.cat([y, *rest], 1) if rest else y, None if own is None else (1 - columns) * own
         if s is not None:
-            low = s, (columns[:, None] * self.b).to(s.dtype)
+            low = s, torch.mul(columns[:, None], self.b, out=torch.empty_like(self.b))
             summed: Tensor = self.ops.add_low(None if shift is None else shift.expand_as(y), y, low, columns)
             return summed
         y.mul_(columns)
@@ -234,21 +235,30 @@ class Group:
     def unscaled(self, sink: Sink, dy: Tensor, y: Tensor | None) -> Tensor:
         """The gradient of x W^T + bias + s b^T from that of the result y, which is read where that is scaled;
         adds those of what scales it, and of biases that are not scaled."""
-        if self.columns is None:
+        if not self.scales or self.scale is None:
             return dy
-        dz, sums = self.ops.unscale(dy, y, self.columns, None if self.shifts is None else self.shifts.own)
+        dz, sums = self.ops.unscale(dy, y, *self.scale)
+        self._learn_scale(sink, sums, lambda rows: _column_sums(dy[:, rows]))
+        found: Tensor = dz
+        return found
+
+    def learn_scale(self, sink: Sink, sums: Tensor | None) -> None:
+        """Add what `unscaled` does, of the sums that the way back through what reads the result has made."""
+        if sums is not None:
+            self._learn_scale(sink, sums[0], lambda rows: sums[1, rows])
+
+    def _learn_scale(self, sink: Sink, sums: Tensor, of_bias: Callable[[slice], Tensor]) -> None:
+        """sums: of dy * (y - own); of_bias: those of dy, of some columns."""
         for at, (part, rows) in enumerate(zip(self.parts, spans(self.widths), strict=True)):
             own = self.first + TENSORS * at
             if part.by is not None and part.scales_outputs and sink.needs[own + 4]:
                 sink.add(own + 4, over_vector(sums[rows], part.by))
             if part.scaling == "lengths" and sink.needs[own + 1]:
-                sink.add(own + 1, _column_sums(dy[:, rows]))
-        found: Tensor = dz
-        return found
+                sink.add(own + 1, of_bias(rows))
 
     def rescaled(self, db: Tensor | None) -> Tensor | None:
         """dz^T s of dy^T s, a row for each result."""
-        return db if db is None or self.columns is None else db.mul_(self.columns[:, None])
+        return db if db is None or not self.scales or self.columns is None else db.mul_(self.columns[:, None])
 
     def entered(self, x: Rows) -> Rows:
         """What the weights are multiplied with, of what enters."""

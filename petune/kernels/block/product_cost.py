@@ -16,6 +16,7 @@ from petune.kernels.memory.op_cost import (
     dropped_low,
     low_rank,
     matmul,
+    over_lengths,
     quantise,
     unscale,
 )
@@ -42,7 +43,8 @@ def bytes_within_back(shape: BlockShape, place: GroupPlace) -> int:
     which takes the place of the other unless that is the sum's too; and that of the input after."""
     inputs, outputs, _ = shape.linears(place)
     before = outputs if place.kind == "out" else max(0, outputs - inputs)
-    return (before * place.scaled + inputs * place.enters) * shape.itemsize
+    scaled = place.scaled and not place.unscaled_by_reader
+    return (before * scaled + inputs * place.enters) * shape.itemsize
 
 
 def dropping(shape: BlockShape, place: GroupPlace) -> int:
@@ -79,11 +81,13 @@ def _entry(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge
 
 
 def _lengths(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
-    """What the lengths of rows are made of where an update is scaled: W's own, and W a^T."""
+    """The lengths of rows where an update is scaled; those of a group are put side by side."""
     inputs, outputs, rank = shape.linears(place)
-    if place.scaled and rank:
-        yield "memory", Cost(2 * inputs * outputs, shape.itemsize * inputs * outputs)
-        yield "narrow", low_rank(outputs, inputs, rank / len(place.roles), shape.itemsize)
+    if (place.scaled or place.scaled_by_reader) and rank:
+        for _ in place.roles:
+            share = outputs / len(place.roles), inputs, rank / len(place.roles)
+            yield "memory", over_lengths(*share, shape.itemsize)
+        yield "memory", SMALL
 
 
 def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
@@ -114,7 +118,7 @@ def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Char
     trains."""
     inputs, outputs, rank = shape.linears(place)
     yield from _factors(shape, place)
-    if place.scaled:
+    if place.scaled and not place.unscaled_by_reader:
         yield "memory", unscale(rows, outputs, shape.itemsize)
     for _ in range(2):  # what enters again, and its gradient
         yield from _entry(shape, place, rows)

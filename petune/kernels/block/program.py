@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, cast
 
-from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate, RotateBeside
+from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate, RotateScaled
 from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
@@ -239,12 +239,15 @@ class _Build:
         self.order.append(Drawing("drop", len(self.dropouts) - 1, self.within, over, head))
         return len(self.dropouts) - 1
 
-    def group(self, kind: GroupKind, group: LinearGroup) -> GroupPlace:
-        """The next group."""
+    def group(self, kind: GroupKind, group: LinearGroup, unscaled: bool = False) -> GroupPlace:
+        """The next group. unscaled: what reads it finds the way back through what scales it."""
         first = TENSORS * sum(len(one.paths) for one in self.groups)
         roles, paths = zip(*group.members, strict=True)
         scaled, enters = not self.scaled.isdisjoint(roles), not self.entries.isdisjoint(roles)
-        self.groups.append(GroupPlace(kind, roles, paths, first, scaled, enters))
+        # a product of two lies on no grid that they were rounded to; GELU's of a large number almost does
+        read = scaled and roles == ("gate", "up") and self.sizes.act != "relu"
+        here = scaled and not read
+        self.groups.append(GroupPlace(kind, roles, paths, first, here, here and unscaled, read, enters))
         self.order.append(
             Drawing(
                 "group", len(self.groups) - 1, self.within, "features" if kind in ("out", "down") else None
@@ -300,8 +303,9 @@ class _Build:
             if reads not in (*self.inputs, h):
                 self.inputs.append(reads)
             s, raw = f"{name}.s" if at == 0 else f"{name}.s_{roles}", f"{name}.{roles}"
-            turned, place = core.rotary or core.q_norm is not None, self.group("in", group)
-            gone = core.q_norm is None and (turned or traded) and not place.scaled
+            turned = core.rotary or core.q_norm is not None
+            place = self.group("in", group, unscaled=bool(core.rotary) and core.q_norm is None)
+            gone = core.q_norm is None and (turned or (traded and not place.scaled))
             kept: Level | None = None if gone else "projections"
             y = f"{raw}.raw" if turned else raw
             sources.append(self.linears(place, reads, s, y, kept, "projections"))
@@ -312,8 +316,9 @@ class _Build:
             self.steps.append(step(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, own, first))
             sources = [raw]
         elif core.rotary:
-            rotate = RotateBeside if place.scaled else Rotate
-            self.steps.append(rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads, not traded))
+            given = f"{raw}.raw", raw, sizes.heads + sizes.kv_heads, not traded
+            at = self.groups.index(place)
+            self.steps.append(RotateScaled(*given, at) if place.scaled else Rotate(*given))
             sources = [raw]
         return sources
 

@@ -1,8 +1,8 @@
 """What a group's results, or its inputs, are multiplied by: vectors that train (DoRA, (IA)^3).
 
-Of results, y = c * (x W^T + bias + s b^T) + shift, summed in float32 and rounded once. (IA)^3's c is its
-vector and there is no shift. DoRA's is m / ||W + b a||, the norm a constant, and shift = (1 - c) bias, as its
-bias is not scaled. With o = bias for DoRA and 0 for (IA)^3 the way back is
+Of results, y = c * (x W^T + bias - o + s b^T) + o, summed in float32 and rounded once; those of gate | up
+are rounded before, and scaled in float32 by the activation that reads them. (IA)^3's c is its vector and o is
+0. DoRA's c is m / ||W + b a||, the norm a constant, and o its bias, which is not scaled. The way back is
 
         dz = c * dy        d vector = sum over rows of dy * (y - o), over the vector
 
@@ -13,55 +13,46 @@ Of inputs, x W^T becomes (x * l) W^T, with dl = the sum over rows of x * dx', dx
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from petune.kernels.dispatch import Ops
 from petune.kernels.reference import wide
-from petune.models.row_lengths import lengths_of
 from petune.models.tuned_linear import LowRank
 
 Factors = Callable[[int], tuple[Tensor, Tensor]]  # a with its scale, and b, of a part
 
 
-def columns_of(parts: Sequence[LowRank], factors: Factors) -> Tensor | None:
+def columns_of(parts: Sequence[LowRank], factors: Factors, ops: Ops) -> Tensor | None:
     """c [sum of outputs], float32 or wider: ones where a part is not scaled; None where none is."""
     if not any(part.by is not None and part.scales_outputs for part in parts):
         return None
-    return torch.cat([_columns(part, at, factors) for at, part in enumerate(parts)])
+    found = [_columns(part, at, factors, ops) for at, part in enumerate(parts)]
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _columns(part: LowRank, at: int, factors: Factors) -> Tensor:
+def _columns(part: LowRank, at: int, factors: Factors, ops: Ops) -> Tensor:
     if part.by is None or not part.scales_outputs:
         dtype = torch.promote_types(part.weight.dtype, torch.float32)
         return torch.ones(len(part.weight), dtype=dtype, device=part.weight.device)
-    by = wide(part.by).flatten()
     if part.scaling == "outputs":
-        return by
-    lengths = lengths_of(part.weight, *factors(at))
-    return by / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        return wide(part.by).flatten()
+    found: Tensor = ops.over_lengths(part.by.flatten(), part.weight, *factors(at))
+    return found
 
 
-class Shifts(NamedTuple):
-    """shift and o of the results of a group, [sum of outputs] each."""
-
-    shift: Tensor
-    own: Tensor
-
-    @classmethod
-    def of(cls, parts: Sequence[LowRank], columns: Tensor) -> Shifts | None:
-        """Those of `parts`; None where both are zero."""
-        if not any(part.scaling == "lengths" and part.bias is not None for part in parts):
-            return None
-        own = [
-            columns.new_zeros(len(part.weight))
-            if part.bias is None or part.scaling != "lengths"
-            else part.bias.to(columns.dtype)
-            for part in parts
-        ]
-        biases = torch.cat(own)
-        return cls((1 - columns) * biases, biases)
+def own_of(parts: Sequence[LowRank], columns: Tensor) -> Tensor | None:
+    """o [sum of outputs], in the dtype of c; None where all of it is 0."""
+    if not any(part.scaling == "lengths" and part.bias is not None for part in parts):
+        return None
+    own = [
+        columns.new_zeros(len(part.weight))
+        if part.bias is None or part.scaling != "lengths"
+        else part.bias.to(columns.dtype)
+        for part in parts
+    ]
+    return torch.cat(own) if len(own) > 1 else own[0]
 
 
 def over_vector(sums: Tensor, by: Tensor) -> Tensor:

@@ -155,6 +155,11 @@ def rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
 
 
+def rope_unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """dq, dk, dv and qkv read, the gradient of what was scaled written."""
+    return Cost(10 * rows * columns, 3 * itemsize * rows * columns)
+
+
 def norm_rope(rows: float, columns: float, itemsize: int = 2) -> Cost:
     """raw read, qkv written."""
     return Cost(7 * rows * columns, 2 * itemsize * rows * columns)
@@ -196,6 +201,11 @@ def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> 
     return Cost(
         (1 + 2 * rank) * rows * columns, (4 + itemsize) * rows * columns + itemsize * (rows + columns) * rank
     )
+
+
+def over_lengths(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
+    """A weight read once, for the lengths of its rows and what an update of that rank adds to them."""
+    return Cost(2 * (1 + rank) * rows * columns, itemsize * (rows * columns + (rows + columns) * rank))
 
 
 def unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:

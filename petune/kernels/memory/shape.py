@@ -43,13 +43,17 @@ GroupKind = Literal["in", "out", "up", "down"]
 @dataclass(frozen=True)
 class GroupPlace:
     """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
-    block's, `TENSORS` for each. scaled: results are multiplied by what trains; enters: so are inputs."""
+    block's, `TENSORS` for each. scaled: results are multiplied by what trains, before they are rounded;
+    unscaled_by_reader: the way back through that is the reader's; scaled_by_reader: both are, the
+    activation's; enters: inputs are multiplied."""
 
     kind: GroupKind
     roles: tuple[Role, ...]
     paths: tuple[str, ...]
     first: int
     scaled: bool = False
+    unscaled_by_reader: bool = False
+    scaled_by_reader: bool = False
     enters: bool = False
 
     @property
@@ -223,7 +227,7 @@ class BlockShape:
     @property
     def defers(self) -> bool:
         """Whether the activation adds the update of gate | up, as petune.kernels.block.packed_linear says."""
-        scaled = any(one.scaled & {"gate", "up", "gate_up"} for one in self.sublayers)
+        scaled = not self.gated and any("up" in one.scaled for one in self.sublayers)
         return (
             not scaled
             and 0 < self.ranks.gu <= FOLDED

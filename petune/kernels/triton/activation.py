@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.reference import Low
+from petune.kernels.reference import Low, Scale
 from petune.kernels.triton.dropout import placed, scaled, stays
 from petune.kernels.triton.residual import Tile, Variant, multiprocessors, padded, shares, total
 from petune.rng.dropout import Drop, threshold
@@ -40,6 +40,7 @@ def activate(
     paired: bool = False,
     out: Tensor | None = None,
     how: Drop | None = None,
+    scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`petune.kernels.reference.activate`; ranks up to `sums.MAX_RANK`, ValueError above."""
     rows, width = u.shape[0], u.shape[1] // (1 + gated)
@@ -54,7 +55,7 @@ def activate(
     down = u if a is None else a
     sums = torch.empty((parts, rows, below), dtype=torch.float32, device=u.device)
     _activate_kernel[(walks * parts,)](
-        *(u, h, s, b, down, sums, rows, width, parts),
+        *(u, h, s, b, down, *(scale or (None, None)), sums, rows, width, parts),
         *(u.stride(0), s.stride(0), b.stride(0), down.stride(0), h.stride(0), *draw_of(how, u)),
         ACT=act,
         GATED=gated,
@@ -91,7 +92,7 @@ def _forward_tile(dtype: torch.dtype) -> Tile:
 
 @triton.jit(do_not_specialize=["rows", "parts", "base", "feature", "least"])
 def _activate_kernel(
-    u, h, s, b, a, sums, rows, width, parts, u_stride, s_stride, b_stride, a_stride, h_stride,
+    u, h, s, b, a, columns, own, sums, rows, width, parts, u_stride, s_stride, b_stride, a_stride, h_stride,
     numbers, base, feature, least, scale,
     ACT: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BELOW: tl.constexpr, J: tl.constexpr,
     DROPS: tl.constexpr, LOADED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -128,6 +129,12 @@ def _activate_kernel(
                     other=0.0,
                 )
                 y += tl.dot(left_y, tl.trans(right), input_precision="ieee")
+        if columns is not None:
+            factor, apart = scale_of(columns, own, col, col < width)
+            x = scaled_by(x, factor, apart)
+            if GATED:
+                factor, apart = scale_of(columns, own, width + col, col < width)
+                y = scaled_by(y, factor, apart)
         value, _ = valued(x, ACT)
         if GATED:
             value *= y
@@ -153,6 +160,19 @@ def _activate_kernel(
 def rows_of(number, stride):
     """Where rows of a matrix begin, one below the other."""
     return number.to(tl.int64)[:, None] * stride
+
+
+@triton.jit
+def scale_of(columns, own, col, live):
+    """Of some columns of a matrix: what they are multiplied by, and what of them is not, None for nothing."""
+    factor = tl.load(columns + col, mask=live, other=0.0)[None, :]
+    return factor, None if own is None else tl.load(own + col, mask=live, other=0.0)[None, :]
+
+
+@triton.jit
+def scaled_by(x, factor, apart):
+    """x times a factor, but for its part that is not."""
+    return x * factor if apart is None else (x - apart) * factor + apart
 
 
 @triton.jit
@@ -186,15 +206,20 @@ def _logistic(x):
 # ------------------------------------------------------------------ what is launched
 
 
-# activation, gated, paired, ranks of low and of below, dropped
-FORMS: tuple[tuple[Act, bool, bool, int, int, bool], ...] = (
-    ("silu", True, True, 16, 16, False),
-    ("silu", True, False, 32, 16, True),
-    ("gelu_tanh", True, False, 0, 0, False),
-    ("silu", True, True, 64, 64, True),
-    ("silu", True, True, 0, 64, True),
-    ("gelu", False, False, 16, 16, False),
-    ("relu", False, False, 64, 0, False),
+NO_SCALE, NO_OWN = ("columns", "own"), ("own",)  # what is not there
+# activation, gated, paired, ranks of low and of below, dropped, what of a scale is not there
+FORMS: tuple[tuple[Act, bool, bool, int, int, bool, tuple[str, ...]], ...] = (
+    ("silu", True, True, 16, 16, False, NO_SCALE),
+    ("silu", True, False, 32, 16, True, NO_SCALE),
+    ("gelu_tanh", True, False, 0, 0, False, NO_SCALE),
+    ("silu", True, True, 64, 64, True, NO_SCALE),
+    ("silu", True, True, 0, 64, True, NO_SCALE),
+    ("gelu", False, False, 16, 16, False, NO_SCALE),
+    ("relu", False, False, 64, 0, False, NO_SCALE),
+    ("silu", True, True, 16, 16, False, NO_OWN),
+    ("silu", True, True, 32, 32, False, NO_OWN),
+    ("silu", True, True, 64, 64, False, NO_OWN),
+    ("gelu_tanh", True, True, 16, 16, False, ()),
 )
 
 
@@ -202,14 +227,15 @@ def signature_of(kernel: Any, kind: str) -> dict[str, str]:
     """The types of a kernel's arguments where matrices are `kind`."""
     matrices = ("u", "h", "s", "b", "a", "dh", "du", "ds")
     own = {name: kind if name in matrices else "i32" for name in kernel.arg_names}
-    return own | {"sums": "*fp32", "numbers": "*i64", "base": "i64", "scale": "fp32"}
+    own |= dict.fromkeys(("sums", "columns", "own"), "*fp32")
+    return own | {"numbers": "*i64", "base": "i64", "scale": "fp32"}
 
 
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        for act, gated, paired, rank, below, drops in FORMS:
-            values = {
+        for act, gated, paired, rank, below, drops, absent in FORMS:
+            values: dict[str, Any] = {
                 "ACT": act,
                 "GATED": gated,
                 "PAIRED": paired,
@@ -226,4 +252,5 @@ def variants() -> Iterator[Variant]:
                 "BN": tile.columns,
                 "STAGES": tile.stages,
             }
+            values |= dict.fromkeys(absent)
             yield _activate_kernel, signature_of(_activate_kernel, kind), values, tile.warps, 3

@@ -18,8 +18,17 @@ from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
 from petune.kernels.block.packed_linear import SUMMED
-from petune.kernels.reference import Added, Low
-from petune.kernels.triton.activation import FORMS, Act, draw_of, rows_of, signature_of, valued
+from petune.kernels.reference import Added, Low, Scale
+from petune.kernels.triton.activation import (
+    FORMS,
+    Act,
+    draw_of,
+    rows_of,
+    scale_of,
+    scaled_by,
+    signature_of,
+    valued,
+)
 from petune.kernels.triton.dropout import placed, scaled, stays
 from petune.kernels.triton.residual import Tile, Variant, multiprocessors, padded, shares, total
 from petune.rng.dropout import Drop
@@ -34,16 +43,16 @@ def activate_backward(
     below: Low | None = None,
     paired: bool = False,
     how: Drop | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    scale: Scale | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """`petune.kernels.reference.activate_backward`; ranks up to `residual.MAX_RANK`, ValueError above."""
     du = torch.empty((len(u), u.shape[1]), dtype=u.dtype, device=u.device)
     rank, depth = low[0].shape[1] // (1 + paired) if low else 0, below[0].shape[1] if below else 0
+    count = 0 if scale is None else 1 if scale.own is None else 2
     if not len(u):
-        db, da = (
-            torch.zeros(size, dtype=torch.float32, device=u.device)
-            for size in ((u.shape[1], rank), (depth, dh.shape[1]))
-        )
-        return du, db if low else None, da if below else None
+        sizes = (u.shape[1], rank), (depth, dh.shape[1]), (count, u.shape[1])
+        db, da, none = (torch.zeros(size, dtype=torch.float32, device=u.device) for size in sizes)
+        return du, db if low else None, da if below else None, none if count else None
     sums_b, sums_a = 0 < rank <= SUMMED, 0 < depth <= SUMMED
     h = torch.empty_like(dh, memory_format=torch.contiguous_format) if below and not sums_a else None
     grads = _launched(
@@ -53,25 +62,21 @@ def activate_backward(
         h,
         low,
         below,
-        (rank if sums_b else 0, depth if sums_a else 0),
+        (rank if sums_b else 0, depth if sums_a else 0, count),
         how,
+        scale,
         ACT=act,
         GATED=gated,
         PAIRED=paired,
     )
-    at = u.shape[1] * rank if sums_b else 0
+    at, end = u.shape[1] * rank if sums_b else 0, len(grads) - count * u.shape[1]
     of_b = grads[:at].view(-1, rank) if sums_b else None if low is None else _db(du, low[0], paired)
+    sums = grads[end:].view(count, -1) if count else None
     if below is None:
-        return du, of_b, None
-    return (
-        du,
-        of_b,
-        (
-            grads[at:].view(depth, -1)
-            if h is None
-            else matmul32(below[0].T, h, 1.0 if how is None else scaled(how))
-        ),
-    )
+        return du, of_b, None, sums
+    if h is None:
+        return du, of_b, grads[at:end].view(depth, -1), sums
+    return du, of_b, matmul32(below[0].T, h, 1.0 if how is None else scaled(how)), sums
 
 
 def _db(du: Tensor, s: Tensor, paired: bool) -> Tensor:
@@ -87,22 +92,23 @@ def _launched(
     h: Tensor | None,
     low: Added | None,
     below: Low | None,
-    summed: tuple[int, int],
+    summed: tuple[int, int, int],
     how: Drop | None,
+    scale: Scale | None,
     **form: Any,
 ) -> Tensor:
-    """Write du, and h unless it is None; the sums of db and da behind one another, of the ranks of
-    `summed`."""
+    """Write du, and h unless it is None; the sums of db and da behind one another, of the ranks of `summed`,
+    then so many of those that `scale` asks for."""
     (rows, width), (s, b), (ds, a) = dh.shape, low or (u, u), below or (u, u)
     rank = s.shape[1] // (1 + form["PAIRED"]) if low and (summed[0] or b is not None) else 0
     depth = ds.shape[1] if below else 0
-    tile = _backward_tile(u.dtype, depth > 0 and not any(summed))
+    tile = _backward_tile(u.dtype, depth > 0 and not any(summed[:2]), scale is not None)
     walks = triton.cdiv(width, tile.columns)
     parts = shares(walks, triton.cdiv(rows, tile.rows), multiprocessors(u.device) * tile.resident)
-    size = u.shape[1] * summed[0] + width * summed[1]
+    size = u.shape[1] * (summed[0] + summed[2]) + width * summed[1]
     sums = torch.empty((parts, size), dtype=torch.float32, device=u.device)
     _activate_backward_kernel[(walks * parts,)](
-        *(dh, u, du, h, s, b, ds, a, sums, rows, width, parts),
+        *(dh, u, du, h, s, b, ds, a, *(scale or (None, None)), sums, rows, width, parts),
         *(
             dh.stride(0),
             u.stride(0),
@@ -129,16 +135,20 @@ def _launched(
     return total(sums, torch.float32) if size else sums[0]
 
 
-def _backward_tile(dtype: torch.dtype, deep: bool) -> Tile:
-    """deep: an update is added whose gradients are not summed here."""
+def _backward_tile(dtype: torch.dtype, deep: bool, scales: bool) -> Tile:
+    """deep: an update is added whose gradients are not summed here; scales: u is scaled, which takes
+    registers."""
     if dtype.itemsize == 4:
         return Tile(32, 32, 8, 2, 1)
+    if scales:
+        return Tile(32, 64, 8, 3, 2)
     return Tile(32, 64, 8, 3, 3) if deep else Tile(32, 64, 4, 3, 3)
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "base", "feature", "least"])
 def _activate_backward_kernel(
-    dh, u, du, h, s, b, ds, a, sums, rows, width, parts, dh_stride, u_stride, s_stride, b_stride, ds_stride, a_stride,
+    dh, u, du, h, s, b, ds, a, columns, own, sums, rows, width, parts,
+    dh_stride, u_stride, s_stride, b_stride, ds_stride, a_stride,
     numbers, base, feature, least, scale,
     ACT: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BELOW: tl.constexpr, J: tl.constexpr,
     SUMS_B: tl.constexpr, SUMS_A: tl.constexpr, DROPS: tl.constexpr, LOADED: tl.constexpr,
@@ -167,6 +177,12 @@ def _activate_backward_kernel(
         down = tl.load(a + rows_of(j, a_stride) + col[None, :], mask=some_a, other=0.0)
     if SUMS_A:
         sum_a = tl.zeros((BN, J), tl.float32)
+    if columns is not None:
+        factor_x, apart_x = scale_of(columns, own, col, col < width)
+        found_x, plain_x = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+        if GATED:
+            factor_y, apart_y = scale_of(columns, own, width + col, col < width)
+            found_y, plain_y = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
     for start in tl.range(part * BM, rows, parts * BM, num_stages=STAGES):
         row = (start + tl.arange(0, BM)).to(tl.int64)
         live = (row < rows)[:, None]
@@ -184,6 +200,10 @@ def _activate_backward_kernel(
                 x += tl.dot(left, b_x, input_precision="ieee")
                 if GATED:
                     y += tl.dot(left_y, b_y, input_precision="ieee")
+        if columns is not None:
+            x = scaled_by(x, factor_x, apart_x)
+            if GATED:
+                y = scaled_by(y, factor_y, apart_y)
         if BELOW:
             above = tl.load(
                 ds + row[:, None] * ds_stride + j[None, :], mask=live & (j < BELOW)[None, :], other=0.0
@@ -195,14 +215,26 @@ def _activate_backward_kernel(
             grad += update
         value, slope = valued(x, ACT)
         if GATED:
-            dy = (grad * value).to(du.dtype.element_ty)
+            dy = grad * value
+            if columns is not None:
+                found_y += tl.sum(dy * y if own is None else dy * (y - apart_y), 0)
+                if own is not None:
+                    plain_y += tl.sum(dy, 0)
+                dy *= factor_y
+            dy = dy.to(du.dtype.element_ty)
             place = du + row[:, None] * (2 * width) + col[None, :]
             tl.store(place + width, dy, mask=inside)
             grad *= y
             value *= y
         else:
             place = du + row[:, None] * width + col[None, :]
-        dx = (grad * slope).to(du.dtype.element_ty)
+        dx = grad * slope
+        if columns is not None:
+            found_x += tl.sum(dx * x if own is None else dx * (x - apart_x), 0)
+            if own is not None:
+                plain_x += tl.sum(dx, 0)
+            dx *= factor_x
+        dx = dx.to(du.dtype.element_ty)
         tl.store(place, dx, mask=inside)
         if SUMS_B:
             sum_x = tl.dot(tl.trans(dx), left, sum_x, input_precision="ieee")
@@ -216,14 +248,25 @@ def _activate_backward_kernel(
                 tl.store(h + row[:, None] * width + col[None, :], left_h, mask=inside)
             if SUMS_A:
                 sum_a = tl.dot(tl.trans(left_h), above, sum_a, input_precision="ieee")
-    sums += part.to(tl.int64) * width * (RANK * (2 if GATED else 1) * SUMS_B + BELOW * SUMS_A)
+    sides: tl.constexpr = 2 if GATED else 1
+    count: tl.constexpr = 0 if columns is None else 1 if own is None else 2
+    sums += part.to(tl.int64) * width * ((RANK * SUMS_B + count) * sides + BELOW * SUMS_A)
     if SUMS_B:
         tl.store(sums + rows_of(col, RANK) + k[None, :], sum_x, mask=some_b)
         if GATED:
             tl.store(sums + rows_of(width + col, RANK) + k[None, :], sum_y, mask=some_b)
-        sums += tl.cast(RANK * (2 if GATED else 1), tl.int64) * width
+        sums += tl.cast(RANK * sides, tl.int64) * width
     if SUMS_A:
         tl.store(sums + col[:, None] + _columns(j, width), sum_a * scale, mask=tl.trans(some_a))
+        sums += tl.cast(BELOW, tl.int64) * width
+    if columns is not None:
+        tl.store(sums + col, found_x, mask=col < width)
+        if GATED:
+            tl.store(sums + width + col, found_y, mask=col < width)
+        if own is not None:
+            tl.store(sums + sides * width + col, plain_x, mask=col < width)
+            if GATED:
+                tl.store(sums + 3 * width + col, plain_y, mask=col < width)
 
 
 @triton.jit
@@ -237,7 +280,7 @@ def _columns(number, stride):
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        for act, gated, paired, rank, below, drops in FORMS:
+        for act, gated, paired, rank, below, drops, absent in FORMS:
             sums_b, sums_a = 0 < rank <= SUMMED, 0 < below <= SUMMED
             values: dict[str, Any] = {
                 "ACT": act,
@@ -257,7 +300,8 @@ def variants() -> Iterator[Variant]:
             values |= ({"b": None} if rank and not paired else {}) | (
                 {} if below and not sums_a else {"h": None}
             )
-            tile = _backward_tile(dtype, below > 0 and not (sums_b or sums_a))
+            values |= dict.fromkeys(absent)
+            tile = _backward_tile(dtype, below > 0 and not (sums_b or sums_a), "columns" not in absent)
             values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
             yield (
                 _activate_backward_kernel,

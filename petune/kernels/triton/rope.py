@@ -2,7 +2,8 @@
 
 A program walks some heads of its rows, so that cos and sin are read once for all of them. A head is worked on
 as its two halves, which are the parts of its complex numbers; a half that is no multiple of the tile is
-padded by masks.
+padded by masks. Where sums over rows are wanted too, a program walks some rows of its head, and leaves partial
+sums in float32, added up in one order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.residual import Tile, Variant, multiprocessors, shares
+from petune.kernels.reference import Scale
+from petune.kernels.triton.residual import Tile, Variant, multiprocessors, shares, total
 
 # ------------------------------------------------------------------ forward
 
@@ -193,6 +195,117 @@ def _turn_back(
             tl.store(place + HALF, y, mask=inside)
 
 
+# ------------------------------------------------------------------ backward, of what was scaled before
+
+
+def rope_unscale(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Scale
+) -> tuple[Tensor, Tensor]:
+    """`petune.kernels.reference.rope_unscale`, for heads of an even width."""
+    (rows, columns), width, count = qkv.shape, dq.shape[2], 1 + (scale.own is not None)
+    out = torch.empty((rows, columns), dtype=dq.dtype, device=dq.device)
+    if not rows:
+        return out, torch.zeros((count, columns), dtype=torch.float32, device=dq.device)
+    tile = _backward_tile(width // 2)
+    parts = shares(columns // width, triton.cdiv(rows, tile.rows), multiprocessors(dq.device) * 3)
+    sums = torch.empty((parts, count, columns), dtype=torch.float32, device=dq.device)
+    _rope_unscale_kernel[(columns // width, parts)](
+        *(dq, dk, dv, qkv, cos, sin, *scale, out, sums),
+        *(rows, len(cos), columns, dq.shape[1], dq.shape[1] + dk.shape[1]),
+        *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
+        *(qkv.stride(0), cos.stride(0), sin.stride(0)),
+        HALF=width // 2,
+        BM=tile.rows,
+        BN=tile.columns,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    return out, total(sums, torch.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "positions", "q_heads", "qk_heads"])
+def _rope_unscale_kernel(
+    dq, dk, dv, qkv, cos, sin, columns, own, out, sums, rows, positions, width, q_heads, qk_heads,
+    dq_stride, dq_head, dk_stride, dk_head, dv_stride, dv_head, qkv_stride, cos_stride, sin_stride,
+    HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    first = head * (2 * HALF)
+    if own is not None:
+        own += first
+    count: tl.constexpr = 1 if own is None else 2
+    sums += tl.program_id(1).to(tl.int64) * count * width + first
+    qkv, columns, out = qkv + first, columns + first, out + first
+    if head < q_heads:
+        _unscale_head(
+            dq + head * dq_head, dq_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
+            rows, positions, width, True, HALF, BM, BN, STAGES,
+        )  # fmt: skip
+    elif head < qk_heads:
+        _unscale_head(
+            dk + (head - q_heads) * dk_head, dk_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own,
+            out, sums, rows, positions, width, True, HALF, BM, BN, STAGES,
+        )  # fmt: skip
+    else:
+        _unscale_head(
+            dv + (head - qk_heads) * dv_head, dv_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own,
+            out, sums, rows, positions, width, False, HALF, BM, BN, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _unscale_head(
+    grad, stride, value, value_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
+    rows, positions, width, TURNS: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one head, and the sums over them."""
+    t = tl.arange(0, BN)
+    there = t < HALF
+    factor_x, factor_y = (
+        tl.load(columns + t, there, 0.0)[None, :],
+        tl.load(columns + HALF + t, there, 0.0)[None, :],
+    )
+    if own is not None:
+        own_x, own_y = tl.load(own + t, there, 0.0)[None, :], tl.load(own + HALF + t, there, 0.0)[None, :]
+    found_x, found_y = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    plain_x, plain_y = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    for start in tl.range(tl.program_id(1) * BM, rows, tl.num_programs(1) * BM, num_stages=STAGES):
+        row = (start + tl.arange(0, BM)).to(tl.int64)
+        inside = (row < rows)[:, None] & there[None, :]
+        place = grad + row[:, None] * stride + t[None, :]
+        dx = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+        place = value + row[:, None] * value_stride + t[None, :]
+        x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+        if TURNS:
+            position = row % positions
+            re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
+            im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
+            dx, dy = dx * re + dy * im, dy * re - dx * im
+            size = re * re + im * im
+            size = tl.where(size == 0.0, 1.0, size)
+            x, y = (x * re + y * im) / size, (y * re - x * im) / size
+        if own is not None:
+            plain_x += tl.sum(dx, 0)
+            plain_y += tl.sum(dy, 0)
+            x, y = x - own_x, y - own_y
+        found_x += tl.sum(dx * x, 0)
+        found_y += tl.sum(dy * y, 0)
+        place = out + row[:, None] * width + t[None, :]
+        tl.store(place, (dx * factor_x).to(out.dtype.element_ty), mask=inside)
+        tl.store(place + HALF, (dy * factor_y).to(out.dtype.element_ty), mask=inside)
+    tl.store(sums + t, found_x, there)
+    tl.store(sums + HALF + t, found_y, there)
+    if own is not None:
+        tl.store(sums + width + t, plain_x, there)
+        tl.store(sums + width + HALF + t, plain_y, there)
+
+
 # ------------------------------------------------------------------ what is launched
 
 
@@ -213,3 +326,9 @@ def variants() -> Iterator[Variant]:
                 signature = {name: kind if name in matrices else "i32" for name in kernel.arg_names} | tables
                 values = {"HALF": half, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
                 yield kernel, signature, values, tile.warps, 3
+        tile, scaled = _backward_tile(64), dict.fromkeys(("columns", "own", "sums"), "*fp32")
+        of_qkv = dict.fromkeys(("dq", "dk", "dv", "qkv", "out"), kind) | dict.fromkeys(("cos", "sin"), table)
+        signature = dict.fromkeys(_rope_unscale_kernel.arg_names, "i32") | of_qkv | scaled
+        values = {"HALF": 64, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
+        for absent in ({}, {"own": None}):
+            yield _rope_unscale_kernel, signature, values | absent, tile.warps, 3

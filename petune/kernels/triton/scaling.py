@@ -1,8 +1,10 @@
-"""The way back through columns that were scaled: a gradient scaled in the same way, and column by column its
-sum over rows times what was scaled.
+"""What scales columns, vectors over the lengths of a weight's rows, and the way back through columns that were
+scaled: a gradient scaled in the same way, and column by column its sum over rows times what was scaled.
 
-A program walks down a share of the rows of some columns; sums of shares are partial sums in float32, added up
-in one order.
+Of the way back a program walks down a share of the rows of some columns; sums of shares are partial sums in
+float32, added up in one order. Of lengths a program walks along some rows of the weight, which is so read once
+for its own lengths and for its product with the update; what the update's factor is with itself each program
+makes anew, as a kernel of its own would take longer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.residual import Tile, Variant, multiprocessors, shares, total
+from petune.kernels import reference
+from petune.kernels.triton.residual import MAX_RANK, Tile, Variant, multiprocessors, padded, shares, total
+from petune.models.frozen_weight import QuantisedWeight
 
 
 def unscale(dy: Tensor, y: Tensor, columns: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -65,8 +69,70 @@ def _unscale_kernel(
     tl.store(sums + part * width + col, found, mask=live)
 
 
+# ------------------------------------------------------------------ lengths
+
+
+def over_lengths(by: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`petune.kernels.reference.over_lengths`, which quantised weights and larger ranks go to."""
+    (rows, width), rank = weight.shape, len(a)
+    if isinstance(weight, QuantisedWeight) or rank > MAX_RANK or weight.dtype != a.dtype:
+        return reference.over_lengths(by, weight, a, b)
+    out = torch.empty(rows, dtype=torch.float32, device=weight.device)
+    tile = _lengths_tile(weight.dtype, rank)
+    _over_lengths_kernel[(triton.cdiv(rows, tile.rows),)](
+        *(by, weight, a, b, out, rows, width, weight.stride(0), a.stride(0), b.stride(0)),
+        RANK=rank,
+        R=padded(rank),
+        BM=tile.rows,
+        BN=tile.columns,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def _lengths_tile(dtype: torch.dtype, rank: int) -> Tile:
+    warps = 4 if rank <= 32 else 8
+    return Tile(32, 128, warps, 4, 4) if dtype.itemsize == 2 else Tile(32, 32, warps, 3, 4)
+
+
+@triton.jit
+def _over_lengths_kernel(
+    by, weight, a, b, out, rows, width, weight_stride, a_stride, b_stride,
+    RANK: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    k, live = tl.arange(0, R), row < rows
+    squares = tl.zeros((BM, BN), tl.float32)
+    across, inner = tl.zeros((BM, R), tl.float32), tl.zeros((R, R), tl.float32)
+    for start in tl.range(0, width, BN, num_stages=STAGES):
+        col = start + tl.arange(0, BN)
+        inside, some = live[:, None] & (col < width)[None, :], (k < RANK)[:, None] & (col < width)[None, :]
+        values = tl.load(weight + row[:, None] * weight_stride + col[None, :], mask=inside, other=0.0)
+        factor = tl.load(a + k[:, None] * a_stride + col[None, :], mask=some, other=0.0)
+        wide = values.to(tl.float32)
+        squares += wide * wide
+        across = tl.dot(values, tl.trans(factor), across, input_precision="ieee")
+        inner = tl.dot(factor, tl.trans(factor), inner, input_precision="ieee")
+    some = live[:, None] & (k < RANK)[None, :]
+    left = tl.load(b + row[:, None] * b_stride + k[None, :], mask=some, other=0.0).to(tl.float32)
+    added = tl.sum(left * (2.0 * across + tl.dot(left, inner, input_precision="tf32x3")), 1)
+    length = tl.maximum(tl.sqrt_rn(tl.maximum(tl.sum(squares, 1) + added, 0.0)), 1.1754943508222875e-38)
+    tl.store(out + row, tl.load(by + row, mask=live, other=0.0).to(tl.float32) / length, mask=live)
+
+
+# ------------------------------------------------------------------ what is launched
+
+
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
+    for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        for rank in (16, 32, 64):
+            tile = _lengths_tile(dtype, rank)
+            signature = {name: "i32" for name in _over_lengths_kernel.arg_names}
+            signature |= dict.fromkeys(("weight", "a", "b"), kind) | dict.fromkeys(("by", "out"), "*fp32")
+            values = {"RANK": rank, "R": padded(rank), "BM": tile.rows, "BN": tile.columns}
+            yield _over_lengths_kernel, signature, values | {"STAGES": tile.stages}, tile.warps, 3
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         tile = _tile(dtype)
         signature = {name: "i32" for name in _unscale_kernel.arg_names}

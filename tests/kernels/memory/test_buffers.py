@@ -122,11 +122,11 @@ def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
     assert buffers.standing_bytes(LLAMA) == 2 * (by_hand + room)
     assert buffers.standing_bytes(replace(LLAMA, fp8=True)) == 2 * by_hand
     assert buffers.standing_bytes(replace(LLAMA, made=0.516)) == 2 * by_hand
-    assert buffers.standing_bytes(scaled(LLAMA)) == 2 * by_hand
+    assert buffers.standing_bytes(scaled(LLAMA)) == 2 * (by_hand + 32 * 28672)  # what activations scale
 
 
 def test_scaled_results_of_o_and_down_are_kept_where_projections_are() -> None:
-    """Beside those, 2 x 8 KiB; q, k and v before they are turned in the place of after."""
+    """Beside those, 2 x 8 KiB; of q, k and v nothing more than LoRA's."""
     more = {keep: buffers.kept_bytes(scaled(LLAMA), keep) - buffers.kept_bytes(LLAMA, keep) for keep in KEEPS}
     assert more == {"all": 16384, "projections": 16384, "attention": 0, "input": 0}
 
@@ -220,6 +220,7 @@ def hollow() -> Ops:
         paired: bool = False,
         out: Any = None,
         how: Any = None,
+        scale: Any = None,
     ) -> Any:
         return out if out is not None else made(
             u, len(u), u.shape[1] // (1 + gated)
@@ -238,11 +239,13 @@ def hollow() -> Ops:
         below: Any = None,
         paired: bool = False,
         how: Any = None,
+        scale: Any = None,
     ) -> Any:
         du, h = made(u), None if below is None or len(below[1]) <= SUMMED else made(dh)
         db = None if low is None else made(u, u.shape[1], low[0].shape[1], dtype=wide)
         del h
-        return du, db, None if below is None else made(u, *below[1].shape, dtype=wide)
+        da = None if below is None else made(u, *below[1].shape, dtype=wide)
+        return du, db, da, None if scale is None else made(u, 1, u.shape[1], dtype=wide)
 
     def rope_backward(*grads: Tensor) -> Tensor:
         return made(grads[0], len(grads[0]), sum(one.shape[1] * one.shape[2] for one in grads[:3]))
@@ -269,6 +272,10 @@ def hollow() -> Ops:
         layer_norm_backward=lambda dy, *_: (made(dy), None, None),
         rope_=lambda qkv, *_: qkv,
         rope_backward=rope_backward,
+        rope_unscale=lambda *given: (
+            rope_backward(*given[:3]),
+            made(given[3], 1, given[3].shape[1], dtype=wide),
+        ),
         norm_rope=lambda raw, *_: made(raw),
         norm_rope_backward=lambda *given: (rope_backward(*given), None, None),
         activate=activate,
@@ -276,6 +283,7 @@ def hollow() -> Ops:
         linear_low=linear_low,
         add_low=add_low,
         unscale=unscale,
+        over_lengths=lambda by, *_: by,
         dense_into=lambda *_: None,
         dropped_low=dropped_low,
         dropped_low_backward=dropped_low_backward,

@@ -45,6 +45,7 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.rms_norm_backward(10, 8, dresidual=True), 720, 4 * 2 * 80 + 40),
         (op_cost.layer_norm(10, 8), 560, 2 * 2 * 80 + 80),
         (op_cost.rope_(10, 8), 240, 2 * 2 * 80),
+        (op_cost.rope_unscale(10, 8), 800, 3 * 2 * 80),
         (op_cost.norm_rope(10, 8), 560, 2 * 2 * 80),
         (op_cost.norm_rope_backward(10, 8), 1200, 3 * 2 * 80),
         (op_cost.activate(10, 8, gated=True), 400, 3 * 2 * 80),
@@ -53,6 +54,7 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.add(10, 8), 80, 3 * 2 * 80),
         (op_cost.add_low(10, 8, rank=4), 9 * 80, 6 * 80 + 2 * 4 * 18),
         (op_cost.unscale(10, 8), 4 * 80, 6 * 80),
+        (op_cost.over_lengths(10, 8, 4), 10 * 80, 2 * (80 + 4 * 18)),
         (
             op_cost.linear_low(10, 3, 8, rank=4),
             2 * 240 + 9 * 80,

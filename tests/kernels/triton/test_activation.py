@@ -11,7 +11,7 @@ from torch import Tensor
 
 from petune.kernels import reference
 from petune.kernels.dispatch import triton_ops
-from petune.kernels.reference import Act, Low
+from petune.kernels.reference import Act, Low, Scale
 from petune.kernels.triton import activation, activation_backward, residual
 from petune.rng.dropout import Drop
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
@@ -41,8 +41,10 @@ def operands(
     dtype: torch.dtype,
     strided: bool = False,
     p: float | None = None,
+    scaled: str = "",
 ) -> dict[str, Any]:
-    """u, dh, low, a and below of one activation; the factors are scaled as trained ones are."""
+    """u, dh, low, a and below of one activation; the factors are scaled as trained ones are. scaled: "all" of
+    u with its update, or "but own"."""
     columns = width * (1 + gated)
     low: Low | None = (
         (matrix(rows, rank, dtype, 1, strided), matrix(columns, rank, dtype, 2, strided) / 4)
@@ -50,6 +52,7 @@ def operands(
         else None
     )
     a = matrix(depth, width, dtype, 3, strided) / 4 if depth else None
+    scale, own = (matrix(1, columns, torch.float32, seed)[0].to(promoted(dtype)) for seed in (7, 8))
     return {
         "u": 2 * matrix(rows, columns, dtype, 4, strided),
         "dh": matrix(rows, width, dtype, 5, strided),
@@ -57,23 +60,32 @@ def operands(
         "a": a,
         "below": None if a is None else (matrix(rows, depth, dtype, 6, strided), a),
         "how": None if p is None else Drop(torch.arange(rows, device=DEVICE), 99, p, 3),
+        "scale": Scale(1 + scale / 4, own if scaled == "but own" else None) if scaled else None,
     }
 
 
+def promoted(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def forward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[Tensor | None, ...]:
-    return module.activate(given["u"], act, gated, given["low"], given["a"], how=given["how"])
+    rest = {name: given[name] for name in ("how", "scale")}
+    return module.activate(given["u"], act, gated, given["low"], given["a"], **rest)
 
 
 def backward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[Tensor | None, ...]:
-    return module.activate_backward(
-        given["dh"], given["u"], act, gated, given["low"], given["below"], how=given["how"]
+    """Without the sums of a scale where there is none."""
+    rest = {name: given[name] for name in ("how", "scale")}
+    found = module.activate_backward(
+        given["dh"], given["u"], act, gated, given["low"], given["below"], **rest
     )
+    return found[: 3 + (given["scale"] is not None)]
 
 
 def assert_all_as_good(call: Any, given: dict[str, Any], act: Act, gated: bool) -> None:
-    exact = call(
-        reference, {name: wider(value) for name, value in given.items()} | {"how": given["how"]}, act, gated
-    )
+    scale = None if given["scale"] is None else Scale(*wider(tuple(given["scale"])))  # type: ignore[misc]
+    wide = {name: wider(value) for name, value in given.items()} | {"how": given["how"], "scale": scale}
+    exact = call(reference, wide, act, gated)
     for found, same, true in zip(
         call(kernels, given, act, gated), call(reference, given, act, gated), exact, strict=True
     ):
@@ -100,6 +112,25 @@ def test_the_references_backward_is_autograds(act: Act, gated: bool) -> None:
         found = backward(reference, given, act, gated)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.to(torch.float64) if one is not None else one, other)
+
+
+@each_form
+def test_the_references_gradients_of_a_scale_are_autograds(gated: bool) -> None:
+    """Of a row of a weight that is scaled by c and its bias o that is not: c x + (1 - c) o of x + o."""
+    given = operands(5, 7, 3, 2, gated, torch.float64, scaled="but own")
+    columns, own = (one.requires_grad_() for one in given["scale"])
+    u, below = given["u"].requires_grad_(), given["below"]
+    h, hidden = reference.activate(
+        u + own - own.detach(), "silu", gated, given["low"], given["a"], scale=Scale(columns, own)
+    )
+    assert hidden is not None
+    expected = torch.autograd.grad((h * given["dh"]).sum() + (hidden * below[0]).sum(), (u, columns, own))
+    with torch.no_grad():
+        du, *_, sums = backward(reference, given, "silu", gated)
+        assert sums is not None
+        found = du, sums[0] / columns, sums[1]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @each_form
@@ -154,6 +185,22 @@ def test_what_drops_out_of_the_input_below_is_the_references(
     assert_all_as_good(backward, given, "silu", gated)
 
 
+@pytest.mark.crossed
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_form
+@pytest.mark.parametrize("scaled", ["all", "but own"])
+@pytest.mark.parametrize(
+    ("rows", "width", "rank", "depth"),
+    [(65, 130, 16, 16), (33, 34, 64, 64), (3, 100, 0, 0), (65, 130, 0, 16)],
+)
+def test_what_a_scale_does_and_its_sums_are_the_references(
+    rows: int, width: int, rank: int, depth: int, scaled: str, gated: bool, dtype: torch.dtype
+) -> None:
+    given = operands(rows, width, rank, depth, gated, dtype, strided=True, scaled=scaled)
+    assert_all_as_good(forward, given, "gelu", gated)
+    assert_all_as_good(backward, given, "gelu", gated)
+
+
 @each_form
 @pytest.mark.parametrize("depth", [16, 64])
 def test_a_base_on_the_device_is_read_there(gated: bool, depth: int) -> None:
@@ -194,7 +241,7 @@ def test_an_update_that_the_matrix_has_already_is_not_added_again(gated: bool) -
 
 @each_form
 def test_tiles_shared_between_programs_add_up(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = operands(200, 200, 16, 16, gated, torch.bfloat16)
+    given = operands(200, 200, 16, 16, gated, torch.bfloat16, scaled="but own")
     for parts in (1, 2, 5):
         for module in (activation, activation_backward):
             monkeypatch.setattr(module, "shares", lambda walks, steps, places, parts=parts: parts)
@@ -218,7 +265,7 @@ def test_large_numbers_saturate_and_what_is_not_a_number_stays_so(act: Act) -> N
 
 @each_form
 def test_no_rows_give_empty_results_and_zero_gradients(gated: bool) -> None:
-    given = operands(0, 32, 8, 4, gated, torch.bfloat16)
+    given = operands(0, 32, 8, 4, gated, torch.bfloat16, scaled="but own")
     for call in (forward, backward):
         for found, same in zip(
             call(kernels, given, "silu", gated), call(reference, given, "silu", gated), strict=True
@@ -260,8 +307,8 @@ def test_paired_ranks_are_those_of_a_block_diagonal_factor() -> None:
         wanted, expected = reference.activate(u, "silu", True, (s, b), a)
         torch.testing.assert_close(h, wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
-        du, db, da = module.activate_backward(dh, u, "silu", True, (s, b), (ds, a), paired=True)
-        whole, dense, below = reference.activate_backward(dh, u, "silu", True, (s, b), (ds, a))
+        du, db, da, _ = module.activate_backward(dh, u, "silu", True, (s, b), (ds, a), paired=True)
+        whole, dense, below, _ = reference.activate_backward(dh, u, "silu", True, (s, b), (ds, a))
         torch.testing.assert_close(du, whole, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(da, below, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(db, torch.cat([dense[:30, :3], dense[30:, 3:]]), rtol=1e-4, atol=1e-5)

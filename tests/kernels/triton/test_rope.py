@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from petune.kernels import reference
+from petune.kernels.reference import Scale
 from petune.kernels.triton import rope
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
 
@@ -55,6 +56,21 @@ def test_the_references_backward_is_autograds() -> None:
     turned = reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]))
     (dqkv,) = torch.autograd.grad(turned, qkv, torch.cat([part.flatten(1) for part in parts], 1))
     torch.testing.assert_close(reference.rope_backward(*parts, cos, sin), dqkv)
+
+
+def test_the_references_way_back_through_a_scale_is_autograds() -> None:
+    """Of c x + o, turned by angles that carry a factor of attention."""
+    cos, sin = (1.3 * table for table in tables(3, 8, torch.float64))
+    x, columns, own = leaves = [
+        matrix(rows, sum(HEADS) * 8, torch.float64, rows).squeeze(0).requires_grad_() for rows in (6, 1, 1)
+    ]
+    parts = gradients(6, 8, torch.float64)
+    turned = reference.rope_((columns * x + own).clone(), cos, sin, sum(HEADS[:2]))
+    wanted = torch.autograd.grad(turned, leaves, torch.cat([part.flatten(1) for part in parts], 1))
+    with torch.no_grad():
+        found, sums = reference.rope_unscale(*parts, turned, cos, sin, Scale(columns, own))
+        for one, other in zip((found, sums[0] / columns, sums[1]), wanted, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_the_reference_passes_gradcheck() -> None:
@@ -136,6 +152,27 @@ def test_heads_shared_between_programs_are_each_turned_once(monkeypatch: pytest.
         )
 
 
+@pytest.mark.crossed
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_way_back_through_a_scale_is_the_references(
+    rows: int, positions: int, width: int, apart: bool, dtype: torch.dtype
+) -> None:
+    cos, sin = tables(positions, width, dtype)
+    qkv, (columns, own) = (
+        matrix(rows, sum(HEADS) * width, dtype, 3, strided=True),
+        matrix(2, sum(HEADS) * width, torch.float32, 4),
+    )
+    given = *gradients(rows, width, dtype), qkv, cos, sin
+    scale = Scale(columns, own if apart else None)
+    cos[-1], sin[-1] = 0, 0  # as of a spare row
+    exact = reference.rope_unscale(*wider(given), Scale(*wider(tuple(scale))))  # type: ignore[misc]
+    pairs = zip(rope.rope_unscale(*given, scale), reference.rope_unscale(*given, scale), strict=True)
+    for (found, same), true in zip(pairs, exact, strict=True):
+        assert_as_good(found, same, true)
+
+
 def test_turning_back_undoes_turning() -> None:
     cos, sin = tables(9, 96, torch.float32)
     qkv = matrix(18, 7 * 96, torch.float32, 3)
@@ -151,3 +188,6 @@ def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
     qkv = matrix(0, 7 * 64, dtype, 3)
     assert rope.rope_(qkv, cos, sin, 5) is qkv
     assert rope.rope_backward(*gradients(0, 64, dtype), cos, sin).shape == (0, 7 * 64)
+    scale = Scale(torch.ones(7 * 64, device=DEVICE), None)
+    out, sums = rope.rope_unscale(*gradients(0, 64, dtype), qkv, cos, sin, scale)
+    assert out.shape == (0, 7 * 64) and torch.equal(sums, torch.zeros(1, 7 * 64, device=DEVICE))
