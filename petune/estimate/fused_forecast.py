@@ -170,7 +170,9 @@ def policy_for(
     if isinstance(fused, str):
         return f"unfused: {fused}"
     if method_of(drawn.recipe.method).ladder:
-        return "fused, and keep nothing: a ladder climbs beside them"
+        again = "levels are computed again" if drawn.recipe.gradient_checkpointing else None
+        keep = "all" if drawn.recipe.memory.keep == "auto" else drawn.recipe.memory.keep
+        return f"fused: the backbone's keep nothing, the ladder's {again or keep}"
     if device is None:
         return _without_device(drawn.recipe)
     if memory is None:

@@ -39,6 +39,8 @@ class Ops:
     activate_backward: Callable[..., Any]
     add_low: Callable[..., Any]
     unscale: Callable[..., Any]
+    mix: Callable[..., Any]
+    mix_backward: Callable[..., Any]
     linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
@@ -58,6 +60,7 @@ _FILES = {
     "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
     "unscale": "scaling",
+    **dict.fromkeys(("mix", "mix_backward"), "mixing"),
     "transposed": "transpose",
     "dense_into": "dequantise",
     "cross_entropy_": "loss",

@@ -29,6 +29,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import Problem, UsageError
+from petune.kernels.block.drawing import Places
+from petune.kernels.block.layout import Layout
+from petune.kernels.dispatch import Ops
+from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
 from petune.methods.pruning import Chain, of_embedding, prune_into
 from petune.models.port import Call, Pass
@@ -36,6 +40,7 @@ from petune.models.spec import Config, Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
 from petune.models.tuned_linear import TunedModule
 from petune.rng.context import running
+from petune.rng.dropout import draw, dropped
 
 
 class Ladder(TunedModule, PreTrainedModel):
@@ -79,6 +84,12 @@ class Ladder(TunedModule, PreTrainedModel):
             nn.init.zeros_(self.up.bias)
         # an encoder's side state, between the end of its stack and the end of the encoder
         self.handed: Tensor | None = None
+        self.ops: Ops | None = None
+
+    @property
+    def numbered(self) -> list[tuple[int, nn.Module]]:
+        """See petune.models.stack.Ladder."""
+        return [(at, block) for at, block in enumerate(self.blocks) if not isinstance(block, nn.Identity)]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the modules' own initialisation is meant."""
@@ -132,14 +143,17 @@ class Ladder(TunedModule, PreTrainedModel):
         side: Call = {name: None for name in self.rule.carry if name in call}
         if arrived is None:
             hidden = self._own(call["hidden_states"].detach())
-            side["hidden_states"] = self.down[0](F.dropout(hidden, self.settings.dropout, self.training))
+            side["hidden_states"] = self.down[0](self._dropped(hidden))
         else:
             side |= arrived
         if self.rotary is not None:
             own, positions = side["hidden_states"], call.get("position_ids")
             seen = slice(running().token, running().token + own.shape[1])
             if positions is None:  # blocks that are told their angles alone
-                positions = torch.arange(seen.stop, device=own.device)[None]
+                kept = running().segments
+                positions = (torch.arange(seen.stop, device=own.device) if kept is None else kept.tokens)[
+                    None
+                ]
             if positions.shape[-1] != own.shape[1]:  # those of all ranks
                 positions = positions[..., seen]
             if "position_ids" in call:  # which blocks may read themselves
@@ -165,7 +179,9 @@ class Ladder(TunedModule, PreTrainedModel):
             backbone["encoder_hidden_states"] = now.once(
                 "backbone", lambda _: own.to(dtype).contiguous(), across
             )
-            side["encoder_hidden_states"] = now.once("side", lambda _: across[..., self.width :], across)
+            side["encoder_hidden_states"] = now.once(
+                "side", lambda _: across[..., self.width :].contiguous(), across
+            )
         name = "" if self.rule.positions is None else self.rule.positions.argument
         if self.positions is not None and (table := call.get(name)) is not None:
             narrow = self.positions
@@ -177,8 +193,8 @@ class Ladder(TunedModule, PreTrainedModel):
 
     def step(self, index: int, hidden: Tensor, call: Call) -> Call:
         """See petune.models.stack.Ladder: the gate mixes before the block."""
-        gate = torch.sigmoid(self.gates[index] / self.settings.temperature)
-        state = gate * call["hidden_states"] + (1 - gate) * self.down[index + 1](self._own(hidden))
+        below = self.down[index + 1](self._own(hidden))
+        state = mixed(self.ops, call["hidden_states"], below, self.gates[index], self.settings.temperature)
         call = call | {"hidden_states": state}
         if self.rotary is not None:
             angles = call["position_embeddings"]
@@ -196,10 +212,15 @@ class Ladder(TunedModule, PreTrainedModel):
             self.handed = state
             return hidden
         if self.settings.end == "paper":
-            return cast("Tensor", self.up(F.dropout(state, self.settings.dropout, self.training))).to(
-                hidden.dtype
-            )
+            return cast("Tensor", self.up(self._dropped(state))).to(hidden.dtype)
         return hidden + cast("Tensor", self.up(state)).to(hidden.dtype)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """`x` [batch, seq, width] with the dropout of the ladder's ends, also where padding is left out."""
+        p = self.settings.dropout if self.training else 0.0
+        if not p or running().segments is None:
+            return F.dropout(x, p)
+        return dropped(x.flatten(0, 1), draw(Places(Layout.of(x), x, None).own, p)).view_as(x)
 
     def _own(self, x: Tensor) -> Tensor:
         """`x` in the side network's dtype; masks of bool stay."""

@@ -30,6 +30,13 @@ class Ladder(Protocol):
     """A narrow network that climbs beside the blocks (see methods/side.py)."""
 
     handed: Tensor | None  # an encoder's side state, on its way to the decoder's ladder
+    config: Any  # of its blocks
+    ops: Any  # the operations that its gates mix with, None for plain torch; set by who fuses its blocks
+
+    @property
+    def numbered(self) -> list[tuple[int, nn.Module]]:
+        """Its blocks that are here, each with the number of the block that it is beside."""
+        ...
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
         """The ladder's carry of what enters the stack; `arrived` is its carry from an earlier stage."""
