@@ -271,12 +271,17 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
     stack.edges.append(InDtype())
-    # a graph has fixed addresses, no peers, one pass on the way, and tells nobody who is sent where
-    alone = stack.wire is None and shards_of(model) is None and specs[0].peers is None
-    alone = alone and not any(spec.mixtures for spec in specs)
-    if plan.ops.name == "triton" and plan.memory.stream == "none" and alone:
+    if stack.ladder is None and _recordable(model, stack, specs, plan):
         stack.whole = Graphs()
     return None
+
+
+def _recordable(model: nn.Module, stack: Stack, specs: Sequence[Spec], plan: Plan) -> bool:
+    """Whether blocks may run as CUDA graphs: these have fixed addresses, no peers, one pass on the way, and
+    tell nobody who is sent where."""
+    alone = stack.wire is None and shards_of(model) is None and specs[0].peers is None
+    alone = alone and not any(spec.mixtures for spec in specs)
+    return plan.ops.name == "triton" and plan.memory.stream == "none" and alone
 
 
 def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
@@ -290,6 +295,8 @@ def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> 
         return specs
     _hooks_of(model).extend(_exchange_classes(ladder.numbered, specs, plan))
     ladder.ops = plan.ops
+    if _recordable(model, stack, specs, plan):
+        stack.whole = Graphs(beside=True)
     return None
 
 

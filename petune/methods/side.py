@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from petune.errors import Problem, UsageError
+from petune.errors import UsageError
 from petune.kernels.block.drawing import Places
 from petune.kernels.block.layout import Layout
 from petune.kernels.dispatch import Ops
 from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
+from petune.methods.narrowing import narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into
 from petune.models.port import Call, Pass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
@@ -68,12 +69,12 @@ class Ladder(TunedModule, PreTrainedModel):
         self.down = nn.ModuleList(nn.Linear(width, narrow) for _ in range(self.levels + 1))
         self.gates = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in blocks)
         self.blocks = nn.ModuleList(
-            _narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks)
+            narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks)
         )
         with torch.device("cpu"):  # its angles are no weights: they are never left without memory
             self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
         self.norm = (
-            _narrow_norm(tail, narrow)
+            narrow_norm(tail, narrow)
             if (tail := tail_of(around, rule)) is not None and (feeds or settings.end == "paper")
             else None
         )
@@ -191,16 +192,31 @@ class Ladder(TunedModule, PreTrainedModel):
                 side[name] = now.once("mask", self._own, mask)
         return backbone, side
 
-    def step(self, index: int, hidden: Tensor, call: Call) -> Call:
+    def lower(self, levels: Tensor) -> Tensor:
+        """See petune.models.stack.Ladder: one batched product."""
+        down = [cast("nn.Linear", self.down[at + 1]) for at, _ in self.numbered]
+        weights, biases = torch.stack([one.weight for one in down]), torch.stack([one.bias for one in down])
+        found = torch.baddbmm(biases[:, None], self._own(levels).flatten(1, -2), weights.mT)
+        return cast("Tensor", found.unflatten(1, levels.shape[1:-1]))
+
+    def gate(self) -> tuple[Tensor, float]:
+        """See petune.models.stack.Ladder."""
+        return torch.stack([self.gates[at] for at, _ in self.numbered]), self.settings.temperature
+
+    def call(self, index: int, call: Call) -> Call:
+        """See petune.models.stack.Ladder: with the angles of its type of attention."""
+        if self.rotary is None:
+            return call
+        angles = call["position_embeddings"]
+        kind = self.config.layer_types[index] if None not in angles else None
+        return call | {"position_embeddings": angles[kind]}
+
+    def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
         """See petune.models.stack.Ladder: the gate mixes before the block."""
-        below = self.down[index + 1](self._own(hidden))
+        if below is None:
+            below = self.down[index + 1](self._own(hidden))
         state = mixed(self.ops, call["hidden_states"], below, self.gates[index], self.settings.temperature)
-        call = call | {"hidden_states": state}
-        if self.rotary is not None:
-            angles = call["position_embeddings"]
-            call["position_embeddings"] = angles[
-                self.config.layer_types[index] if None not in angles else None
-            ]
+        call = self.call(index, call | {"hidden_states": state})
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
@@ -270,7 +286,7 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     """Give every stack its ladder. Raises UsageError, with the model as it was, for a reduction the model's
     sizes do not allow."""
     assert family is not None
-    small = _narrow_config(model, family, config.reduction)
+    small = narrow_config(model, family, config.reduction)
     paths = stack_paths(model, family)
     ladders = {}
     for name, path in paths.items():
@@ -327,55 +343,6 @@ def _start_pruned(
         for own, value in ladder.norm.named_parameters() if ladder.norm is not None else ():
             value.copy_(cast("Any", tail).get_parameter(own)[chain.features])
         memory = chain.features
-
-
-def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
-    """The config of the side blocks. Raises UsageError naming every size that `reduction` does not divide."""
-    config: Any = model.config
-    small = family.narrow(config, reduction)
-    given = {**config.to_dict(), "head_dim": family.shape(config).head_dim}
-    sizes = {
-        name: value
-        for name, value in given.items()
-        if isinstance(value, int) and getattr(small, name, value) != value
-    }
-    sizes["head_dim"] = given["head_dim"]
-    problems = [
-        Problem(f"side.reduction {reduction} does not divide the model's {name}", found=f"{name} {value}")
-        for name, value in sizes.items()
-        if value % reduction
-    ]
-    width = given["head_dim"] // reduction
-    if any(rule.rotary for rule in family.stacks.values()) and width % 2:
-        problems.append(
-            Problem(
-                f"side.reduction {reduction} leaves heads of width {width}, and rotary positions turn pairs",
-                found=f"head_dim {given['head_dim']}",
-                remedy=f"use a divisor of {given['head_dim'] // 2}",
-            )
-        )
-    if problems:
-        raise UsageError(problems)
-    for name in ("layer_types", "no_rope_layers"):
-        if getattr(small, name, None):
-            setattr(small, name, list(getattr(small, name)) * 2)  # side blocks are numbered past the others
-    return small
-
-
-def _narrow_block(block: nn.Module, config: Config, rule: StackRule, index: int, levels: int) -> nn.Module:
-    """A block of the same class at side width, numbered past the backbone's so that its keys and values have
-    their own cache layer."""
-    accepted = inspect.signature(type(block).__init__).parameters
-    settings: dict[str, Any] = {"layer_idx": levels + index} if "layer_idx" in accepted else {}
-    if rule.bias:
-        settings[rule.bias] = index == 0
-    return type(block)(config, **settings)
-
-
-def _narrow_norm(tail: nn.Module, width: int) -> nn.Module:
-    """A norm of the tail's class and epsilon over `width` features."""
-    epsilon = getattr(tail, "variance_epsilon", None) or getattr(tail, "eps", 1e-6)
-    return cast("nn.Module", cast("Any", type(tail))(width, eps=epsilon))
 
 
 def _make_room(cache: Any, levels: int) -> None:
