@@ -300,7 +300,8 @@ def test_blocks_beside_a_ladder_keep_nothing_and_its_own_what_is_asked(
     settings = {"method": {"name": "side", "reduction": 4}, "device": "cuda", **asked}
     found = forecast(recipe_of("llama-causal", tmp_path, **settings), memory=[H200])
     told = outlook(found, "H200")
-    assert told.policies == () and told.forecast is found
+    assert told.policies == ()
+    assert told.forecast.ranks[0].memory.activations < found.ranks[0].memory.activations or "again" in kept
     assert told.lines == (f"blocks   fused: the backbone's keep nothing, the ladder's {kept}",)
 
 
