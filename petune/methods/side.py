@@ -196,7 +196,7 @@ class Ladder(TunedModule, PreTrainedModel):
         """See petune.models.stack.Ladder: one batched product."""
         down = [cast("nn.Linear", self.down[at + 1]) for at, _ in self.numbered]
         weights, biases = torch.stack([one.weight for one in down]), torch.stack([one.bias for one in down])
-        found = torch.baddbmm(biases[:, None], self._own(levels).flatten(1, -2), weights.mT)
+        found = torch.baddbmm(biases[:, None], self._entering(levels).flatten(1, -2), weights.mT)
         return cast("Tensor", found.unflatten(1, levels.shape[1:-1]))
 
     def gate(self) -> tuple[Tensor, float]:
@@ -214,7 +214,7 @@ class Ladder(TunedModule, PreTrainedModel):
     def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
         """See petune.models.stack.Ladder: the gate mixes before the block."""
         if below is None:
-            below = self.down[index + 1](self._own(hidden))
+            below = self.down[index + 1](self._entering(hidden))
         state = mixed(self.ops, call["hidden_states"], below, self.gates[index], self.settings.temperature)
         call = self.call(index, call | {"hidden_states": state})
         return carried_by(self.rule, run_block(self.blocks[index], call))
@@ -237,6 +237,10 @@ class Ladder(TunedModule, PreTrainedModel):
         if not p or running().segments is None:
             return F.dropout(x, p)
         return dropped(x.flatten(0, 1), draw(Places(Layout.of(x), x, None).own, p)).view_as(x)
+
+    def _entering(self, x: Tensor) -> Tensor:
+        """What a block gives, on its way down: in the side network's dtype, or as autocast will cast it."""
+        return x if torch.is_autocast_enabled(x.device.type) else self._own(x)
 
     def _own(self, x: Tensor) -> Tensor:
         """`x` in the side network's dtype; masks of bool stay."""
