@@ -15,8 +15,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
-from petune.kernels.memory.buffers import STREAMED_BLOCKS, states_bytes
-from petune.models.spec import Family, StackName
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.memory.buffers import STREAMED_BLOCKS, kept_bytes, states_bytes
+from petune.kernels.memory.policy_hook import shape_of
+from petune.models.spec import Family, StackName, StackRule
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.fsdp import gathered
 from petune.parallel.mesh import Coordinate
@@ -236,13 +238,21 @@ def saved_in(
             )
         if ladder is not None:
             extent = _extent(stack.name, plan, at, work, shape.heads)
-            down = ladder.down[index + 1]
-            tokens = extent.whole if beside is None else extent.own
-            mixed = Saved(tokens * (down.in_features * work.itemsize + 2 * down.out_features * 4))
-            yield (
-                saved_by(ladder.blocks[index], stack.rule, beside, extent, work.itemsize, work.dropouts)
-                + mixed
-            )
+            yield _saved_at(ladder.blocks[index], ladder.down[index + 1], stack.rule, beside, extent, work)
+
+
+def _saved_at(
+    block: nn.Module, down: nn.Linear, rule: StackRule, beside: Cut | None, extent: Extent, work: Pass
+) -> Saved:
+    """What a level of a ladder saves: what it goes down from, the two states that are mixed, and what its
+    block saves, or keeps where it is fused."""
+    tokens = extent.whole if beside is None else extent.own
+    if isinstance(block, FusedBlock):
+        shape = replace(shape_of(block.spec), itemsize=work.itemsize)
+        mixed = (down.in_features + 2 * down.out_features) * work.itemsize
+        return Saved(tokens * (mixed + kept_bytes(shape, block.spec.rung.keep)))
+    mixed = down.in_features * work.itemsize + 2 * down.out_features * 4
+    return Saved(tokens * mixed) + saved_by(block, rule, beside, extent, work.itemsize, work.dropouts)
 
 
 def _beside(cut: Cut | None) -> Cut | None:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from petune.errors import UsageError
-from petune.estimate.footprint import held_by, standing
+from petune.estimate.footprint import Held, footprint, held_by, standing
 from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch, placed
 from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.configs import MemoryConfig
+from petune.kernels.configs import Level, MemoryConfig, Rung
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
@@ -39,6 +39,7 @@ from petune.parallel import ParallelPlan
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import in_flight
 from petune.parallel.tensor.hooks import put_boundaries
+from petune.parallel.tensor.shard_params import Placed
 from petune.recipe import Recipe
 from petune.run.streaming import refuse_unfused, streams
 
@@ -105,11 +106,32 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
     for size in sizes:
         policy = chosen[size]
         if isinstance(policy, str):
-            return Outlook(found, (), (f"blocks   {policy}",))
+            climbs = method_of(found.drawn.recipe.method).ladder and policy.startswith("fused")
+            return Outlook(_climbing(found) if climbs else found, (), (f"blocks   {policy}",))
         policies.append(policy)
     policies = _agreed(policies, found.plan.tp * found.plan.ep)
     ranks = tuple(_kept(rank, policy) for rank, policy in zip(found.ranks, policies, strict=True))
     return Outlook(replace(found, ranks=ranks), tuple(policies), tuple(_lines(found, policies, str(device))))
+
+
+def _climbing(found: Forecast) -> Forecast:
+    """`found` with what fused levels of ladders keep in the place of its estimate."""
+    drawn, plan, ranks = found.drawn, found.plan, []
+    for rank in found.ranks:
+        models = _fused(drawn, plan, replace(rank.at, dp=0))
+        assert not isinstance(models, str), "that of the first rank are fused"
+        for spec in _specs(models):
+            spec.rung = Rung(_of_ladders(drawn.recipe))
+        held = Held(tuple(models), Placed())
+        memory = footprint(held, drawn.model, drawn.family, plan, rank.at, drawn.work)
+        ranks.append(replace(rank, memory=replace(rank.memory, activations=memory.activations)))
+    return replace(found, ranks=tuple(ranks))
+
+
+def _of_ladders(recipe: Recipe) -> Level:
+    """What blocks of a ladder keep, until a level is computed again."""
+    asked = recipe.memory.keep
+    return "all" if asked == "auto" or recipe.gradient_checkpointing else asked
 
 
 def _agreed(policies: Sequence[Policy], together: int) -> list[Policy]:
@@ -170,7 +192,9 @@ def policy_for(
     if isinstance(fused, str):
         return f"unfused: {fused}"
     if method_of(drawn.recipe.method).ladder:
-        return "fused, and keep nothing: a ladder climbs beside them"
+        again, keep = drawn.recipe.gradient_checkpointing, _of_ladders(drawn.recipe)
+        kept = "levels are computed again" if again else keep
+        return f"fused: the backbone's keep nothing, the ladder's {kept}"
     if device is None:
         return _without_device(drawn.recipe)
     if memory is None:

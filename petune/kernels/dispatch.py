@@ -41,6 +41,8 @@ class Ops:
     add_low: Callable[..., Any]
     unscale: Callable[..., Any]
     over_lengths: Callable[..., Any]
+    mix: Callable[..., Any]
+    mix_backward: Callable[..., Any]
     linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
@@ -60,6 +62,7 @@ _FILES = {
     "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
     **dict.fromkeys(("unscale", "over_lengths"), "scaling"),
+    **dict.fromkeys(("mix", "mix_backward"), "mixing"),
     "transposed": "transpose",
     "dense_into": "dequantise",
     "cross_entropy_": "loss",

@@ -162,7 +162,13 @@ def unfusable(
     """
     ops = select(kernels, device, _dtype(models[0], torch.float32))
     stacks = [(model, stack) for model in models for stack in own_stacks(model, family).values()]
-    found = [] if ops is None else [_specs(model, stack, family, ops) for model, stack in stacks]
+    found = (
+        []
+        if ops is None
+        else [
+            _specs(stack.numbered, stack, family, cast("Any", model).config, ops) for model, stack in stacks
+        ]
+    )
     return tuple(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
 
 
@@ -180,12 +186,18 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
         for stack in stacks.values()
         if (reason := _fuse_stack(model, stack, family, plan)) is not None
     ]
+    beside = [
+        f"{stack.name}.side: {reason}"
+        for stack in stacks.values()
+        if isinstance(stack.blocks[0], FusedBlock)
+        and (reason := _fuse_ladder(model, stack, family, plan)) is not None
+    ]
     owner = owner_of(model, family)
     _hooks_of(model).extend(leave_padding_out(model, owner, family, stacks))
     disown_stacks(model, lambda stack: stack.for_fusing and not isinstance(stack.blocks[0], FusedBlock))
     if len(reasons) < len(stacks) and not before:
         _hooks_of(model).append(NoCache().register(owner))
-    return len(reasons) < len(stacks), tuple(reasons)
+    return len(reasons) < len(stacks), (*reasons, *beside)
 
 
 def _hooks_of(model: nn.Module) -> list[RemovableHandle]:
@@ -249,12 +261,51 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         return None
     if plan.memory.stream != "none" and family.kind == "encoder-decoder":
         return "blocks beside which another stack or a table of positions is read do not stream"
-    specs = _specs(model, stack, family, plan.ops)
+    specs = _specs(stack.numbered, stack, family, cast("Any", model).config, plan.ops)
     if isinstance(specs, str):
         return specs
     if any(spec.mixtures for spec in specs) and plan.memory.stream != "none":
         return "experts do not stream yet"
-    for (_, block), spec in zip(stack.numbered, specs, strict=True):
+    _hooks_of(model).extend(_exchange_classes(stack.numbered, specs, plan))
+    if stack.ladder is None:  # whose levels are nobody else's to compute again
+        stack.recompute = False  # the blocks do it themselves, as their rungs say
+    _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
+    stack.edges.append(InDtype())
+    if stack.ladder is None and _recordable(model, stack, specs, plan):
+        stack.whole = Graphs()
+    return None
+
+
+def _recordable(model: nn.Module, stack: Stack, specs: Sequence[Spec], plan: Plan) -> bool:
+    """Whether blocks may run as CUDA graphs: these have fixed addresses, no peers, one pass on the way, and
+    tell nobody who is sent where."""
+    alone = stack.wire is None and shards_of(model) is None and specs[0].peers is None
+    alone = alone and not any(spec.mixtures for spec in specs)
+    return plan.ops.name == "triton" and plan.memory.stream == "none" and alone
+
+
+def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
+    """Fuse the blocks of the ladder beside a stack, all or none, and its gates. Returns why they could not
+    be, or None."""
+    ladder = stack.ladder
+    if ladder is None or ladder.ops is not None or not ladder.numbered:
+        return None
+    specs = _specs(ladder.numbered, stack, family, ladder.config, plan.ops)
+    if isinstance(specs, str):
+        return specs
+    _hooks_of(model).extend(_exchange_classes(ladder.numbered, specs, plan))
+    ladder.ops = plan.ops
+    if _recordable(model, stack, specs, plan):
+        stack.whole = Graphs(beside=True)
+    return None
+
+
+def _exchange_classes(
+    numbered: Sequence[tuple[int, nn.Module]], specs: Sequence[Spec], plan: Plan
+) -> list[RemovableHandle]:
+    """Make fused blocks of these; the hooks that this takes."""
+    hooks = []
+    for (_, block), spec in zip(numbered, specs, strict=True):
         spec.store, spec.said = plan.store, specs[0].said
         spec.banks = [  # what attention writes has no room for s beside it, nor what is scaled in float32
             _bank(
@@ -276,23 +327,17 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         ]
         block.__dict__["spec"] = spec
         block.__class__ = fused_class(cast("Any", type(block)))
-        _hooks_of(model).append(block.register_state_dict_post_hook(dense))
-    if stack.ladder is None:  # whose levels are nobody else's to compute again
-        stack.recompute = False  # the blocks do it themselves, as their rungs say
-    _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
-    stack.edges.append(InDtype())
-    # a graph has fixed addresses, no peers, one pass on the way, and tells nobody who is sent where
-    alone = stack.wire is None and shards_of(model) is None and specs[0].peers is None
-    alone = alone and not any(spec.mixtures for spec in specs)
-    if plan.ops.name == "triton" and plan.memory.stream == "none" and alone:
-        stack.whole = Graphs()
-    return None
+        hooks.append(block.register_state_dict_post_hook(dense))
+    return hooks
 
 
-def _specs(model: nn.Module, stack: Stack, family: Family, ops: Ops) -> list[Spec] | str:
-    """What each block of a stack computes, or why one of them cannot be fused."""
-    config, specs = cast("Any", model).config, []
-    for number, block in stack.numbered:
+def _specs(
+    numbered: Sequence[tuple[int, nn.Module]], stack: Stack, family: Family, config: Any, ops: Ops
+) -> list[Spec] | str:
+    """What each block of a stack, or of the ladder beside it, computes, or why one of them cannot be
+    fused."""
+    specs = []
+    for number, block in numbered:
         spec = spec_of(block, stack, family.shape(config), config, ops)
         if isinstance(spec, str):
             return f"block {number}: {spec}"
@@ -333,6 +378,8 @@ def unfuse(model: nn.Module) -> None:
             del module.__dict__["spec"]
         elif isinstance(module, Stack):
             module.edges = [edges for edges in module.edges if not isinstance(edges, (Unpadded, InDtype))]
+            if module.ladder is not None:
+                module.ladder.ops = None
     disown_stacks(model, lambda stack: stack.for_fusing)
     unfuse_sites(model)
     unfuse_head(model)

@@ -380,6 +380,23 @@ def over_lengths(by: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return wide(by) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
 
 
+def mix(state: Tensor, below: Tensor, gate: Tensor, temperature: float) -> Tensor:
+    """g * state + (1 - g) * below with g = sigmoid(gate / temperature), rounded once; state and below [m, n]
+    of one dtype, gate [] (Sung et al. 2022, arXiv:2206.06522, equation 2)."""
+    g = torch.sigmoid(wide(gate) / temperature)
+    return (g * wide(state) + (1 - g) * wide(below)).to(below.dtype)
+
+
+def mix_backward(
+    dy: Tensor, state: Tensor, below: Tensor, gate: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of state, of below, and of gate in float32, for dy [m, n]."""
+    g, grad = torch.sigmoid(wide(gate) / temperature), wide(dy)
+    slope = g * (1 - g) / temperature
+    dgate = slope * (grad * (wide(state) - wide(below))).sum()
+    return (g * grad).to(dy.dtype), ((1 - g) * grad).to(dy.dtype), dgate
+
+
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
     """x W^T + bias + low, rounded once; x [m, k], weight [n, k], bias [n]."""
     product = wide(x) @ wide(weight).T

@@ -28,14 +28,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from petune.errors import Problem, UsageError
+from petune.errors import UsageError
+from petune.kernels.block.drawing import Places
+from petune.kernels.block.layout import Layout
+from petune.kernels.dispatch import Ops
+from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
+from petune.methods.narrowing import narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into
 from petune.models.port import Call, Pass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
 from petune.models.tuned_linear import TunedModule
 from petune.rng.context import running
+from petune.rng.dropout import draw, dropped
 
 
 class Ladder(TunedModule, PreTrainedModel):
@@ -63,12 +69,12 @@ class Ladder(TunedModule, PreTrainedModel):
         self.down = nn.ModuleList(nn.Linear(width, narrow) for _ in range(self.levels + 1))
         self.gates = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in blocks)
         self.blocks = nn.ModuleList(
-            _narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks)
+            narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks)
         )
         with torch.device("cpu"):  # its angles are no weights: they are never left without memory
             self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
         self.norm = (
-            _narrow_norm(tail, narrow)
+            narrow_norm(tail, narrow)
             if (tail := tail_of(around, rule)) is not None and (feeds or settings.end == "paper")
             else None
         )
@@ -79,6 +85,12 @@ class Ladder(TunedModule, PreTrainedModel):
             nn.init.zeros_(self.up.bias)
         # an encoder's side state, between the end of its stack and the end of the encoder
         self.handed: Tensor | None = None
+        self.ops: Ops | None = None
+
+    @property
+    def numbered(self) -> list[tuple[int, nn.Module]]:
+        """See petune.models.stack.Ladder."""
+        return [(at, block) for at, block in enumerate(self.blocks) if not isinstance(block, nn.Identity)]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the modules' own initialisation is meant."""
@@ -132,14 +144,17 @@ class Ladder(TunedModule, PreTrainedModel):
         side: Call = {name: None for name in self.rule.carry if name in call}
         if arrived is None:
             hidden = self._own(call["hidden_states"].detach())
-            side["hidden_states"] = self.down[0](F.dropout(hidden, self.settings.dropout, self.training))
+            side["hidden_states"] = self.down[0](self._dropped(hidden))
         else:
             side |= arrived
         if self.rotary is not None:
             own, positions = side["hidden_states"], call.get("position_ids")
             seen = slice(running().token, running().token + own.shape[1])
             if positions is None:  # blocks that are told their angles alone
-                positions = torch.arange(seen.stop, device=own.device)[None]
+                kept = running().segments
+                positions = (torch.arange(seen.stop, device=own.device) if kept is None else kept.tokens)[
+                    None
+                ]
             if positions.shape[-1] != own.shape[1]:  # those of all ranks
                 positions = positions[..., seen]
             if "position_ids" in call:  # which blocks may read themselves
@@ -165,7 +180,9 @@ class Ladder(TunedModule, PreTrainedModel):
             backbone["encoder_hidden_states"] = now.once(
                 "backbone", lambda _: own.to(dtype).contiguous(), across
             )
-            side["encoder_hidden_states"] = now.once("side", lambda _: across[..., self.width :], across)
+            side["encoder_hidden_states"] = now.once(
+                "side", lambda _: across[..., self.width :].contiguous(), across
+            )
         name = "" if self.rule.positions is None else self.rule.positions.argument
         if self.positions is not None and (table := call.get(name)) is not None:
             narrow = self.positions
@@ -175,16 +192,31 @@ class Ladder(TunedModule, PreTrainedModel):
                 side[name] = now.once("mask", self._own, mask)
         return backbone, side
 
-    def step(self, index: int, hidden: Tensor, call: Call) -> Call:
+    def lower(self, levels: Tensor) -> Tensor:
+        """See petune.models.stack.Ladder: one batched product."""
+        down = [cast("nn.Linear", self.down[at + 1]) for at, _ in self.numbered]
+        weights, biases = torch.stack([one.weight for one in down]), torch.stack([one.bias for one in down])
+        found = torch.baddbmm(biases[:, None], self._entering(levels).flatten(1, -2), weights.mT)
+        return cast("Tensor", found.unflatten(1, levels.shape[1:-1]))
+
+    def gate(self) -> tuple[Tensor, float]:
+        """See petune.models.stack.Ladder."""
+        return torch.stack([self.gates[at] for at, _ in self.numbered]), self.settings.temperature
+
+    def call(self, index: int, call: Call) -> Call:
+        """See petune.models.stack.Ladder: with the angles of its type of attention."""
+        if self.rotary is None:
+            return call
+        angles = call["position_embeddings"]
+        kind = self.config.layer_types[index] if None not in angles else None
+        return call | {"position_embeddings": angles[kind]}
+
+    def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
         """See petune.models.stack.Ladder: the gate mixes before the block."""
-        gate = torch.sigmoid(self.gates[index] / self.settings.temperature)
-        state = gate * call["hidden_states"] + (1 - gate) * self.down[index + 1](self._own(hidden))
-        call = call | {"hidden_states": state}
-        if self.rotary is not None:
-            angles = call["position_embeddings"]
-            call["position_embeddings"] = angles[
-                self.config.layer_types[index] if None not in angles else None
-            ]
+        if below is None:
+            below = self.down[index + 1](self._entering(hidden))
+        state = mixed(self.ops, call["hidden_states"], below, self.gates[index], self.settings.temperature)
+        call = self.call(index, call | {"hidden_states": state})
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
@@ -196,10 +228,19 @@ class Ladder(TunedModule, PreTrainedModel):
             self.handed = state
             return hidden
         if self.settings.end == "paper":
-            return cast("Tensor", self.up(F.dropout(state, self.settings.dropout, self.training))).to(
-                hidden.dtype
-            )
+            return cast("Tensor", self.up(self._dropped(state))).to(hidden.dtype)
         return hidden + cast("Tensor", self.up(state)).to(hidden.dtype)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """`x` [batch, seq, width] with the dropout of the ladder's ends, also where padding is left out."""
+        p = self.settings.dropout if self.training else 0.0
+        if not p or running().segments is None:
+            return F.dropout(x, p)
+        return dropped(x.flatten(0, 1), draw(Places(Layout.of(x), x, None).own, p)).view_as(x)
+
+    def _entering(self, x: Tensor) -> Tensor:
+        """What a block gives, on its way down: in the side network's dtype, or as autocast will cast it."""
+        return x if torch.is_autocast_enabled(x.device.type) else self._own(x)
 
     def _own(self, x: Tensor) -> Tensor:
         """`x` in the side network's dtype; masks of bool stay."""
@@ -249,7 +290,7 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     """Give every stack its ladder. Raises UsageError, with the model as it was, for a reduction the model's
     sizes do not allow."""
     assert family is not None
-    small = _narrow_config(model, family, config.reduction)
+    small = narrow_config(model, family, config.reduction)
     paths = stack_paths(model, family)
     ladders = {}
     for name, path in paths.items():
@@ -306,55 +347,6 @@ def _start_pruned(
         for own, value in ladder.norm.named_parameters() if ladder.norm is not None else ():
             value.copy_(cast("Any", tail).get_parameter(own)[chain.features])
         memory = chain.features
-
-
-def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
-    """The config of the side blocks. Raises UsageError naming every size that `reduction` does not divide."""
-    config: Any = model.config
-    small = family.narrow(config, reduction)
-    given = {**config.to_dict(), "head_dim": family.shape(config).head_dim}
-    sizes = {
-        name: value
-        for name, value in given.items()
-        if isinstance(value, int) and getattr(small, name, value) != value
-    }
-    sizes["head_dim"] = given["head_dim"]
-    problems = [
-        Problem(f"side.reduction {reduction} does not divide the model's {name}", found=f"{name} {value}")
-        for name, value in sizes.items()
-        if value % reduction
-    ]
-    width = given["head_dim"] // reduction
-    if any(rule.rotary for rule in family.stacks.values()) and width % 2:
-        problems.append(
-            Problem(
-                f"side.reduction {reduction} leaves heads of width {width}, and rotary positions turn pairs",
-                found=f"head_dim {given['head_dim']}",
-                remedy=f"use a divisor of {given['head_dim'] // 2}",
-            )
-        )
-    if problems:
-        raise UsageError(problems)
-    for name in ("layer_types", "no_rope_layers"):
-        if getattr(small, name, None):
-            setattr(small, name, list(getattr(small, name)) * 2)  # side blocks are numbered past the others
-    return small
-
-
-def _narrow_block(block: nn.Module, config: Config, rule: StackRule, index: int, levels: int) -> nn.Module:
-    """A block of the same class at side width, numbered past the backbone's so that its keys and values have
-    their own cache layer."""
-    accepted = inspect.signature(type(block).__init__).parameters
-    settings: dict[str, Any] = {"layer_idx": levels + index} if "layer_idx" in accepted else {}
-    if rule.bias:
-        settings[rule.bias] = index == 0
-    return type(block)(config, **settings)
-
-
-def _narrow_norm(tail: nn.Module, width: int) -> nn.Module:
-    """A norm of the tail's class and epsilon over `width` features."""
-    epsilon = getattr(tail, "variance_epsilon", None) or getattr(tail, "eps", 1e-6)
-    return cast("nn.Module", cast("Any", type(tail))(width, eps=epsilon))
 
 
 def _make_room(cache: Any, levels: int) -> None:

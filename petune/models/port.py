@@ -12,7 +12,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from petune.rng.context import Running
 
@@ -90,12 +90,15 @@ class Pass:
     """The state of a stack between its first port and its last.
 
     here: where the tensors of the blocks lie in the whole batch. carry: what the first block is handed, as
-    the blocks see it. side: the ladder's carry. waiting: the calls so far, where all blocks are to run at
-    once."""
+    the blocks see it. side: the ladder's carry. below: where it climbs beside known blocks, what its gates
+    mix in, [levels, ...], and top: what the last block gives. waiting: the calls so far, where all blocks are
+    to run at once."""
 
     here: Running
     carry: Call = field(default_factory=dict)
     side: Call | None = None
+    below: Tensor | None = None
+    top: Tensor | None = None
     waiting: list[Recorded] | None = None
     made: dict[tuple[Hashable, int], tuple[Any, Any]] = field(default_factory=dict)
 

@@ -30,6 +30,13 @@ class Ladder(Protocol):
     """A narrow network that climbs beside the blocks (see methods/side.py)."""
 
     handed: Tensor | None  # an encoder's side state, on its way to the decoder's ladder
+    config: Any  # of its blocks
+    ops: Any  # the operations that its gates mix with, None for plain torch; set by who fuses its blocks
+
+    @property
+    def numbered(self) -> list[tuple[int, nn.Module]]:
+        """Its blocks that are here, each with the number of the block that it is beside."""
+        ...
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
         """The ladder's carry of what enters the stack; `arrived` is its carry from an earlier stage."""
@@ -40,9 +47,22 @@ class Ladder(Protocol):
         carry."""
         ...
 
-    def step(self, index: int, hidden: Tensor, call: Call) -> Call:
+    def lower(self, levels: Tensor) -> Tensor:
+        """What the gates mix in of all levels that are here, [levels, batch, seq, width / reduction], of what
+        their blocks give."""
+        ...
+
+    def gate(self) -> tuple[Tensor, float]:
+        """The gates of the levels that are here, [levels], and their temperature."""
+        ...
+
+    def call(self, index: int, call: Call) -> Call:
+        """What the side block beside block `index` is handed."""
+        ...
+
+    def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
         """One level: mix the output of block `index`, [batch, seq, hidden], into the side state and advance
-        it. Returns the carry."""
+        it. below: the level of `lower`, where it was asked. Returns the carry."""
         ...
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
@@ -100,20 +120,26 @@ class Edges(Protocol):
 
 
 class Whole(Protocol):
-    """A way through all blocks of a stack at once, where no ladder climbs beside them and their arguments are
-    the same."""
+    """A way through all blocks of a stack at once, or through all levels of the ladder beside it, where the
+    arguments of all are the same."""
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """Whether a pass that begins with `call` may go this way."""
         ...
 
-    def __call__(self, stack: Stack, call: Call, here: Running) -> Call | None:
-        """`call` advanced by every block, or None where they have to run one by one."""
+    def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
+        """`call` advanced by every block, or None where they have to run one by one. below: of a ladder, what
+        its gates mix in."""
         ...
 
 
 class Levels(Protocol):
-    """What the blocks of a stack give for rows that were seen before (see methods/activation_cache.py)."""
+    """What the blocks of a stack give for rows that were seen before (see methods/activation_cache.py).
+
+    known: what all blocks that are here give for the rows of this pass, [blocks, batch, seq, width]; None
+    where they have to be computed."""
+
+    known: Tensor | None
 
     def read(self, number: int) -> Tensor | None:
         """What block `number` gives for the rows of this pass, [batch, seq, width]; None where it has to be
@@ -302,6 +328,18 @@ class Stack(nn.ModuleList):
             now.side = ladder.begin(call, arrived)
         for edges in self.edges:
             now.side = edges.begin_side(self, now.side, now.here)
+        known = None if self.levels is None else self.levels.known
+        if known is not None and ladder.ops is not None and not self.recompute:
+            self._begin_levels(ladder, now, call, known)
+
+    def _begin_levels(self, ladder: Ladder, now: Pass, call: Call, known: Tensor) -> None:
+        """Lower all levels at once, where nothing but the ladder will run."""
+        apart = known.unbind()
+        inside = [self._parted(level, now.here) for level in apart]
+        now.top = inside[-1]
+        now.below = ladder.lower(known if now.top is apart[-1] else torch.stack(inside))
+        if self.whole is not None and self.whole.takes(self, ladder.split(call, now)[1] | (now.side or {})):
+            now.waiting = []
 
     def _inside(self, now: Pass, call: Call) -> Call:
         """The arguments of a block as they are inside; what the block before has handed on is inside
@@ -330,8 +368,15 @@ class Stack(nn.ModuleList):
         with torch.no_grad():
             output = self._output(one, call, now)
         hidden = carried_by(self.rule, output)["hidden_states"]
-        now.side = now.side | self._maybe_again(self._climb, one.number, hidden, side | now.side, now.here)
+        below = None if now.below is None else now.once("below", self._by_number, now.below)[one.number]
+        now.side = now.side | self._maybe_again(
+            self._climb, one.number, hidden, side | now.side, now.here, below
+        )
         return output
+
+    def _by_number(self, levels: Tensor) -> dict[int, Tensor]:
+        """The level beside each block that is here, of [levels, ...]."""
+        return dict(zip((number for number, _ in self.numbered), levels.unbind(), strict=True))
 
     def _output(self, one: Recorded, call: Call, now: Pass) -> Any:
         """What a block returns: as `levels` know it, else computed."""
@@ -364,7 +409,7 @@ class Stack(nn.ModuleList):
         now = cast("Pass", self.now)
         call = self._inside(now, waiting[0].call) | now.carry
         if self.whole is not None and all(same(waiting[0].call, one.call) for one in waiting[1:]):
-            advanced = self.whole(self, call, now.here)
+            advanced = self._advanced(self.whole, call, now)
             if advanced is not None:
                 return self._finish(self._handed_on(advanced))
         output: Any = None
@@ -373,6 +418,18 @@ class Stack(nn.ModuleList):
                 one, call if output is None else self._inside(now, one.call) | carried_by(self.rule, output)
             )
         return self._finish(output)
+
+    def _advanced(self, whole: Whole, call: Call, now: Pass) -> Call | None:
+        """`call` behind all blocks, which the ladder beside them has climbed; None where `whole` declines."""
+        ladder = self.ladder
+        if ladder is None or now.side is None:
+            return whole(self, call, now.here)
+        side = ladder.call(self.numbered[0][0], ladder.split(call, now)[1] | now.side)
+        climbed = whole(self, side, now.here, now.below)
+        if climbed is None:
+            return None
+        now.side = now.side | climbed
+        return call | {"hidden_states": now.top}
 
     def _finish(self, output: Any) -> Any:
         """Hand over to the next stage or end the stack; the last block's output, with the hidden states that
@@ -435,11 +492,11 @@ class Stack(nn.ModuleList):
         """`here` inside a block."""
         return replace(here, site=f"{self.name}.{index}", drawn=0)
 
-    def _climb(self, index: int, hidden: Tensor, side: Call, here: Running) -> Call:
+    def _climb(self, index: int, hidden: Tensor, side: Call, here: Running, below: Tensor | None) -> Call:
         """The ladder's step beside block `index`."""
         assert self.ladder is not None
         with drawing(replace(here, site=f"{self.name}.side.{index}", drawn=0)):
-            return self.ladder.step(index, hidden, side)
+            return self.ladder.step(index, hidden, side, below)
 
 
 def _at(site: str) -> None:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
+from petune.estimate.footprint import Pass, saved_in
+from petune.kernels.fuse import fuse
 from petune.methods import wrap
 from petune.models import family_of
 from petune.models.stack import own_stacks
 from petune.parallel.mesh import Coordinate
-from petune.parallel.plan import Cut, ParallelPlan
+from petune.parallel.plan import ALONE, Cut, ParallelPlan
 from petune.parallel.tensor.shard_params import cut
 from tests.methods.zoo import MOE, ZOO
 
@@ -168,6 +170,21 @@ def test_side_saves_in_the_ladder_only() -> None:
     level += ROWS * LENGTH * 4 * (256 + 2 * 32)
     saved = [saved_by_autograd(model_of("llama-causal", "side", depth), "llama-causal") for depth in (1, 2)]
     assert level == pytest.approx(saved[1] - saved[0], rel=0.05)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", ["llama-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq"])
+def test_a_fused_level_keeps_what_its_steps_say(name: str, bf16: bool) -> None:
+    saved, models = [], [model_of(name, "side", depth, bf16) for depth in (1, 2)]
+    for model in models:
+        fuse(model, family_of(model), "reference")
+        saved.append(saved_by_autograd(model.train(), name, bf16))
+    work = Pass(ROWS, {"encoder": LENGTH, "decoder": LENGTH}, itemsize=2 if bf16 else 4)
+    found = 0.0
+    for stack in own_stacks(models[1], family_of(models[1])).values():  # type: ignore[arg-type]
+        *_, level = saved_in(stack, models[1].config, family_of(models[1]), ALONE, Coordinate(), work, None)  # type: ignore[arg-type]
+        found += level.of(ROWS)
+    assert found == pytest.approx(saved[1] - saved[0], rel=0.05)
 
 
 # ------------------------------------------------------------------ what a rank saves

@@ -286,12 +286,23 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage_and_its_bubble_let_it(tmp_pa
     assert f"{8 * 2048 / step:,.0f} tokens/s predicted" in told.lines[-1]
 
 
-def test_blocks_beside_a_ladder_are_fused_and_keep_nothing(tmp_path: Path) -> None:
-    settings = {"method": {"name": "side", "reduction": 4}, "device": "cuda"}
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({}, "all"),
+        ({"memory": "input"}, "input"),
+        ({"gradient_checkpointing": True}, "levels are computed again"),
+    ],
+)
+def test_blocks_beside_a_ladder_keep_nothing_and_its_own_what_is_asked(
+    asked: dict[str, Any], kept: str, tmp_path: Path
+) -> None:
+    settings = {"method": {"name": "side", "reduction": 4}, "device": "cuda", **asked}
     found = forecast(recipe_of("llama-causal", tmp_path, **settings), memory=[H200])
     told = outlook(found, "H200")
-    assert told.policies == () and told.forecast is found
-    assert told.lines == ("blocks   fused, and keep nothing: a ladder climbs beside them",)
+    assert told.policies == ()
+    assert told.forecast.ranks[0].memory.activations < found.ranks[0].memory.activations or "again" in kept
+    assert told.lines == (f"blocks   fused: the backbone's keep nothing, the ladder's {kept}",)
 
 
 def test_what_is_asked_for_by_name_and_cannot_be_is_refused(

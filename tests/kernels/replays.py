@@ -45,5 +45,5 @@ def replayed(model: nn.Module) -> Again:
     """The recorder of a model that is replayed from now on."""
     recorder = Again()
     for stack in stacks(model):
-        stack.whole = Graphs(lambda device: recorder)
+        stack.whole = Graphs(lambda device: recorder, beside=stack.ladder is not None)
     return recorder

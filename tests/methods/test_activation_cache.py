@@ -16,7 +16,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.methods import without_tuning, wrap
 from petune.methods.activation_cache import ActivationCache, Counts, sources_of
 from petune.models.stack import Stack
-from tests.methods.zoo import GENERATING, ZOO, batch, gradients, stir, tiny
+from tests.methods.zoo import GENERATING, ZOO, assert_same_gradients, batch, gradients, stir, tiny
 
 
 def sided(name: str, **settings: Any) -> Any:
@@ -73,13 +73,16 @@ def test_later_epochs_are_the_uncached_ones_to_the_bit_and_run_no_block(
 @pytest.mark.parametrize("base_dtype", [None, "fp8"])
 @pytest.mark.parametrize("name", ["bert-mlm", "bart-seq2seq", "t5-seq2seq", "llama-causal"])
 def test_fused_backbones_are_read_as_they_compute(name: str, base_dtype: Any, tmp_path: Path) -> None:
+    """The ladder goes down from all levels in one product then, which may round otherwise than one by one."""
     model = sided(name, kernels="reference", base_dtype=base_dtype)
     assert all(isinstance(block, FusedBlock) for stack in stacks(model) for block in stack.blocks)
     inputs = batch(name)
     expected = gradients(model, inputs)
     with ActivationCache(model, tmp_path) as cache:
         for _ in range(2):
-            assert_equal(gradients(model, inputs), expected)
+            found, own = gradients(model, inputs)
+            torch.testing.assert_close(found, expected[0], rtol=1e-6, atol=0)
+            assert_same_gradients(own, expected[1])
         assert cache.counts.read == cache.counts.computed > 0
 
 

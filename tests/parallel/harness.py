@@ -340,7 +340,10 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
     trace.tuned = runner.whole(runner.tuned)
     blocks = [block for module in runner.modules for block in fused_blocks(module)]
     whole = [
-        block for module in runner.modules for stack in stacks_in(module).values() for block in stack.blocks
+        block
+        for module in runner.modules
+        for stack in stacks_in(module).values()
+        for _, block in (*stack.numbered, *(stack.ladder.numbered if stack.ladder else ()))
     ]
     assert blocks == (whole if case.blocks is not None and plan is case.plan else []), "not all is fused"
     assert not (said := [block.spec.said for block in blocks if block.spec.said]), said

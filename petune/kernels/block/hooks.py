@@ -18,11 +18,8 @@ from petune.rng.context import Running
 
 @dataclass(frozen=True)
 class Ready:
-    """Whether all blocks of the stack at `path` below an owner compute by themselves at this moment, and so
-    attend within segments.
-
-    Those of a ladder beside them attend by masks.
-    """
+    """Whether all blocks of the stack at `path` below an owner, and of a ladder beside it, compute by
+    themselves at this moment, and so attend within segments."""
 
     path: str
 
@@ -32,10 +29,10 @@ class Ready:
         blocks = stack.blocks
         embeddings = cast("Any", owner).get_input_embeddings().weight
         alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.dtype
-        return (
-            alike
-            and stack.ladder is None
-            and all(cast("FusedBlock", block).unready(embeddings.device) is None for block in blocks)
+        beside = [] if stack.ladder is None else [block for _, block in stack.ladder.numbered]
+        return alike and all(
+            isinstance(block, FusedBlock) and block.unready(embeddings.device) is None
+            for block in (*blocks, *beside)
         )
 
 

@@ -113,7 +113,7 @@ def leave_padding_out(
     """
     found: FindSegments | None = None
     hooks: list[RemovableHandle] = []
-    fused = [block for stack in stacks.values() for block in stack.blocks if isinstance(block, FusedBlock)]
+    fused = [block for stack in stacks.values() for block in stack.modules() if isinstance(block, FusedBlock)]
     if reason := next((reason for block in fused if (reason := block.spec.padded)), None):
         say(f"kernels: padding, where there is any, is computed too: {reason}")
         return hooks

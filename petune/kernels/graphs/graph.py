@@ -14,19 +14,24 @@ from petune.kernels.block.layout import MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, of_rows
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
-from petune.kernels.graphs.passes import Passes, Piece
+from petune.kernels.graphs.passes import Gate, Passes, Piece
 from petune.kernels.graphs.recorder import Recorder, Run
 from petune.kernels.graphs.weights import Learned
 from petune.models.stack import Call as Arguments
 from petune.rng.context import Running
 
+Meeting = tuple[Tensor, Tensor, float]
+
 
 class Arrival:
     """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary
     positions, None where blocks read none; the segments of both; the form of each attention; what drops out
-    in each block."""
+    in each block. meeting: on a ladder, what its gates mix in, [levels, b, t, w], the gates [levels] and
+    their temperature."""
 
-    def __init__(self, call: Arguments, block: FusedBlock, here: Running) -> None:
+    def __init__(
+        self, call: Arguments, block: FusedBlock, here: Running, meeting: Meeting | None = None
+    ) -> None:
         self.hidden = hidden = cast("Tensor", call["hidden_states"])
         self.memory = memory = cast("Tensor | None", call.get(MEMORY))
         program = block.spec.program
@@ -37,6 +42,7 @@ class Arrival:
         layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)
         self.backends = block.forms(hidden, layout)
         self.draws: Sequence[Draws] = ()
+        self.meeting = meeting
         trains = tuple(one is not None and one.requires_grad for one in (hidden, memory, block.distances))
         angles = (
             None
@@ -66,7 +72,12 @@ class Graph:
         self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned
     ) -> None:
         self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
-        inlet, self.outlet, *memory = rooms
+        inlet, self.outlet, *rooms = rooms
+        self.gates, self.meeting = list[Gate](), list[Tensor]()
+        if arrival.meeting is not None:
+            below, *rooms = rooms
+            self._meet(below, arrival.meeting)
+        memory = rooms
         device, table = inlet.device, block.distances
         own = arrival.bucket.own
         self.slots, self.across = (
@@ -96,6 +107,16 @@ class Graph:
         self.telling = {side: at for at, side in enumerate(chain.from_iterable(sides))}
         self._forward: Run
         self._backward: Run
+
+    def _meet(self, below: Tensor, meeting: Meeting) -> None:
+        """Make the gates of a ladder, beside `below` [levels, m, w]."""
+        _, given, temperature = meeting
+        self.meeting = [below, torch.zeros_like(given)]
+        self.dgates = torch.zeros_like(given)
+        self.gates = [
+            Gate(level, gate, dgate, temperature)
+            for level, gate, dgate in zip(*self.meeting, self.dgates, strict=True)
+        ]
 
     def _slots(self, size: Size | None, device: torch.device) -> Slots | None:
         if size is None:
@@ -144,9 +165,12 @@ class Graph:
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The stack's output for its inputs: hidden states [b, t, w], an encoder's states, a bias up to the
-        bucket's longest."""
-        for room, value in zip(self.inlets, inputs, strict=True):
+        bucket's longest; then those of a meeting."""
+        own, meeting = inputs[: len(self.inlets)], inputs[len(self.inlets) :]
+        for room, value in zip(self.inlets, own, strict=True):
             _fill(room, value)
+        for room, value in zip(self.meeting, meeting, strict=True):
+            _fill_levels(room, value)
         self._forward()
         return _taken(self.outlet, inputs[0].shape)
 
@@ -160,6 +184,9 @@ class Graph:
             _taken(room, shape) if need else None
             for room, shape, need in zip(self.inlets, shapes, needed, strict=False)
         ]
+        if self.meeting:
+            *_, below, _ = shapes
+            found += [_taken_levels(self.meeting[0], below), self.dgates.clone()]
         return found, self.learned.taken()
 
 
@@ -179,3 +206,20 @@ def _fill(room: Tensor, x: Tensor) -> None:
 def _taken(room: Tensor, shape: torch.Size) -> Tensor:
     """A copy of the first rows in a shape."""
     return room[: shape.numel() // shape[-1]].clone().view(shape)
+
+
+def _fill_levels(room: Tensor, x: Tensor) -> None:
+    """`_fill` for each of several levels, [levels, b, t, w] into [levels, m, w]; or a number for each."""
+    if x.dim() == 1:
+        room.copy_(x)
+        return
+    rows = x.flatten(1, -2)
+    room[:, : rows.shape[1]].copy_(rows)
+    if rows.shape[1] < room.shape[1]:
+        room[:, rows.shape[1] :].zero_()
+
+
+def _taken_levels(room: Tensor, shape: torch.Size) -> Tensor:
+    """`_taken` for each of several levels."""
+    rows = shape[1:-1].numel()
+    return room[:, :rows].clone(memory_format=torch.contiguous_format).view(shape)

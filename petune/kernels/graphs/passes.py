@@ -4,24 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from petune.kernels.block.call import Call
 from petune.kernels.block.steps import Values
+from petune.kernels.dispatch import Ops
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Where a state is mixed before a block. below: what with, [m, w], which its gradient replaces; gate,
+    dgate: [], the number that says how much, and room for its gradient."""
+
+    below: Tensor
+    gate: Tensor
+    dgate: Tensor
+    temperature: float
+
+    def forward(self, state: Tensor, ops: Ops) -> Tensor:
+        """What the block is given."""
+        return cast("Tensor", ops.mix(state, self.below, self.gate, self.temperature))
+
+    def backward(self, dy: Tensor, state: Tensor, ops: Ops) -> Tensor:
+        """The gradient of the state."""
+        dstate, dbelow, dgate = ops.mix_backward(dy, state, self.below, self.gate, self.temperature)
+        self.below.copy_(dbelow)
+        self.dgate.copy_(dgate)
+        return cast("Tensor", dstate)
 
 
 @dataclass(frozen=True)
 class Piece:
     """One block of the two passes. needs: which of its tensors train; rooms: where their gradients go; given:
-    which of its inputs need a gradient, the first of them because something below it trains."""
+    which of its inputs need a gradient, the first of them because something below it trains; gate: before it,
+    on a ladder."""
 
     call: Call
     tensors: Sequence[Tensor | None]
     needs: Sequence[bool]
     rooms: Sequence[Tensor]
     given: Sequence[bool]
+    gate: Gate | None = None
 
 
 class Passes:
@@ -32,16 +58,19 @@ class Passes:
 
     def __init__(self, pieces: Sequence[Piece], inlets: Sequence[Tensor], outlet: Tensor) -> None:
         self.pieces, self.inlets, self.outlet = pieces, inlets, outlet
-        # factors stacked by the forward pass, and what it keeps
-        self.kept: list[tuple[Piece, list[Tensor | None], Values]] = []
+        # factors stacked by the forward pass, what it keeps, and the state that met a gate
+        self.kept: list[tuple[Piece, list[Tensor | None], Values, Tensor]] = []
 
     def forward(self) -> None:
         """What the backward pass needs of this rests here until it has run."""
         self.kept.clear()
         x, *others = self.inlets
         for piece in self.pieces:
+            state = x
+            if piece.gate is not None:
+                x = piece.gate.forward(state, piece.call.spec.ops)
             x, kept, factors = piece.call.forward([x, *others], piece.tensors)
-            self.kept.append((piece, factors, kept))
+            self.kept.append((piece, factors, kept, state))
         self.outlet.copy_(x)
 
     def backward(self) -> None:
@@ -49,7 +78,7 @@ class Passes:
         dx: Tensor | None = self.outlet
         sums: list[Tensor | None] = [None for _ in self.inlets[1:]]
         while self.kept:
-            piece, factors, kept = self.kept.pop()
+            piece, factors, kept, state = self.kept.pop()
             if dx is None:
                 continue
             (dx, *others), grads = piece.call.backward(
@@ -60,6 +89,8 @@ class Passes:
             if found:
                 assert len(found) == len(piece.rooms), "all that trains has a gradient"
                 torch._foreach_copy_(list(piece.rooms), found)
+            if piece.gate is not None and dx is not None:
+                dx = piece.gate.backward(dx, state, piece.call.spec.ops)
             if not piece.given[0]:
                 dx = None
         for inlet, grad in zip(self.inlets, (dx, *sums), strict=True):

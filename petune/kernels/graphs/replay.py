@@ -15,6 +15,9 @@ Addresses are part of a recording, values are not: weights may be trained, and L
 them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
 and a word for each draw. Tensors that are moved or replaced make all recordings void.
 
+Of a ladder beside blocks that are known all levels are recorded, each behind its gate. What the gates mix in
+is one more inlet, [levels, m, w], and the gates themselves are another.
+
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
 so no other forward may be replayed in between: a `Turn` says whether one is on its way, and a second forward
 pass runs block by block.
@@ -25,6 +28,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -41,7 +45,7 @@ from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size
 from petune.kernels.graphs.graph import Arrival, Graph
 from petune.kernels.graphs.node import Node, Turn
-from petune.kernels.graphs.passes import Piece
+from petune.kernels.graphs.passes import Gate, Piece
 from petune.kernels.graphs.recorder import CudaRecorder, Recorder
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.kernels.memory import block_cost
@@ -68,10 +72,12 @@ class Graphs:
     Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a
     mask, hooks on blocks, and with all activations kept on the device. Everything else goes block by block; a
     reason that is worth knowing is said once.
+
+    beside: whether its blocks are those of the ladder beside the stack, each behind a gate.
     """
 
-    def __init__(self, make: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[torch.device], Recorder] = CudaRecorder, beside: bool = False) -> None:
+        self.make, self.beside = make, beside
         self.said: set[str] = set()
         self.worth: dict[Bucket, bool] = {}  # whether a recording of it helps
         self.turn: Callable[[], Turn | None] = lambda: None
@@ -80,7 +86,7 @@ class Graphs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what comes back from a file, has no recordings: they are of these very tensors."""
-        return Graphs, (self.make,)
+        return Graphs, (self.make, self.beside)
 
     def _begin(self, weights: Weights | None) -> None:
         """Forget all recordings, and begin with these weights."""
@@ -96,14 +102,15 @@ class Graphs:
         hidden = call["hidden_states"]
         return (
             torch.is_grad_enabled()
-            and stack.training
+            and self.beside == (stack.ladder is not None)
+            and cast("nn.Module", stack.ladder or stack).training
             and type(hidden) is Tensor
             and hidden.numel() > 0
             and call.get("attention_mask") is None
             and call.get("encoder_attention_mask") is None
             and stack.wire is None
             and all(type(edges) in (Unpadded, InDtype) for edges in stack.edges)
-            and all(isinstance(block, FusedBlock) for block in stack.blocks)
+            and all(isinstance(block, FusedBlock) for _, block in self._numbered(stack))
             and not torch.compiler.is_compiling()
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
@@ -111,29 +118,34 @@ class Graphs:
             and not self._is_mixed(stack)
         )
 
+    def _numbered(self, stack: Stack) -> list[tuple[int, FusedBlock]]:
+        """The blocks that run as a whole."""
+        whole = stack.ladder if self.beside and stack.ladder is not None else stack
+        return cast("list[tuple[int, FusedBlock]]", whole.numbered)
+
+    def _name(self, stack: Stack) -> str:
+        """What they are called, and their sites begin with."""
+        return f"{stack.name}.side" if self.beside else stack.name
+
     def _is_mixed(self, stack: Stack) -> bool:
         """Whether some blocks attend within a sliding window and others not, who have rotary angles of their
         own; that is said."""
-        found = (
-            len(
-                {
-                    one.window
-                    for block in stack.blocks
-                    for one in cast("FusedBlock", block).spec.program.attends
-                }
-            )
-            > 1
-        )
+        windows = {one.window for _, block in self._numbered(stack) for one in block.spec.program.attends}
+        found = len(windows) > 1
         if found:
             self._say(
-                f"{stack.name} runs block by block, not as CUDA graphs: only some of its blocks have a"
+                f"{self._name(stack)} runs block by block, not as CUDA graphs: only some of its blocks have a"
                 " sliding window"
             )
         return found
 
-    def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
+    def __call__(
+        self, stack: Stack, call: Arguments, here: Running, below: Tensor | None = None
+    ) -> Arguments | None:
         """See petune.models.stack.Whole; `call` is one that `takes` took."""
-        blocks = cast("list[FusedBlock]", stack.blocks)
+        numbered, name = self._numbered(stack), self._name(stack)
+        blocks = [block for _, block in numbered]
+        meeting = None if below is None or stack.ladder is None else (below, *stack.ladder.gate())
         call = memory_in_autocast(call)
         # which the first one hands on
         later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}
@@ -141,17 +153,18 @@ class Graphs:
             block.declines(call["hidden_states"], later if at else call) for at, block in enumerate(blocks)
         ):
             return None  # a block that declines says so itself
-        arrival = Arrival(call, blocks[0], here)
+        arrival = Arrival(call, blocks[0], here, meeting)
         if not self._worthwhile(arrival, blocks[0].spec):
             return None
         weights = self._current(blocks)
         self.recorder = self.recorder or self.make(arrival.hidden.device)
         reason = _reason(blocks, call, arrival, weights) or self.recorder.refusal()
         if reason is not None:
-            self._say(f"{stack.name} runs block by block, not as CUDA graphs: {reason}")
+            self._say(f"{name} runs block by block, not as CUDA graphs: {reason}")
             return None
-        arrival.draws = _drawn(stack, weights, arrival, here) if weights.drops else weights.undrawn
-        graph = self._graph(stack.name, blocks, arrival)
+        sites = [replace(here, site=f"{name}.{number}", drawn=0) for number, _ in numbered]
+        arrival.draws = _drawn(blocks, sites, weights, arrival) if weights.drops else weights.undrawn
+        graph = self._graph(name, blocks, arrival)
         if graph is None:
             return None
         graph.place(arrival)
@@ -160,6 +173,7 @@ class Graphs:
         inputs = blocks[0].inputs(
             arrival.hidden, arrival.memory, blocks[0].bias(None, graph.bucket.own.longest)
         )
+        inputs += [] if meeting is None else meeting[:2]
         out = Node.apply(turn, len(inputs), *inputs, *weights.trained)  # type: ignore[no-untyped-call]
         return {"hidden_states": out}
 
@@ -257,6 +271,8 @@ class Graphs:
         share them, as they share the rest of their memory."""
         bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
         rooms = [self._room(name, hidden, bucket.own) for name in ("inlet", "outlet")]
+        if arrival.meeting is not None:
+            rooms.append(self._levels(arrival.meeting[0], bucket.own))
         return (
             rooms
             if memory is None or bucket.memory is None
@@ -270,18 +286,29 @@ class Graphs:
             self.rooms[key] = like.detach().new_zeros(most, like.shape[-1])
         return self.rooms[key][: size.tokens]
 
+    def _levels(self, like: Tensor, size: Size) -> Tensor:
+        """`_room` for each of several levels."""
+        most = 1 << (size.tokens - 1).bit_length()
+        key = "levels", most, like.dtype
+        if key not in self.rooms:
+            self.rooms[key] = like.detach().new_zeros(len(like), most, like.shape[-1])
+        return self.rooms[key][:, : size.tokens]
+
     def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[Piece]:
         """The blocks with their weights, as they are recorded."""
         assert self.weights is not None
         pieces, rooms, inputs = [], iter(self.learned.rooms), blocks[0].spec.program.inputs
         trains = dict(zip(("x", "memory", "bias"), graph.bucket.kind[2], strict=True))
         needs_x, *others = (trains[name] for name in inputs)
-        for block, parts, tensors, draws in zip(
-            blocks, self.weights.parts, self.weights.tensors, graph.draws, strict=True
+        gates: Sequence[Gate | None] = graph.gates or [None] * len(blocks)
+        for block, parts, tensors, draws, gate in zip(
+            blocks, self.weights.parts, self.weights.tensors, graph.draws, gates, strict=True
         ):
+            needs_x = needs_x or gate is not None
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
-            pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, [needs_x, *others]))
+            call = graph.call(block, parts, draws)
+            pieces.append(Piece(call, tensors, needs, own, [needs_x, *others], gate))
             needs_x = needs_x or bool(own) or any(others)
         return pieces
 
@@ -305,13 +332,15 @@ def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, wei
     return None
 
 
-def _drawn(stack: Stack, weights: Weights, arrival: Arrival, here: Running) -> list[Draws]:
-    """What drops out in each block, as if each ran by itself."""
+def _drawn(
+    blocks: Sequence[FusedBlock], sites: Sequence[Running], weights: Weights, arrival: Arrival
+) -> list[Draws]:
+    """What drops out in each block, as if each ran by itself at its site."""
     layout = Layout.of(arrival.hidden, arrival.memory)
     found, places = [], Places(layout, arrival.hidden, arrival.memory)
-    for (number, block), parts in zip(stack.numbered, weights.parts, strict=True):
-        with bound_to(stack.at(number, here)):
-            found.append(cast("FusedBlock", block).draws(parts, places))
+    for block, site, parts in zip(blocks, sites, weights.parts, strict=True):
+        with bound_to(site):
+            found.append(block.draws(parts, places))
     return found
 
 

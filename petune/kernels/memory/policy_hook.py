@@ -75,8 +75,12 @@ class Governor:
 
     def __call__(self, stack: Stack, args: Any, kwargs: Any) -> None:
         """Before the stack's forward."""
-        # beside which blocks have no backward pass
-        if not torch.is_grad_enabled() or stack.ladder is not None:
+        if not torch.is_grad_enabled():
+            return
+        if stack.ladder is not None:  # beside which blocks have no backward pass
+            for _, block in stack.ladder.numbered:
+                if isinstance(block, FusedBlock):
+                    block.spec.rung, block.spec.tile = self._asked(stack)
             return
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         found = running().segments
@@ -97,9 +101,7 @@ class Governor:
         """What each block keeps. A CPU keeps all unless the config says otherwise: its memory is not ours to
         plan."""
         if device.type == "cpu":
-            keep = "all" if self.config.keep == "auto" else self.config.keep
-            offload = "none" if self.config.offload == "auto" else self.config.offload
-            return [(Rung(keep, offload), self.config.tile)] * len(stack.blocks)
+            return [self._asked(stack)] * len(stack.blocks)
         size = rounded(tokens), rounded(longest, 128)
         key = (*size, self.beside, _specs(stack)[0].computes_in(device.type))
         if key not in self.policies:
@@ -107,6 +109,13 @@ class Governor:
             self._say(self.policies[key], stack)
         policy = self.policies[key]
         return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
+
+    def _asked(self, stack: Stack) -> tuple[Rung, int | None]:
+        """What the config says of every block, all where it says nothing or the stack computes blocks
+        again."""
+        keep = "all" if self.config.keep == "auto" or stack.recompute else self.config.keep
+        offload = "none" if self.config.offload == "auto" or stack.recompute else self.config.offload
+        return Rung(keep, offload), self.config.tile
 
     def _say(self, policy: Policy, stack: Stack) -> None:
         """What is kept, unless it is what the batches before had; the figures differ with every size. Of a

@@ -204,15 +204,27 @@ def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_
 def test_blocks_beside_a_ladder_run_ahead_alone_and_it_reads_what_they_give(
     name: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fold, "backward", None)
     fused, plain = pair(name, {"method": "side", "reduction": 2})
-    assert len(blocks(fused)) == 3
-    rungs: list[str] = []
-    monkeypatch.setattr(
-        fold, "forward", lambda *args, own=fold.forward: (rungs.append(args[3]), own(*args))[1]
-    )
+    assert len(blocks(fused)) == 6
+    ahead: list[tuple[int, str]] = []
+    back: list[int] = []
+
+    def width(run: Any) -> int:
+        return len(run.groups[-1].parts[0].weight)
+
+    def forward(*args: Any, own: Any = fold.forward) -> Any:
+        ahead.append((width(args[1]), args[3]))
+        return own(*args)
+
+    def backward(*args: Any, own: Any = fold.backward) -> Any:
+        back.append(width(args[1]))
+        return own(*args)
+
+    monkeypatch.setattr(fold, "forward", forward)
+    monkeypatch.setattr(fold, "backward", backward)
     assert_alike(fused, plain, batch(name, padded), TOLERANCE.get(name, 2e-6))
-    assert rungs == ["input"] * 3 and not blocks(fused)[0].spec.said
+    assert ahead == [(32, "input"), (16, "all")] * 3  # side blocks keep all, and they alone go back
+    assert back == [16] * 3 and not any(block.spec.said for block in blocks(fused))
 
 
 def test_a_ladder_beside_fused_blocks_still_computes_its_levels_again() -> None:

@@ -63,7 +63,7 @@ def pair(
     stir(plain, std=0.1)
     fused = copy.deepcopy(plain)
     done = fuse(fused, family_of(fused), "reference")
-    assert done.blocks and not done.reasons and len(blocks(fused)) == 4
+    assert done.blocks and not done.reasons and len(blocks(fused)) == (8 if method == "side" else 4)
     return fused.train(), plain.train()
 
 
