@@ -759,6 +759,14 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         *(packed_linear, "over_vector", lambda sums, by: sums.view(by.shape)),
         _fused("bert", "dora"),
     ),
+    "dora's node: what is before rotary positions": (
+        *(reference, "rope_backward", lambda dq, dk, dv, cos, sin: torch.cat([dq, dk, dv], 1).flatten(1)),
+        _fused("llama", "dora"),
+    ),
+    "dora's node: the gradient of lengths that readers scale by": (
+        *(packed_linear.Group, "learn_scale", lambda self, sink, sums: None),
+        _fused("llama", "dora"),
+    ),
     "ia3: the bias": (
         *(Ia3Linear, "forward", _bias_left_out),
         partial(references.ia3_follows_the_equation, False),

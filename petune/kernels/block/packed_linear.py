@@ -253,7 +253,7 @@ class Group:
             own = self.first + TENSORS * at
             if part.by is not None and part.scales_outputs and sink.needs[own + 4]:
                 sink.add(own + 4, over_vector(sums[rows], part.by))
-            if part.scaling == "lengths" and sink.needs[own + 1]:
+            if part.scaling == "lengths" and part.bias is not None and sink.needs[own + 1]:
                 sink.add(own + 1, of_bias(rows))
 
     def rescaled(self, db: Tensor | None) -> Tensor | None:

@@ -57,8 +57,7 @@ def own_of(parts: Sequence[LowRank], columns: Tensor) -> Tensor | None:
 
 def over_vector(sums: Tensor, by: Tensor) -> Tensor:
     """`sums` [n] over a vector, of its shape; 0 where that is 0."""
-    zero = by == 0
-    return (sums.view(by.shape) / wide(by).masked_fill(zero, 1)).masked_fill_(zero, 0)
+    return (sums.view(by.shape) / wide(by)).masked_fill_(by == 0, 0)
 
 
 def scaled_inputs(x: Tensor, by: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def activate(
     rank, below = low[0].shape[1] // (1 + paired) if low else 0, a.shape[0] if a is not None else 0
     if not rows:
         return h, None if a is None else u.new_empty((0, below))
-    tile = _forward_tile(u.dtype)
+    tile = _forward_tile(u.dtype, scale is not None)
     walks = triton.cdiv(rows, tile.rows)
     parts = shares(walks, triton.cdiv(width, tile.columns), multiprocessors(u.device) * tile.resident)
     s, b = low or (u, u)
@@ -84,10 +84,11 @@ def draw_of(how: Drop | None, absent: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _forward_tile(dtype: torch.dtype) -> Tile:
+def _forward_tile(dtype: torch.dtype, scales: bool) -> Tile:
+    """scales: u is scaled, which takes registers; with one stage less as many programs stay on Hopper."""
     if dtype.itemsize == 4:
         return Tile(32, 32, 8, 2, 1)
-    return Tile(64, 64, 4, 3, 3)
+    return Tile(64, 64, 4, 2 if scales else 3, 3)
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "base", "feature", "least"])
@@ -131,10 +132,10 @@ def _activate_kernel(
                 y += tl.dot(left_y, tl.trans(right), input_precision="ieee")
         if columns is not None:
             factor, apart = scale_of(columns, own, col, col < width)
-            x = scaled_by(x, factor, apart)
+            x = scaled_by(x, factor, apart, own)
             if GATED:
                 factor, apart = scale_of(columns, own, width + col, col < width)
-                y = scaled_by(y, factor, apart)
+                y = scaled_by(y, factor, apart, own)
         value, _ = valued(x, ACT)
         if GATED:
             value *= y
@@ -164,15 +165,18 @@ def rows_of(number, stride):
 
 @triton.jit
 def scale_of(columns, own, col, live):
-    """Of some columns of a matrix: what they are multiplied by, and what of them is not, None for nothing."""
+    """Of some columns of a matrix: what they are multiplied by, and what of them is not, where there is such."""
     factor = tl.load(columns + col, mask=live, other=0.0)[None, :]
-    return factor, None if own is None else tl.load(own + col, mask=live, other=0.0)[None, :]
+    apart = factor
+    if own is not None:
+        apart = tl.load(own + col, mask=live, other=0.0)[None, :]
+    return factor, apart
 
 
 @triton.jit
-def scaled_by(x, factor, apart):
+def scaled_by(x, factor, apart, own):
     """x times a factor, but for its part that is not."""
-    return x * factor if apart is None else (x - apart) * factor + apart
+    return x * factor if own is None else (x - apart) * factor + apart
 
 
 @triton.jit
@@ -244,7 +248,7 @@ def variants() -> Iterator[Variant]:
                 "BELOW": below,
                 "J": padded(below),
             }
-            tile = _forward_tile(dtype)
+            tile = _forward_tile(dtype, "columns" not in absent)
             values |= {
                 "DROPS": drops,
                 "LOADED": False,

@@ -201,9 +201,9 @@ def _activate_backward_kernel(
                 if GATED:
                     y += tl.dot(left_y, b_y, input_precision="ieee")
         if columns is not None:
-            x = scaled_by(x, factor_x, apart_x)
+            x = scaled_by(x, factor_x, apart_x, own)
             if GATED:
-                y = scaled_by(y, factor_y, apart_y)
+                y = scaled_by(y, factor_y, apart_y, own)
         if BELOW:
             above = tl.load(
                 ds + row[:, None] * ds_stride + j[None, :], mask=live & (j < BELOW)[None, :], other=0.0

@@ -102,6 +102,42 @@ def test_values_and_gradients_are_autograds(case: str, size: int, banked: bool) 
         torch.testing.assert_close(one, other)
 
 
+GATES: dict[str, list[tuple[Scaling | None, int, bool, bool]]] = {
+    "lengths": [("lengths", 2, True, False), ("lengths", 2, True, False)],
+    "lengths of unequal ranks": [("lengths", 2, True, False), ("lengths", 3, True, False)],
+    "lengths without biases": [("lengths", 2, False, False)] * 2,
+    "a length": [(None, 2, True, False), ("lengths", 2, True, False)],
+    "an output": [(None, 0, True, False), ("outputs", 0, True, False)],
+}
+
+
+@pytest.mark.parametrize("case", GATES)
+def test_values_and_gradients_of_what_an_activation_scales_are_autograds(case: str) -> None:
+    parts, ops = [part_of(6, *own) for own in GATES[case]], reference_ops()
+    x, dm = torch.randn(M, K), torch.randn(M, 6)
+    leaves = [x, *(tensor for part in parts for tensor in part.tensors)]
+    tensors = [None if one is None else one.detach().requires_grad_() for one in leaves]
+    made = [part.with_tensors(tensors[1 + TENSORS * at :][:TENSORS]) for at, part in enumerate(parts)]
+    gate, up = (oracle(part, tensors[0]) for part in made)
+    expected = F.silu(gate) * up
+    wanted = torch.autograd.grad(expected, [one for one in tensors if one is not None], dm)
+
+    group, sink = Group(parts, torch.float64, 0, ops, gates=True), Sink([True] * TENSORS * len(parts))
+    u, s = group(x)
+    scale, low = group.deferred_scale, group.deferred(s)
+    m = ops.activate(u, "silu", True, low, None, group.paired, scale=scale)[0]
+    torch.testing.assert_close(m, expected.detach())
+    du, db, _, sums = ops.activate_backward(
+        dm, u, "silu", True, group.read(s), None, group.paired, scale=scale
+    )
+    group.learn_scale(sink, sums)
+    dx, ds = group.dproducts(group.unscaled(sink, du, None))
+    group.learn(sink, du, Rows.of(x), s, ds, db=db)
+    found = [one for one in (group.dupdated(dx, ds), *group.gradients(sink)) if one is not None]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_group_that_is_made_of_what_it_has_made_before_computes_the_same() -> None:
     parts = [part_of(width, "lengths", 2) for width in WIDTHS]
     x, first = torch.randn(M, K), Group(parts, torch.float64, 0, reference_ops())
