@@ -3,7 +3,9 @@
     PYTHONPATH=. python3 benchmarks/activation_cache.py [--models bert t5 llama] [--rows 32] [--tokens 64]
 
 Prints seconds of an epoch without a cache (median), of the first and of a later one with it, what three and
-ten epochs with it take of those without, and the largest relative difference of a step's loss.
+ten epochs with it take of those without, the largest relative difference of a step's loss, and the step of a
+loss's dtype: transformers gives that of a bf16 T5 or BERT in bf16, which tells no two losses apart that are
+nearer than 0.4 to 0.8 %.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ def batches_of(name: str, rows: int, tokens: int, epoch: int, device: str) -> li
     ]
 
 
-def epoch_of(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[float]:
-    """The losses of an epoch."""
+def epoch_of(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> Tensor:
+    """The losses of an epoch, in their dtype."""
     losses = []
     for batch in batches:
         loss = model(**batch, **({} if "Bert" in type(model).__name__ else {"use_cache": False})).loss
@@ -80,7 +82,7 @@ def epoch_of(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[st
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return [float(loss) for loss in losses]
+    return torch.stack(losses).cpu()
 
 
 def measure(name: str, options: argparse.Namespace, stored: Stored) -> str:
@@ -105,7 +107,10 @@ def measure(name: str, options: argparse.Namespace, stored: Stored) -> str:
                 began = time.perf_counter()
                 losses.append(epoch_of(model, step, rows))
                 took.append(time.perf_counter() - began)
-            worst = max(worst, *(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True)))
+            worst = max(
+                worst, *(abs(a - b) / abs(a) for a, b in zip(*(one.tolist() for one in losses), strict=True))
+            )
+            step_of_loss = torch.finfo(losses[0].dtype).eps
         size = cache.nbytes
     usual, later = statistics.median(times[0]), statistics.median(times[1][1:])
     first = times[1][0]
@@ -113,7 +118,7 @@ def measure(name: str, options: argparse.Namespace, stored: Stored) -> str:
     ratios = f"{usual / later:.1f} | {first / later:.1f} | {three:.0%} | {ten:.0%}"
     return (
         f"| {name} | {stored} | {usual:.2f} | {first:.2f} | {later:.2f} | {ratios} | {size / 2**20:.0f} MiB"
-        f" | {worst:.1e} |"
+        f" | {worst:.1e} | {step_of_loss:.0e} |"
     )
 
 
@@ -130,8 +135,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     heads = "model", "stored", "epoch s", "first, cached", "later", "x epoch", "x first", "3 epochs", "10"
-    print("|", " | ".join((*heads, "cache", "loss differs")), "|")
-    print("|---" * (len(heads) + 2) + "|", flush=True)
+    print("|", " | ".join((*heads, "cache", "loss differs", "its step")), "|")
+    print("|---" * (len(heads) + 3) + "|", flush=True)
     for name in options.models:
         for stored in options.stored:
             print(measure(name, options, stored), flush=True)

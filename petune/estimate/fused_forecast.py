@@ -116,16 +116,19 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
 
 def _climbing(found: Forecast) -> Forecast:
     """`found` with what fused levels of ladders keep in the place of its estimate."""
-    drawn, plan, ranks = found.drawn, found.plan, []
-    for rank in found.ranks:
+    drawn, plan = found.drawn, found.plan
+
+    def climbing(rank: Rank) -> Rank:
         models = _fused(drawn, plan, replace(rank.at, dp=0))
-        assert not isinstance(models, str), "that of the first rank are fused"
+        if isinstance(models, str):
+            return rank
         for spec in _specs(models):
             spec.rung = Rung(_of_ladders(drawn.recipe))
         held = Held(tuple(models), Placed())
         memory = footprint(held, drawn.model, drawn.family, plan, rank.at, drawn.work)
-        ranks.append(replace(rank, memory=replace(rank.memory, activations=memory.activations)))
-    return replace(found, ranks=tuple(ranks))
+        return replace(rank, memory=replace(rank.memory, activations=memory.activations))
+
+    return replace(found, ranks=tuple(map(climbing, found.ranks)))
 
 
 def _of_ladders(recipe: Recipe) -> Level:

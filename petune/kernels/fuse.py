@@ -161,14 +161,10 @@ def unfusable(
     All stages of a stack are fused or none, as what one hands on the next has to understand.
     """
     ops = select(kernels, device, _dtype(models[0], torch.float32))
-    stacks = [(model, stack) for model in models for stack in own_stacks(model, family).values()]
-    found = (
-        []
-        if ops is None
-        else [
-            _specs(stack.numbered, stack, family, cast("Any", model).config, ops) for model, stack in stacks
-        ]
-    )
+    stacks = [
+        (cast("Any", model).config, stack) for model in models for stack in own_stacks(model, family).values()
+    ]
+    found = [] if ops is None else [_specs(stack.numbered, stack, family, own, ops) for own, stack in stacks]
     return tuple(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
 
 
