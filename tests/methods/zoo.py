@@ -201,7 +201,7 @@ def stir(model: nn.Module, *, seed: int = 2, std: float = 0.3) -> None:
             if parameter.requires_grad:
                 parameter += (
                     std * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                ).to(parameter.dtype)
+                ).to(parameter)
 
 
 def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

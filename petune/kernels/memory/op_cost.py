@@ -59,9 +59,10 @@ class Operation:
 Work = tuple[Operation, ...]
 HEAD = 128
 # Shares of those rates that an H200 reaches: flash attention with heads of 256 (Gemma 3), and our own kernels
-# of the same heads, which cap scores, add biases by distance or have sinks (Gemma 2)
+# of heads wider than `NARROW`, which cap scores, add biases by distance or have sinks (Gemma 2)
 WIDE = 0.45
 OWN = 0.6
+NARROW = 64
 SMALL = Cost(0, 1)  # a kernel that takes no more than its launch
 
 
@@ -286,7 +287,7 @@ def attention_backward(
 def _beside(flop: float, head_dim: int, own: bool) -> float:
     """Of other heads and kernels. Narrow heads have fewer products for each exponential: an H200 runs heads
     of 64 at 0.71 of the rate of heads of 128, both ways."""
-    share = (sqrt(head_dim / HEAD) if head_dim <= HEAD else WIDE) * (OWN if own else 1)
+    share = (sqrt(head_dim / HEAD) if head_dim <= HEAD else WIDE) * (OWN if own and head_dim > NARROW else 1)
     return flop * (1 / share - 1)
 
 
