@@ -197,6 +197,16 @@ def add(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(rows * columns, 3 * itemsize * rows * columns)
 
 
+def mix(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """A ladder's state and what its gate mixes in read, the mixture written."""
+    return Cost(3 * rows * columns, 3 * itemsize * rows * columns)
+
+
+def mix_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """dy, the state and what is mixed in read, the gradients of both written."""
+    return Cost(6 * rows * columns, 5 * itemsize * rows * columns)
+
+
 def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
     """A product in float32 read, its low-rank part added, the sum written."""
     return Cost(
