@@ -46,6 +46,8 @@ from transformers import (
     RobertaForMaskedLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
 )
@@ -199,6 +201,15 @@ GPT2: dict[str, Any] = {
     "n_positions": 64,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
+# nine patches and the token before them
+PICTURE: dict[str, Any] = {"num_labels": 3, "initializer_range": 0.1, "image_size": 12, "patch_size": 4}
+VIT: dict[str, Any] = {
+    **PICTURE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -230,4 +241,5 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "eurobert-classify": (EuroBertForSequenceClassification, EuroBertConfig, DECODER),
     "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
     "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),
+    "vit-classify": (ViTForImageClassification, ViTConfig, VIT),
 }

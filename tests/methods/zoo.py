@@ -155,9 +155,18 @@ def writes_beside(name: str) -> bool:
     return table(name).kind == "encoder-decoder"
 
 
+def picture(name: str, seed: int) -> Tensor:
+    """A random picture [3, height, width] for the model `name`."""
+    size = ZOO[name][2]["image_size"]
+    return torch.randn(3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
 def batch(name: str, *, seed: int = 1, rows: int = 3, length: int = 9) -> dict[str, Tensor]:
     """Inputs and labels for the model `name`: rows of unequal length, padded on the right."""
     torch.manual_seed(seed)
+    if table(name).reads == "image":
+        shown = torch.stack([picture(name, seed + row) for row in range(rows)])
+        return {"pixel_values": shown, "labels": torch.randint(0, 3, (rows,))}
     ids = torch.randint(3, VOCAB, (rows, length))
     mask = torch.ones_like(ids)
     for row in range(1, rows):
