@@ -333,9 +333,10 @@ def _features(
             if logits is None:
                 continue
             batch = to_device(batch, logits.device)
-            mask = batch["attention_mask"]
             # rows that fill up a piece come last
-            features = {kind: torch.cat(parts)[: len(mask)] for kind, parts in seen.items()}
+            features = {kind: torch.cat(parts)[: len(batch["labels"])] for kind, parts in seen.items()}
+            every = features["mean"].new_ones(features["mean"].shape[:2])  # as pictures have no padding
+            mask = batch.get("attention_mask", every)
             if features["pooled"].dim() == 3:
                 last = mask.long().cumsum(-1).argmax(-1)
                 features["pooled"] = features["pooled"][torch.arange(len(last), device=last.device), last]

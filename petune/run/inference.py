@@ -20,8 +20,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from petune.errors import Problem, UsageError, nearest
 from petune.methods import is_wrapped, without_tuning
 from petune.run.build import Place, positions_of
+from petune.run.readers import asked_with
+from petune.saving.export import Processor
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Coder, cut_on
+from petune.tasks.media import Reader
 from petune.tasks.rerank_loss import passage_scores
 from petune.tasks.tokens import encode_words
 
@@ -138,14 +141,27 @@ def _misfit(name: str, value: Any) -> Problem | None:
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model with what is needed to talk to it. `format` is the format of the rows it was trained on."""
+    """A model with what is needed to talk to it. `format` is the format of the rows it was trained on;
+    `words` its tokenizer, None for one that reads pictures, by `reader`."""
 
     model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
+    words: PreTrainedTokenizerBase | None
+    reader: Reader | None
     task: Task
     data: DataConfig
     format: str
     place: Place
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of a model of text."""
+        assert self.words is not None, "a model that reads pictures has no tokenizer"
+        return self.words
+
+    @property
+    def processor(self) -> Processor | None:
+        """What is saved beside the model, so that others give it the same inputs."""
+        return self.words if self.reader is None else self.reader
 
     @property
     def talks(self) -> bool:
@@ -205,14 +221,11 @@ class Speaker:
         return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
 
     def classify(self, text: str) -> tuple[str, float]:
-        """The most probable label of `text`, cut as in training, and its probability. Raises UsageError for
-        anything but a text."""
-        text, limit = text_of(text), self._coder().limit
-        with cut_on(self.tokenizer, self.data.truncation):
-            inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(
-                self.place.device
-            )
-        _refuse_empty(inputs["input_ids"][0].tolist())
+        """The most probable label of `text`, cut as in training, or of the picture at that path, and its
+        probability. Raises UsageError for anything but a text, and for a path without a picture."""
+        text = text_of(text)
+        given = self.reader
+        inputs = self._coded(text) if given is None else asked_with(text, given, self.place.device)
         with torch.no_grad(), self.place.autocast():
             probabilities = self.model(**inputs).logits[0].float().softmax(-1)
         best = int(probabilities.argmax())
@@ -278,6 +291,16 @@ class Speaker:
             for token, guess in zip(ids, best, strict=True)
         ]
         return str(self.tokenizer.decode(filled, skip_special_tokens=True)).strip()
+
+    def _coded(self, text: str) -> Mapping[str, Tensor]:
+        """The inputs of a text, a batch of one, cut as in training."""
+        limit = self._coder().limit
+        with cut_on(self.tokenizer, self.data.truncation):
+            inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(
+                self.place.device
+            )
+        _refuse_empty(inputs["input_ids"][0].tolist())
+        return dict(inputs)
 
     def _coder(self) -> Coder:
         return make_coder(self.tokenizer, self.data, max_positions=positions_of(self.model.config))

@@ -15,10 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from petune.errors import DataError, Problem, UsageError
 from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names, named
 from petune.tasks.lines import Record
+from petune.tasks.media import png
 from petune.tasks.read import kind_of
 
 OBJECT = "object:"  # what a recipe says in place of a path: object:CLASS@FINGERPRINT
@@ -121,6 +124,8 @@ def rows_of(table: Any) -> Iterator[Any]:
     """The rows of a table with plain values, numbers of classes as their names. A row that is no mapping is
     passed on as it is."""
     names = class_names(table.features.to_dict()) if _is(table, "datasets", "Dataset") else {}
+    if _is(table, "datasets", "Dataset"):
+        table = _undecoded(table)
     if _is(table, "pandas", "DataFrame"):
         table = table.astype(object).where(table.notna(), None).to_dict("records")
     for row in table:
@@ -128,8 +133,20 @@ def rows_of(table: Any) -> Iterator[Any]:
         yield named(plain, names) if names else plain
 
 
+def _undecoded(table: Any) -> Any:
+    """A datasets.Dataset whose pictures are the bytes of their files."""
+    import datasets
+
+    for name, kind in table.features.items():
+        if isinstance(kind, datasets.Image):
+            table = table.cast_column(name, datasets.Image(decode=False))
+    return table
+
+
 def _plain(value: Any) -> Any:
-    """A value as JSON would have given it."""
+    """A value as JSON would have given it; a picture as the bytes of a file."""
+    if _is(value, "PIL.Image", "Image") or _is_pixels(value):
+        return png(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -139,3 +156,8 @@ def _plain(value: Any) -> Any:
         found = value.tolist()
         return _plain(found) if isinstance(found, list) else found
     return value
+
+
+def _is_pixels(value: Any) -> bool:
+    """Whether `value` is an array [height, width, colours] of bytes."""
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape[2:] == (3,)
