@@ -14,6 +14,7 @@ from petune.models import (
     bert,
     cohere,
     deberta,
+    dinov2,
     distilbert,
     eurobert,
     gemma3,
@@ -67,6 +68,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mixtral": moe.MIXTRAL,
         "gpt_oss": moe.GPT_OSS,
         "vit": vit.FAMILY,
+        "dinov2": dinov2.FAMILY,
     }
 )
 

@@ -1,5 +1,5 @@
-"""What sub-layers are described with: sizes, roles, norms, groups of linears, positions that attention scores.
-The vocabulary's other words, and these again, are in spec.py."""
+"""What sub-layers are described with: sizes, roles, norms, groups of linears, positions that attention
+scores. The vocabulary's other words, and these again, are in spec.py."""
 
 from __future__ import annotations
 

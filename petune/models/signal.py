@@ -16,7 +16,7 @@ class Signal:
     width] of pictures or [rows, features, frames] of sounds. embeddings: the modules before the first stack
     that make hidden states of it, by the names they have beside the stack. shape: of one input that a config
     is made for; fixed: it takes no other. tokens: (config, shape of one input) -> how many tokens the first
-    stack has for it."""
+    stack has for it. idle: tensors that pretraining alone reads, by the ends of their names."""
 
     kind: Literal["image", "audio"]
     argument: str
@@ -24,3 +24,4 @@ class Signal:
     shape: Callable[[Config], tuple[int, ...]]
     tokens: Callable[[Config, Sequence[int]], int]
     fixed: bool = True
+    idle: tuple[str, ...] = ()

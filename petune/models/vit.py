@@ -39,10 +39,11 @@ def _sides(size: int | Sequence[int]) -> tuple[int, int]:
     return high, wide
 
 
+SIGNAL = Signal("image", "pixel_values", ("embeddings",), picture, tokens, idle=("mask_token",))
 FAMILY = replace(
     bert.FAMILY,
     name="vit",
-    signal=Signal("image", "pixel_values", ("embeddings",), picture, tokens),
+    signal=SIGNAL,
     stacks={"encoder": StackRule("layers", BLOCK, tail="layernorm")},
     fresh=(),
     bounded=False,

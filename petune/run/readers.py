@@ -36,12 +36,21 @@ def reader_of(source: Source, config: Any, given: Any = None) -> Reader | None:
     memory, else it is read beside the weights.
 
     Raises FileError for a processor whose pictures are of several sizes, or of one that the model does not
-    take.
+    take; UsageError for a model that leaves sub-layers out at random, as ranks and recomputations would not
+    leave out the same.
     """
     family = FAMILIES.get(config.model_type)
     if family is None or family.signal is None:
         return None
     signal = family.signal
+    if rate := getattr(config, "drop_path_rate", 0.0):
+        raise UsageError(
+            "sub-layers that are left out at random are not drawn by index, as dropout is",
+            where="model",
+            expected="drop_path_rate 0",
+            found=str(rate),
+            remedy="set drop_path_rate: 0.0 in the model's config.json",
+        )
     processor = load_image_processor(source) if given is None else given
     shapes = {made(processor, signal.argument, blank(*size)).shape for size in _ASKED}
     shape = next(iter(shapes))

@@ -12,6 +12,8 @@ from transformers import (
     DebertaV2Config,
     DebertaV2ForMaskedLM,
     DebertaV2ForSequenceClassification,
+    Dinov2Config,
+    Dinov2ForImageClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     EuroBertConfig,
@@ -210,6 +212,16 @@ VIT: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
 }
+# a learned scale behind each sub-layer, which here is no one
+DINOV2: dict[str, Any] = {
+    **PICTURE,
+    "hidden_size": 96,
+    "mlp_ratio": 1,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "layerscale_value": 0.5,
+    "use_mask_token": False,
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -242,4 +254,5 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
     "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),
     "vit-classify": (ViTForImageClassification, ViTConfig, VIT),
+    "dinov2-classify": (Dinov2ForImageClassification, Dinov2Config, DINOV2),
 }
