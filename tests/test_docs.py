@@ -26,6 +26,7 @@ from petune.recipe import load_recipe, shipped_recipes
 from petune.run.sweep import grid
 from tests.picture_runs import write_pictures, write_vit
 from tests.small_runs import write_model, write_rows
+from tests.sound_runs import write_sounds, write_whisper
 
 pytestmark = [
     pytest.mark.forks,
@@ -103,6 +104,15 @@ def of_images(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def of_sounds(folder: Path) -> dict[str, Any]:
+    """The page's model hears, and there is something to hear."""
+    shutil.rmtree(folder / "my-model")
+    write_whisper(folder / "my-model")
+    (folder / "rows.jsonl").unlink()
+    write_sounds(folder, 6)
+    return {}
+
+
 def of_reports(folder: Path) -> dict[str, Any]:
     """Three runs, of which one was made."""
     petune.train("my-recipe.yaml", out="runs/recipe")
@@ -132,6 +142,7 @@ BEFORE = {
     "docs/how-to/embeddings.md": of_recipes,
     "docs/how-to/reranking.md": of_recipes,
     "docs/how-to/images.md": of_images,
+    "docs/how-to/speech.md": of_sounds,
     "docs/report.md": of_reports,
     "docs/python.md": of_python,
     "docs/kernels.md": of_python,

@@ -28,6 +28,7 @@ from petune.models import (
     phi3,
     t5,
     vit,
+    whisper,
 )
 from petune.models.spec import Family
 
@@ -69,6 +70,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt_oss": moe.GPT_OSS,
         "vit": vit.FAMILY,
         "dinov2": dinov2.FAMILY,
+        "whisper": whisper.FAMILY,
     }
 )
 

@@ -24,7 +24,7 @@ AUTO: dict[Head, Any] = {
 AUTO_OF: dict[Input, dict[Head, Any]] = {
     "text": AUTO,
     "image": {"classify": transformers.AutoModelForImageClassification},
-    "audio": {},
+    "audio": {"seq2seq": transformers.AutoModelForSpeechSeq2Seq},
 }
 
 

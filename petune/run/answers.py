@@ -24,6 +24,7 @@ from petune.tasks.rows import (
     Preference,
     Rated,
     Row,
+    Spoken,
     Tagged,
 )
 
@@ -76,6 +77,8 @@ def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:
         return row.text, row.label
     if isinstance(row, Pictured):
         return _path_of(row.picture), row.label
+    if isinstance(row, Spoken):
+        return _path_of(row.sound), row.target
     if isinstance(row, Preference):
         return _question(row.chosen, task)
     if isinstance(row, Rated):
@@ -98,12 +101,12 @@ def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:
     return " ".join(words[:half]), " ".join(words[half:])
 
 
-def _path_of(picture: Media) -> str:
-    """Where a picture lies. Raises UsageError for one that a row holds itself."""
-    if picture.file is None:
-        what = "pictures that rows hold themselves have no path to be asked by"
+def _path_of(media: Media) -> str:
+    """Where a picture or a sound lies. Raises UsageError for one that a row holds itself."""
+    if media.file is None:
+        what = "pictures and sounds that rows hold themselves have no path to be asked by"
         raise UsageError(what, where="--answers", remedy="leave it out")
-    return str(picture.file)
+    return str(media.file)
 
 
 def _text(prompt: str | Sequence[Message]) -> str:

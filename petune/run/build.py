@@ -46,7 +46,7 @@ from petune.run.balance import balance_in
 from petune.run.fusing import fuse
 from petune.run.objective import embed_objective, objective_of, rerank_objective
 from petune.run.objects import NO_OBJECTS, Objects
-from petune.run.readers import inputs_of
+from petune.run.readers import Processors, inputs_of
 from petune.run.rows import rows_of
 from petune.run.streaming import refuse_unstreamable, stream, streams
 from petune.saving.export import Processor, refuse_unwritable
@@ -81,9 +81,9 @@ class Prepared:
     reader: Reader | None = None
 
     @property
-    def processor(self) -> Processor | None:
+    def processor(self) -> Processor:
         """What is saved beside the model, so that others give it the same inputs."""
-        return self.tokenizer if self.reader is None else self.reader
+        return Processors(self.tokenizer, self.reader)
 
     @cached_property
     def place(self) -> Place:
@@ -175,7 +175,9 @@ def positions_of(config: Any) -> int | None:
     """The longest sequence a model of this config takes, in tokens; None when its positions are relative and
     know no end."""
     family = FAMILIES.get(config.model_type)
-    return getattr(config, "max_position_embeddings", None) if family is None or family.bounded else None
+    if family is not None and not family.bounded:
+        return None
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
 
 
 def load_base(

@@ -25,7 +25,7 @@ from petune.run.evaluate import asking, batches, scored, scorer_of, scoring, sho
 from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
-from petune.run.readers import inputs_of
+from petune.run.readers import Processors, inputs_of
 from petune.run.references import referred
 from petune.saving import checkpoint, export
 from petune.saving.load import load_recorded
@@ -264,7 +264,7 @@ class Run:
         report = export.save_merged(
             model,
             place,
-            speaker.processor,
+            Processors(speaker.words, speaker.reader),
             batch=export.probe(model),
             dtype=written,
             overwrite=overwrite,
@@ -303,7 +303,7 @@ class Run:
         return layouts[to](
             speaker.model,
             Path(out) if out else self.folder / to,
-            tokenizer=speaker.processor,
+            tokenizer=Processors(speaker.words, speaker.reader),
             base_name=base_name(self.recipe),
             overwrite=overwrite,
         )

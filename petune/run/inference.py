@@ -21,7 +21,6 @@ from petune.errors import Problem, UsageError, nearest
 from petune.methods import is_wrapped, without_tuning
 from petune.run.build import Place, positions_of
 from petune.run.readers import asked_with
-from petune.saving.export import Processor
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Coder, cut_on
 from petune.tasks.media import Reader
@@ -159,11 +158,6 @@ class Speaker:
         return self.words
 
     @property
-    def processor(self) -> Processor | None:
-        """What is saved beside the model, so that others give it the same inputs."""
-        return self.words if self.reader is None else self.reader
-
-    @property
     def talks(self) -> bool:
         """Whether it answers conversations, by the tokenizer's template."""
         return self.task.name == "chat" or self.format == "preference-turns"
@@ -195,29 +189,46 @@ class Speaker:
             and isinstance(prompt, list | tuple)
             and all(isinstance(turn, Message) for turn in prompt)
         )
-        prompt = prompt if talk and prompt else text_of(prompt)
+        prompt, limit = prompt if talk and prompt else text_of(prompt), positions_of(self.model.config)
+        if self.reader is not None:
+            if limit is not None and not options.keys() & {"max_new_tokens", "max_length"}:
+                settings["max_new_tokens"] = min(settings["max_new_tokens"], limit - 1)
+            return self._generated(
+                asked_with(text_of(prompt), self.reader, self.place.device), settings, options
+            )
         coded = encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)
         _refuse_empty(coded)
         ids = torch.tensor([coded], device=self.place.device)
-        limit = positions_of(self.model.config)
         if limit is not None and ids.shape[1] > limit:
             raise UsageError(
                 "the prompt is longer than the model's positions",
                 expected=f"at most {limit} tokens",
                 found=str(ids.shape[1]),
             )
+        start = 0 if self.task.name == "seq2seq" else ids.shape[1]
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return self._generated(given, settings, options, start)
+
+    def _generated(
+        self,
+        given: Mapping[str, Tensor],
+        settings: dict[str, Any],
+        options: Mapping[str, Any],
+        start: int = 0,
+    ) -> str:
+        """What the model writes behind its inputs, from the token at `start` on. Raises UsageError for
+        options that transformers refuses."""
         settings = {"pad_token_id": pad_token_id(self.tokenizer)} | settings
         if "stop_strings" in settings:
             settings["tokenizer"] = self.tokenizer
         with torch.no_grad(), self.place.autocast():
             try:
-                found = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)[0]  # type: ignore[operator]
+                found = self.model.generate(**given, **settings)[0]  # type: ignore[operator]
             except ValueError as error:  # transformers' word for an option it cannot take
                 what = (str(error).splitlines() or ["no reason is given"])[0]
                 raise UsageError(
                     f"transformers refuses: {what}", where="generate", found=", ".join(options)
                 ) from error
-        start = 0 if self.task.name == "seq2seq" else ids.shape[1]
         return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
 
     def classify(self, text: str) -> tuple[str, float]:

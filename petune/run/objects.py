@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from petune.errors import UsageError
 from petune.methods.registry import refuse_tuned
@@ -35,7 +35,7 @@ class Objects:
     model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     data: Mapping[str, DataObject] = field(default_factory=dict)
-    processor: Any = None  # of a model that reads pictures, in the tokenizer's place
+    processor: Any = None  # of a model that reads pictures or sounds
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -108,6 +108,9 @@ def take_objects(arguments: Mapping[str, Any], tokenizer: Any = None) -> tuple[d
             }
         else:
             left[key] = spec(left[key], _name(key.rpartition(".")[2]))
+    if isinstance(tokenizer, ProcessorMixin):
+        both: Any = tokenizer
+        return left, Objects(model, both.tokenizer, data, both.feature_extractor)
     words = isinstance(tokenizer, PreTrainedTokenizerBase)
     return left, Objects(model, tokenizer if words else None, data, None if words else tokenizer)
 
@@ -125,11 +128,11 @@ def _is_config(value: Any) -> bool:
 
 def _as_processor(given: Any, reads: str) -> Any:
     """What was given as a tokenizer: of a model that reads pictures its image processor."""
-    kind, called, auto = (
-        (PreTrainedTokenizerBase, "tokenizer", "AutoTokenizer")
-        if reads == "text"
-        else (BaseImageProcessor, "image processor", "AutoImageProcessor")
-    )
+    kind, called, auto = {
+        "text": (PreTrainedTokenizerBase, "tokenizer", "AutoTokenizer"),
+        "image": (BaseImageProcessor, "image processor", "AutoImageProcessor"),
+        "audio": (ProcessorMixin, "processor", "AutoProcessor"),
+    }[reads]
     if not isinstance(given, kind):
         raise UsageError(
             f"a model in memory needs its {called}",

@@ -427,7 +427,9 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
     if family is not None and (signal := family.signal) is not None:
         shape = signal.shape(config)
         values = torch.linspace(-1, 1, math.prod(shape), device=model.device)
-        return {signal.argument: values.view(1, *shape).to(model.dtype)}
+        begins = getattr(config, "decoder_start_token_id", None)
+        asked = {} if begins is None else {"decoder_input_ids": torch.tensor([[begins]], device=model.device)}
+        return {signal.argument: values.view(1, *shape).to(model.dtype), **asked}
     ids = torch.linspace(1, config.vocab_size - 1, 16, device=model.device).long()[None]
     if (end := getattr(config, "eos_token_id", None)) is not None:  # heads that read the end token's state
         end = end[0] if isinstance(end, list) else end

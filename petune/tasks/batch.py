@@ -19,7 +19,7 @@ def collate(
     shortest: int = 1,
 ) -> dict[str, Tensor]:
     """A batch for `model(**batch)`, all int64: input_ids [batch, longest], labels [batch, longest] (classify:
-    [batch]); of pictures their pixels and labels alone.
+    [batch]); of pictures and sounds their values and labels alone.
 
     Unpacked: attention_mask, and token_type_ids if the examples have them. Packed: position_ids instead,
     restarting at every sample, the padding being a sample of its own; the caller must pass use_cache=False,
@@ -60,11 +60,14 @@ def collate(
 
 
 def _of_readings(examples: Sequence[Example]) -> dict[str, Tensor]:
-    """The batch of examples that are pictures: float32 [batch, channels, height, width], and the class of
-    each."""
+    """The batch of examples that are pictures or sounds: float32 [batch, channels, height, width] or [batch,
+    features, frames], and their classes [batch] or targets [batch, longest]."""
     read = [(one.reading, one) for one in examples if one.reading is not None]
     tensors = [torch.from_numpy(reading.tensor(one.where)) for reading, one in read]
-    labels = torch.tensor([example.labels for example in examples])
+    targets = [one.labels for one in examples if isinstance(one.labels, list)]
+    labels = (
+        _stack(targets, MASKED, "right", 1) if targets else torch.tensor([one.labels for one in examples])
+    )
     return {read[0][0].reader.argument: torch.stack(tensors), "labels": labels}
 
 

@@ -79,7 +79,7 @@ def encode(
     reader: Reader | None = None,
 ) -> Encoded:
     """Encode both sides. `max_positions`: the longest sequence the model takes; `vocab_size`: its embedding's
-    rows; `reader`: of a model that reads pictures, which needs no tokenizer.
+    rows; `reader`: of a model that reads pictures, which needs no tokenizer, or sounds.
 
     Raises UsageError if task, kind, packing or length do not fit; FileError if the tokenizer does not (no end
     token, no template, ids beyond the vocabulary); DataError if more than half of the rows have nothing to
@@ -89,11 +89,12 @@ def encode(
     check_fit(task, model_kind, config.packing, reads=reads)
     refuse_settings(config, reads)
     refuse_other_format(rows.format, reads)
-    if reader is not None:
+    if reader is not None and reader.kind == "image":
         return _pictures(rows, reader)
     assert tokenizer is not None
     labels, segments = rows.labels, model_kind == "encoder"
     coder = make_coder(tokenizer, config, max_positions=max_positions, labels=labels, segments=segments)
+    coder = replace(coder, reader=reader)
     with whole_tokenizer(tokenizer):
         sides = [
             _Side.of(_portions(side, coder, find_task(task)), vocab_size) for side in (rows.train, rows.eval)
@@ -116,6 +117,7 @@ def encode(
         return replace(encoded, eval=Examples.of(encoded.drawn(held_out, "held out")))
     if not config.packing:
         return Encoded(train, held_out, report, packed=False)
+    assert isinstance(train, Examples), "texts alone are packed"
     bins = Examples.of(packed(train, train.sizes(), coder.limit))
     return Encoded(bins, held_out, replace(report, bins=len(bins)), packed=True)
 
@@ -159,7 +161,7 @@ class _Side:
     texts, before cutting. targets: trained tokens of those left. lost: the first with nothing to train;
     beyond: the first with a token beyond the vocabulary."""
 
-    left: Examples = field(default_factory=Examples)
+    left: Sequence[Example] = field(default_factory=Examples)
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -172,6 +174,7 @@ class _Side:
     def of(cls, portions: Iterable[list[Example]], vocab_size: int | None) -> _Side:
         """The side that comes in these portions."""
         side, batches = cls(), []
+        read: list[Example] = []  # pictures or sounds, which no table holds
         for portion in portions:
             side.rows += len(portion)
             side.lengths += [text.length for example in portion for text in example.texts]
@@ -184,8 +187,11 @@ class _Side:
             side.tokens += sum(example.tokens for example in left)
             if side.beyond is None:
                 side.beyond = beyond(portion, vocab_size)
-            batches += Examples.of(left).batches
-        side.left = Examples(batches)
+            if left and left[0].reading is not None:
+                read += left
+            else:
+                batches += Examples.of(left).batches
+        side.left = read or Examples(batches)
         return side
 
 
@@ -302,7 +308,7 @@ def _report(train: _Side, held_out: _Side, coder: Coder, task: str) -> DataRepor
         p50=percentile(train.lengths, 0.5),
         p95=percentile(train.lengths, 0.95),
         longest=max(train.lengths, default=0),
-        limit=coder.limit,
+        limit=coder.limit if coder.reader is None else coder.reader.tokens,
         truncated=train.cut,
         dropped=train.rows - len(train.left),
         eval_dropped=held_out.rows - len(held_out.left),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from petune.errors import FileError
 from petune.tasks.configs import DataConfig
-from petune.tasks.media import Reading
+from petune.tasks.media import Reader, Reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ class Example:
     `others`: the texts that it is compared with, each an example of its own (prefer: the rejected answer).
     `reference`: what the model before training says of each of its texts, see petune.tasks.prefer_loss.
     `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones.
-    `reading`: the picture that is read in the place of tokens.
+    `reading`: the picture or sound that is read in the place of tokens.
     `good`: whether the answer is, where each has a label of its own.
     `length` counts the tokens before anything was cut.
     """
@@ -85,7 +85,8 @@ class Coder:
     """What an encoding needs besides the rows. `limit` and `target_limit` are in tokens; `labels` the classes
     in the order of their ids.
 
-    `segments`: the model takes token types (a generic tokenizer offers them to models that do not).
+    `segments`: the model takes token types (a generic tokenizer offers them to models that do not). `reader`:
+    of a model that reads sounds.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -94,6 +95,7 @@ class Coder:
     target_limit: int
     labels: tuple[str, ...] | None
     segments: bool
+    reader: Reader | None = None
 
     def ids(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Token ids of each text, with the tokenizer's own special tokens or none."""

@@ -40,6 +40,8 @@ USUAL: dict[str, tuple[str, ...]] = {
     "query": ("query", "question", "text1", "sentence1"),
     "passage": ("passage", "document", "text2", "sentence2", "answer", "text"),
     "image": ("image", "picture", "photo", "img", "file_name"),
+    "audio": ("audio", "sound", "speech", "recording"),
+    "transcript": ("transcript", "transcription", "text", "sentence"),
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -54,6 +56,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "passages": ("query", "passage", "label"),
     "anchors": ("anchor", "positive"),
     "image-label": ("image", "label"),
+    "audio-text": ("audio", "transcript"),
     "text": ("text",),
 }
 OF_CHAT = ("system", "history", "tools")  # what only a conversation has a place for
@@ -71,7 +74,7 @@ TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "classify": ("text-label", "image-label"),
     "tokens": ("tokens",),
     "mlm": ("text",),
-    "seq2seq": ("alpaca", "pairs"),
+    "seq2seq": ("alpaca", "pairs", "audio-text"),
     "causal": ("alpaca", "pairs", "text"),
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
     "prefer": ("preferences", "preference-turns", "judgements"),
@@ -329,6 +332,6 @@ def _suits(role: str, value: object) -> bool:
         return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
     if role in ("tokens", "tags"):
         return isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
-    if role == "image":
+    if role in ("image", "audio"):
         return isinstance(value, dict | bytes) or (isinstance(value, str) and "." in value)
     return isinstance(value, str | int) if role == "label" else isinstance(value, str)

@@ -34,6 +34,7 @@ INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
     **{("tokens", kind): "tokens" for kind in ("encoder", "decoder")},
     **{(format_, "decoder"): "prefer" for format_ in ("preferences", "preference-turns")},
     ("image-label", "encoder"): "classify",
+    ("audio-text", "encoder-decoder"): "seq2seq",
     ("text", "encoder"): "mlm",
     ("docstrings", "encoder"): "classify",
 }

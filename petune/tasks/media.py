@@ -1,4 +1,5 @@
-"""Pictures of rows: where one lies, or its bytes, and how the tensor that a model reads is made of it.
+"""Pictures and sounds of rows: where one lies, or its bytes, and how the tensor that a model reads is made of
+it.
 
 It is made when a batch asks for it, by transformers' own processor: the pixels of all rows would fill the
 memory, places and files do not. Pillow, which opens pictures, is asked for when the first one is.
@@ -18,17 +19,20 @@ import numpy as np
 from petune.errors import DataError, MachineError, Problem, UsageError
 from petune.tasks.configs import DataConfig
 from petune.tasks.lines import shown
+from petune.tasks.sounds import samples_of, sound_of
 
 Kind = Literal["image", "audio"]
-FORMAT_OF: Mapping[str, str] = {"image": "image-label"}  # of rows, by what a model reads
+# the format of rows, by what a model reads
+FORMAT_OF: Mapping[str, str] = {"image": "image-label", "audio": "audio-text"}
 CALLED = {"text": "texts", "image": "pictures", "audio": "sounds"}
+ONE = {"image": "picture", "audio": "sound"}
 # settings of data that mean something for texts alone
 _OF_TEXTS = ("max_length", "max_target_length", "truncation", "packing", "chunk", "prefix", "separator")
 
 
 @dataclass(frozen=True)
 class Media:
-    """A picture of a row: the file where it lies, or its bytes, and the SHA-256 of these."""
+    """A picture or a sound of a row: the file where it lies, or its bytes, and the SHA-256 of these."""
 
     sha256: str
     file: Path | None = None
@@ -55,14 +59,16 @@ class Media:
 
 @dataclass(frozen=True)
 class Reader:
-    """What makes a model's input of pictures. processor: transformers' own; argument: of the model's forward
-    pass; shape: of one input; tokens: of the model for it."""
+    """What makes a model's input of pictures or sounds. processor: transformers' own; argument: of the
+    model's forward pass; shape: of one input; tokens: of the model for it; begins: the token that a decoder
+    behind it begins with."""
 
     kind: Kind
     processor: Any
     argument: str
     shape: tuple[int, ...]
     tokens: int
+    begins: int | None = None
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the processor's settings, which transformers reads."""
@@ -71,7 +77,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Reading:
-    """A picture that is read when a batch asks for it."""
+    """A picture or a sound that is read when a batch asks for it."""
 
     media: Media
     reader: Reader
@@ -79,6 +85,8 @@ class Reading:
     def tensor(self, where: str) -> np.ndarray[Any, Any]:
         """What the model reads, float32, of the reader's shape. Raises DataError, which names the row
         `where`, for a file that is gone or damaged since its row was read."""
+        if self.reader.kind == "audio":
+            return made_of_sound(self.reader.processor, self.reader.argument, _samples(self.media, where))
         return made(self.reader.processor, self.reader.argument, picture_of(self.media, where))
 
 
@@ -86,6 +94,21 @@ def made(processor: Any, argument: str, picture: Any) -> np.ndarray[Any, Any]:
     """What a processor makes of one picture, float32."""
     found: Any = processor(picture, return_tensors="np")[argument][0]
     return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def made_of_sound(processor: Any, argument: str, samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What a processor makes of samples at its own rate, float32."""
+    rate = processor.sampling_rate
+    found: Any = processor(samples, sampling_rate=rate, return_tensors="np")[argument][0]
+    return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def _samples(media: Media, where: str) -> np.ndarray[Any, Any]:
+    """The samples of a sound. Raises DataError for a file that is gone or damaged since its row was read."""
+    try:
+        return samples_of(media.read())
+    except (OSError, ValueError) as error:
+        raise DataError(f"the sound cannot be read: {error}", where=where, found=str(media)) from error
 
 
 def pillow() -> Any:
@@ -110,8 +133,12 @@ def picture_of(media: Media, where: str) -> Any:
         ) from error
 
 
-def refuse_no_picture(media: Media) -> None:
-    """Raise ValueError, in words, for what is no picture by its first bytes; its pixels are not read."""
+def refuse_other(media: Media, kind: Kind) -> None:
+    """Raise ValueError, in words, for what is no picture, or no sound, by its first bytes; the rest is not
+    read."""
+    if kind == "audio":
+        sound_of(media.read())
+        return
     image = pillow()
     try:
         with image.open(io.BytesIO(media.read())):
@@ -136,7 +163,7 @@ def blank(height: int, width: int) -> Any:
 
 def read_in(format_: str) -> Literal["text", "image", "audio"]:
     """What rows of this format are made of."""
-    return "image" if format_ == FORMAT_OF["image"] else "text"
+    return {"image-label": "image", "audio-text": "audio"}.get(format_, "text")  # type: ignore[return-value]
 
 
 def refuse_settings(config: DataConfig, reads: str) -> None:
@@ -144,7 +171,8 @@ def refuse_settings(config: DataConfig, reads: str) -> None:
     if reads == "text":
         return
     usual = DataConfig(path=config.path)
-    set_here = [name for name in _OF_TEXTS if getattr(config, name) != getattr(usual, name)]
+    names = [name for name in _OF_TEXTS if reads == "image" or name != "max_target_length"]
+    set_here = [name for name in names if getattr(config, name) != getattr(usual, name)]
     set_here += ["stream"] if config.stream else []
     problems = [
         Problem(

@@ -23,6 +23,7 @@ from petune.tasks.class_names import class_names, named
 from petune.tasks.lines import Record
 from petune.tasks.media import png
 from petune.tasks.read import kind_of
+from petune.tasks.sounds import wav
 
 OBJECT = "object:"  # what a recipe says in place of a path: object:CLASS@FINGERPRINT
 TRAIN = ("train", "training")
@@ -134,20 +135,22 @@ def rows_of(table: Any) -> Iterator[Any]:
 
 
 def _undecoded(table: Any) -> Any:
-    """A datasets.Dataset whose pictures are the bytes of their files."""
+    """A datasets.Dataset whose pictures and sounds are the bytes of their files."""
     import datasets
 
     for name, kind in table.features.items():
-        if isinstance(kind, datasets.Image):
-            table = table.cast_column(name, datasets.Image(decode=False))
+        if isinstance(kind, datasets.Image | datasets.Audio):
+            table = table.cast_column(name, type(kind)(decode=False))
     return table
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON would have given it; a picture as the bytes of a file."""
+    """A value as JSON would have given it; a picture or a sound as the bytes of a file."""
     if _is(value, "PIL.Image", "Image") or _is_pixels(value):
         return png(value)
     if isinstance(value, Mapping):
+        if {"array", "sampling_rate"} <= value.keys():  # a sound that datasets has decoded
+            return wav(np.asarray(value["array"], np.float32), int(value["sampling_rate"]))
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

@@ -80,7 +80,14 @@ TASKS: dict[str, Task] = {
     "tokens": Task("tokens", "tokens", frozenset({"encoder", "decoder"}), "f1", "max", False, encode_tokens),
     "mlm": Task("mlm", "mlm", frozenset({"encoder"}), "loss", "min", False, encode_mlm),
     "seq2seq": Task(
-        "seq2seq", "seq2seq", frozenset({"encoder-decoder"}), "loss", "min", False, encode_seq2seq
+        "seq2seq",
+        "seq2seq",
+        frozenset({"encoder-decoder"}),
+        "loss",
+        "min",
+        False,
+        encode_seq2seq,
+        frozenset({"text", "audio"}),
     ),
     "causal": Task("causal", "causal", frozenset({"decoder"}), "loss", "min", True, encode_causal),
     "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),
@@ -103,7 +110,8 @@ def check_fit(
     task: str, model_kind: str, packing: bool = False, packs: bool = True, reads: str = "text"
 ) -> None:
     """UsageError unless a model of this kind ("encoder", "encoder-decoder", "decoder") can learn the task,
-    and packing makes sense; packs: whether the model tells samples in a row apart; reads: "text", "image"."""
+    and packing makes sense; packs: whether the model tells samples in a row apart; reads: "text", "image" or
+    "audio"."""
     found = find_task(task)
     if reads not in found.reads:
         fitting = ", ".join(name for name, other in TASKS.items() if reads in other.reads)

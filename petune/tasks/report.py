@@ -112,7 +112,7 @@ def spans(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> list[t
     if isinstance(example.labels, int):
         return [(_text(tokenizer, example.input_ids), False)]
     if example.has_target:
-        return [(_text(tokenizer, example.input_ids), False), (_text(tokenizer, example.labels), True)]
+        return [(_input(example, tokenizer), False), (_text(tokenizer, example.labels), True)]
     pieces: list[tuple[list[int], bool]] = []
     for token, label in zip(example.input_ids, example.labels, strict=True):
         trained = label != MASKED

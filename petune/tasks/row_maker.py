@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from petune.errors import Problem
 from petune.tasks.bad_rows import Faults
 from petune.tasks.cells import FILL, Bad, clean
 from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
-from petune.tasks.media import Media, refuse_no_picture
+from petune.tasks.media import Media, refuse_other
 from petune.tasks.preferences import answered, preference
 from petune.tasks.read import kind_of
 from petune.tasks.rows import (
@@ -29,6 +29,7 @@ from petune.tasks.rows import (
     Pictured,
     Rated,
     Row,
+    Spoken,
     Tagged,
     Text,
 )
@@ -62,6 +63,7 @@ class RowMaker:
         self.make: Callable[[Record], Row] = {
             "text-label": self._labelled,
             "image-label": self._pictured,
+            "audio-text": self._spoken,
             "tokens": self._tagged,
             "pairs": self._pair,
             "alpaca": self._alpaca,
@@ -134,26 +136,29 @@ class RowMaker:
         return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
 
     def _pictured(self, record: Record) -> Row:
-        return Pictured(record.where, self._picture(record), self._label(record))
+        return Pictured(record.where, self._media(record, "image", "picture"), self._label(record))
 
-    def _picture(self, record: Record) -> Media:
-        """The picture that a cell is, or whose path it holds, from the folder of its file."""
-        name = self.columns["image"]
+    def _spoken(self, record: Record) -> Row:
+        return Spoken(record.where, self._media(record, "audio", "sound"), self._text(record, "transcript"))
+
+    def _media(self, record: Record, role: Literal["image", "audio"], called: str) -> Media:
+        """The picture or sound that a cell is, or whose path it holds, from the folder of its file."""
+        name = self.columns[role]
         value, what = record.columns[name], f"column {name!r}"
         if isinstance(value, dict):  # as datasets writes it
             value = value.get("bytes") or value.get("path")
         if value in (None, "", b""):
             raise Bad(f"{what} is null or empty", None, None, FILL)
         if not isinstance(value, str | bytes):
-            raise Bad(f"{what} is {kind_of(value)}", "the path of a picture, or its bytes", kind_of(value))
+            raise Bad(f"{what} is {kind_of(value)}", f"the path of a {called}, or its bytes", kind_of(value))
         try:
             media = Media.of(value) if isinstance(value, bytes) else Media.at(_found(value, record.folder))
-            refuse_no_picture(media)
+            refuse_other(media, role)
         except OSError as error:
-            raise Bad(f"{what}: {error.strerror or error}", "the path of a picture", str(value)) from error
+            raise Bad(f"{what}: {error.strerror or error}", f"the path of a {called}", str(value)) from error
         except ValueError as error:
             raise Bad(
-                f"{what} is no picture: {error}", None, str(media), "mend the file, or delete the row"
+                f"{what} is no {called}: {error}", None, str(media), "mend the file, or delete the row"
             ) from error
         return media
 

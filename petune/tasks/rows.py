@@ -1,9 +1,9 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Nine shapes cover every format: a labelled text or picture, tagged words, a source with its target, a
-conversation, two answers to one prompt, an answer that is good or bad, a text with one that belongs to it, a
-text. `where` is for people, never part of a row's content: the fingerprint of the same rows is the same on
-every machine.
+Ten shapes cover every format: a labelled text or picture, tagged words, a source with its target, a sound
+and what is said in it, a conversation, two answers to one prompt, an answer that is good or bad, a text with
+one that belongs to it, a text. `where` is for people, never part of a row's content: the fingerprint of the
+same rows is the same on every machine.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ class Pair:
 
     where: str
     source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A sound and what is said in it."""
+
+    where: str
+    sound: Media
     target: str
 
 
@@ -115,7 +124,7 @@ class Tagged:
     tags: tuple[str, ...]
 
 
-Row = Labelled | Pictured | Tagged | Pair | Conversation | Text | Preference | Rated | Anchored
+Row = Labelled | Pictured | Spoken | Tagged | Pair | Conversation | Text | Preference | Rated | Anchored
 
 
 @dataclass(frozen=True)
@@ -177,6 +186,8 @@ def identity(row: Row) -> str:
         return json.dumps([row.text, row.pair])
     if isinstance(row, Pictured):
         return row.picture.sha256
+    if isinstance(row, Spoken):
+        return row.sound.sha256
     if isinstance(row, Tagged):
         return json.dumps(row.tokens)
     if isinstance(row, Preference):

@@ -50,6 +50,8 @@ from transformers import (
     SmolLM3ForCausalLM,
     ViTConfig,
     ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
 )
@@ -222,6 +224,13 @@ DINOV2: dict[str, Any] = {
     "layerscale_value": 0.5,
     "use_mask_token": False,
 }
+WHISPER: dict[str, Any] = {
+    **{name: value for name, value in BART.items() if name not in ("max_position_embeddings", "num_labels")},
+    "decoder_attention_heads": 8,
+    "num_mel_bins": 6,
+    "max_source_positions": 9,
+    "max_target_positions": 64,
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -254,5 +263,6 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
     "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),
     "vit-classify": (ViTForImageClassification, ViTConfig, VIT),
+    "whisper-seq2seq": (WhisperForConditionalGeneration, WhisperConfig, WHISPER),
     "dinov2-classify": (Dinov2ForImageClassification, Dinov2Config, DINOV2),
 }

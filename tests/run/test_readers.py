@@ -117,7 +117,7 @@ def test_check_and_data_say_what_is_true_of_pictures(place: Path) -> None:
 @pytest.mark.parametrize(
     ("processor", "words"),
     [
-        ({"size": {"height": 16, "width": 16}}, "another size than the model takes"),
+        ({"size": {"height": 16, "width": 16}}, "another shape than the model takes"),
         ({"do_resize": False}, "tensors of several shapes"),
     ],
 )

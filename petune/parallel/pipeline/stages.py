@@ -40,7 +40,7 @@ class Zeros(nn.Module):
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self.width = embedding.embedding_dim
+        self.width, self.num_embeddings = embedding.embedding_dim, embedding.num_embeddings
         like = torch.empty(0, dtype=embedding.weight.dtype)  # moves with the model, wherever the table is
         self.register_buffer("weight", like, persistent=False)
 
