@@ -24,7 +24,9 @@ from petune_cli.sweep import sorted_out
 import petune
 from petune.recipe import load_recipe, shipped_recipes
 from petune.run.sweep import grid
+from tests.picture_runs import write_pictures, write_vit
 from tests.small_runs import write_model, write_rows
+from tests.sound_runs import write_sounds, write_whisper
 
 pytestmark = [
     pytest.mark.forks,
@@ -93,6 +95,24 @@ def of_recipes(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def of_images(folder: Path) -> dict[str, Any]:
+    """The page's model reads pictures, of which there are some."""
+    shutil.rmtree(folder / "my-model")
+    write_vit(folder / "my-model")
+    (folder / "rows.jsonl").unlink()
+    write_pictures(folder, 6)
+    return {}
+
+
+def of_sounds(folder: Path) -> dict[str, Any]:
+    """The page's model hears, and there is something to hear."""
+    shutil.rmtree(folder / "my-model")
+    write_whisper(folder / "my-model")
+    (folder / "rows.jsonl").unlink()
+    write_sounds(folder, 6)
+    return {}
+
+
 def of_reports(folder: Path) -> dict[str, Any]:
     """Three runs, of which one was made."""
     petune.train("my-recipe.yaml", out="runs/recipe")
@@ -121,6 +141,8 @@ BEFORE = {
     "docs/recipes.md": of_recipes,
     "docs/how-to/embeddings.md": of_recipes,
     "docs/how-to/reranking.md": of_recipes,
+    "docs/how-to/images.md": of_images,
+    "docs/how-to/speech.md": of_sounds,
     "docs/report.md": of_reports,
     "docs/python.md": of_python,
     "docs/kernels.md": of_python,

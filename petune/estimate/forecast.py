@@ -213,6 +213,8 @@ def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackNam
     data, positions = recipe.data, positions_of(config)
     limit = data.max_length or min(DEFAULT_MAX_LENGTH, positions or DEFAULT_MAX_LENGTH)
     target = min(data.max_target_length or limit, positions or limit)
+    if family is not None and (signal := family.signal) is not None:
+        limit = signal.tokens(config, signal.shape(config))
     stacks: Sequence[StackName] = tuple(family.stacks) if family else ("decoder",)
     return {stack: target if stack == "decoder" and len(stacks) > 1 else limit for stack in stacks}
 

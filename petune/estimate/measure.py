@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from petune.estimate.cluster import Cluster, Device, Link, scaled
 from petune.estimate.forecast import Sketch, limits_of, sketch
@@ -108,13 +109,17 @@ def _runner(drawn: Sketch, device: torch.device) -> Callable[[int], None]:
         if value.requires_grad and value.dim() > 1:
             torch.nn.init.normal_(value, std=0.02)
     autocast = choose_place(recipe).autocast
-    tokens = list(drawn.work.tokens.items())
+    tokens, signal = list(drawn.work.tokens.items()), drawn.family.signal if drawn.family else None
 
     def run(rows: int) -> None:
-        ids = torch.ones((rows, tokens[0][1]), dtype=torch.long, device=device)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        def ids(length: int) -> Tensor:
+            return torch.ones((rows, length), dtype=torch.long, device=device)
+
+        given = {"input_ids": ids(tokens[0][1]), "attention_mask": ids(tokens[0][1])}
+        if signal is not None:
+            given = {signal.argument: torch.ones((rows, *signal.shape(drawn.config)), device=device)}
         if len(tokens) > 1 and drawn.work.vocabulary_head:
-            given["decoder_input_ids"] = ids[:, : tokens[1][1]]
+            given["decoder_input_ids"] = ids(tokens[1][1])
         with autocast():
             found = model(**given)
             logits = found.logits if "logits" in found else found.last_hidden_state

@@ -164,7 +164,8 @@ def workload(drawn: Sketch) -> Workload:
     head = Part(
         "head", last, shape.width, work.itemsize, tuple(item for one in outside for item in _products(one))
     )
-    table = cast("Any", drawn.model).get_input_embeddings().weight
+    tables = list(cast("Any", drawn.model).get_input_embeddings().parameters())
+    trained = sum(value.numel() for value in tables if value.requires_grad)
     return Workload(
         family,
         shape,
@@ -176,8 +177,8 @@ def workload(drawn: Sketch) -> Workload:
                 sum(dict(tokens).values()),
                 shape.width,
                 work.itemsize,
-                table=table.numel() if table.requires_grad else 0,
-                returned=bool(table.requires_grad),
+                table=trained,
+                returned=bool(trained),
             ),
         ),
         (replace(head, vocabulary=max((one.out_features for one in outside), default=0)),),

@@ -41,6 +41,7 @@ from petune.models.spec import (
     RoutedMlp,
     Split,
     SubLayer,
+    child_of,
     find_sites,
     stack_paths,
 )
@@ -255,7 +256,7 @@ def _beside(model: nn.Module, family: Family, config: AdapterConfig) -> None:
                 like = next(block.get_submodule(one.core.experts).parameters())
                 _widen(model, AdapterMixture, name, like, family, config)
             else:
-                name = f"{path}.{one.core.down}"
+                name = f"{path}.{cast('tuple[str, nn.Module]', child_of(block, one.core.down))[0]}"
                 model.set_submodule(name, tune(cast("Any", model.get_submodule(name)), config, name))
             made = cast("Bottleneck", model.get_submodule(name))
             # which is the first to read what the sub-layer is added to

@@ -132,7 +132,10 @@ def _present(block: nn.Module, core: Attention | Mlp) -> Iterator[tuple[Role, st
 def of_embedding(model: nn.Module, width: int, reduction: int) -> Tensor:
     """The features of the embedding of tokens that matter most. Raises UsageError for one of another
     width."""
-    table = cast("Any", model).get_input_embeddings().weight
+    table = getattr(cast("Any", model).get_input_embeddings(), "weight", None)
+    if table is None or table.dim() != 2:
+        what = f"start: pruned begins with an embedding of tokens, and {type(model).__name__} has none"
+        raise UsageError(what, remedy=_ELSE)
     if table.shape[1] != width:
         found = f"{table.shape[1]} features, and {width} in the blocks"
         raise UsageError("start: pruned begins with the embedding of tokens", found=found, remedy=_ELSE)

@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from petune.models import family_of
+from petune.models import INPUTS, family_of, input_of, tokens_of
 
 # Tensors a row is known by: of an encoder or a lone decoder, and of a decoder behind an encoder.
 MASKED = -100  # a label that is not trained
 _OF_INPUT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _OF_TARGET = ("decoder_input_ids", "decoder_attention_mask")
-_HARMLESS = {*_OF_INPUT, *_OF_TARGET, "labels", "logits_to_keep", "return_dict", "use_cache"}
+_HARMLESS = {*INPUTS, *_OF_INPUT, *_OF_TARGET, "labels", "logits_to_keep", "return_dict", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,16 @@ def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] |
     if (
         family is None
         or not asked <= _HARMLESS
-        or call.get("input_ids") is None
+        or all(call.get(name) is None for name in INPUTS)
         or (family.caches and fills_cache)
         or any(value.dim() != 2 for value in tokens)
     ):
         return None
-    pad = cast("Any", model).config.pad_token_id
-    inputs = _rows([call.get(name) for name in _OF_INPUT], pad), call["input_ids"]
+    pad = getattr(cast("Any", model).config, "pad_token_id", None)
+    if family.reads == "text":
+        inputs = _rows([call.get(name) for name in _OF_INPUT], pad), call["input_ids"]
+    else:
+        inputs = _whole_rows(input_of(call), model)
     own, mask, labels = (call.get(name) for name in (*_OF_TARGET, "labels"))
     if own is None and (labels is None or labels.dim() != 2 or family.kind != "encoder-decoder"):
         return {"input": inputs}  # a decoder that is given nothing reads the input
@@ -62,6 +65,13 @@ def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] |
         for row, one in zip(targets, inputs[0], strict=True)
     ]
     return {"input": inputs, "decoder": (behind, ids)}
+
+
+def _whole_rows(given: Tensor, model: nn.Module) -> Source:
+    """Rows of pictures or sounds [batch, ...], which are known by all their values."""
+    tokens = tokens_of(model, given)
+    rows = [Row(_key(row.contiguous().numpy().tobytes()), 0, tokens) for row in given.cpu()]
+    return rows, given.new_empty((len(rows), tokens))
 
 
 def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False) -> list[Row]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from petune.models import (
     bart,
     bert,
     cohere,
     deberta,
+    dinov2,
     distilbert,
     eurobert,
     gemma3,
@@ -25,6 +27,8 @@ from petune.models import (
     opt,
     phi3,
     t5,
+    vit,
+    whisper,
 )
 from petune.models.spec import Family
 
@@ -64,6 +68,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_moe": moe.QWEN2_MOE,
         "mixtral": moe.MIXTRAL,
         "gpt_oss": moe.GPT_OSS,
+        "vit": vit.FAMILY,
+        "dinov2": dinov2.FAMILY,
+        "whisper": whisper.FAMILY,
     }
 )
 
@@ -71,3 +78,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def family_of(model: nn.Module) -> Family | None:
     """The family of a transformers model by its config, or None for a model petune has no table for."""
     return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+# arguments of models by what they read: ids of tokens, a picture's pixels, a sound's features
+INPUTS = ("input_ids", "pixel_values", "input_features")
+
+
+def input_of(batch: Mapping[str, Any]) -> Tensor:
+    """What a model reads of a batch, [rows, ...]."""
+    found: Tensor = next(batch[name] for name in INPUTS if batch.get(name) is not None)
+    return found
+
+
+def tokens_of(model: nn.Module, given: Tensor) -> int:
+    """Tokens that the first stack of `model` has for each row of its input."""
+    family = family_of(model)
+    if family is None or family.signal is None:
+        return given.shape[1]
+    return family.signal.tokens(model.config, given.shape)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -41,23 +41,15 @@ from petune.models.damage import (
     check_ties,
     refuse_not_finite,
 )
+from petune.models.heads import AUTO as AUTO
+from petune.models.heads import Head as Head
+from petune.models.heads import model_class, refuse_headless
 from petune.models.load_errors import first_line, hub_errors, room_for
 from petune.models.mxfp4_files import Mxfp4, held_in, mxfp4_weights
 from petune.models.read_plan import ReadPlan, plan_reads
 from petune.models.source import Source, check_weights, local_folder, weight_files
 from petune.models.spec import Family, Kind
 from petune.models.trust import refuse_adapter, refuse_links_out, refuse_settings, wanted_code
-
-Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal", "embed"]
-
-AUTO: dict[Head, Any] = {
-    "classify": transformers.AutoModelForSequenceClassification,
-    "tokens": transformers.AutoModelForTokenClassification,
-    "mlm": transformers.AutoModelForMaskedLM,
-    "seq2seq": transformers.AutoModelForSeq2SeqLM,
-    "causal": transformers.AutoModelForCausalLM,
-    "embed": transformers.AutoModel,
-}
 
 
 @dataclass(frozen=True)
@@ -198,7 +190,7 @@ def load_model(
     whole.
     """
     config = read_config(source) if config is None else config
-    _refuse_headless(config, head)
+    refuse_headless(config, head)
     _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)
     if source.kind == "config":
@@ -274,7 +266,7 @@ def _load_whole(
     """The model as transformers reads it, all of it in memory."""
     torch.manual_seed(seed)
     with hub_errors(source), quiet():
-        model, info = AUTO[head].from_pretrained(
+        model, info = model_class(config, head).from_pretrained(
             source.place,
             revision=source.revision,
             config=config,
@@ -298,9 +290,9 @@ def outline(
 ) -> PreTrainedModel:
     """The model of a config with the task's head on the meta device: its modules and shapes without a weight;
     on another its weights are drawn. Raises as `load_model`."""
-    _refuse_headless(config, head)
+    refuse_headless(config, head)
     with hub_errors(source), torch.device(device), quiet():
-        made = AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False)
+        made = model_class(config, head).from_config(config, dtype=dtype, trust_remote_code=False)
         return cast("PreTrainedModel", _unpooled(made) if head == "embed" else made)
 
 
@@ -309,19 +301,6 @@ def _unpooled(model: Any) -> Any:
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
     return model
-
-
-def _refuse_headless(config: Any, head: Head) -> None:
-    """Raise UsageError for a type of model without such a head, and for one that is more than its text
-    model."""
-    inner = getattr(getattr(config, "text_config", None), "model_type", None)
-    if inner in FAMILIES:
-        what = f"a model of type {config.model_type} holds more than the text model that petune tunes"
-        remedy = f"save its text model by itself, as type {inner}, and train that"
-        raise UsageError(what, where="model", expected=inner, found=config.model_type, remedy=remedy)
-    if type(config) not in AUTO[head]._model_mapping:
-        what = f"transformers has no {AUTO[head].__name__} for models of type {config.model_type}"
-        raise UsageError(what, where="task", remedy="choose another model or another task")
 
 
 def _name_classes(config: Any, labels: Sequence[str] | None) -> None:

@@ -1,5 +1,5 @@
-"""What sub-layers are described with: roles, norms, groups of linears, positions that attention scores. The
-vocabulary's other words, and these again, are in spec.py."""
+"""What sub-layers are described with: sizes, roles, norms, groups of linears, positions that attention
+scores. The vocabulary's other words, and these again, are in spec.py."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ from torch import nn
 # q_pos, k_pos: of the positions that attention scores itself
 Role = Literal["q", "k", "v", "o", "q_pos", "k_pos", "gate", "up", "down", "qkv", "gate_up", "experts"]
 OPTIONAL: tuple[Role, ...] = ("gate", "q_pos", "k_pos")  # that a block may lack
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
+    where there are experts), hidden width, and the number of experts, 0 without."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    width: int
+    experts: int = 0
 
 
 @dataclass(frozen=True)

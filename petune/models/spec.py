@@ -24,7 +24,10 @@ from petune.models.parts import LinearGroup as LinearGroup
 from petune.models.parts import Norm as Norm
 from petune.models.parts import Positions as Positions
 from petune.models.parts import Role as Role
+from petune.models.parts import Shape as Shape
 from petune.models.parts import linears as linears
+from petune.models.signal import Input as Input
+from petune.models.signal import Signal as Signal
 
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
@@ -33,19 +36,6 @@ CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its o
 # None: whole, inside the cut
 Split = int | Literal["owner", "after"] | None
 Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
-    where there are experts), hidden width, and the number of experts, 0 without."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    columns: int
-    width: int
-    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -274,7 +264,8 @@ class Family:
     order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
     is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
     the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
-    that is false where a head over the vocabulary asks the embedding for its table."""
+    that is false where a head over the vocabulary asks the embedding for its table. `signal`: how it
+    reads pictures or sounds; None for a model of text."""
 
     name: str
     kind: Kind
@@ -288,6 +279,12 @@ class Family:
     bounded: bool = True
     packs: bool = True
     tied: str | None = None
+    signal: Signal | None = None
+
+    @property
+    def reads(self) -> Input:
+        """What its inputs are made of."""
+        return "text" if self.signal is None else self.signal.kind
 
 
 @dataclass(frozen=True)

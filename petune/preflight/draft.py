@@ -84,7 +84,8 @@ def _data(prepared: Prepared, values: dict[str, Any], file: Path) -> Iterator[st
     yield _line("path", _as_found(recipe, values["path"], recipe.data.path, file), indent="  ")
     if recipe.data.eval:
         yield _line("eval", _as_found(recipe, values["eval"], recipe.data.eval, file), indent="  ")
-    yield _line("max_length", report.limit, "tokens; longer rows are cut", indent="  ")
+    if prepared.reader is None:
+        yield _line("max_length", report.limit, "tokens; longer rows are cut", indent="  ")
     given = {path[1] for path in recipe.given if path[0] == "data" and len(path) > 1}
     yield from (
         _line(key, values[key], indent="  ")

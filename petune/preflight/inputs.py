@@ -12,13 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from petune.errors import DataError, FileError, PetuneError, RecipeError
 from petune.estimate.forecast import sketch
 from petune.log import human
-from petune.models.loading import kind_of, load_tokenizer, packs, read_config
+from petune.models.heads import reads
+from petune.models.loading import kind_of, packs, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
 from petune.run.build import Prepared, plan_of, positions_of, prepare
+from petune.run.readers import inputs_of
 from petune.run.rows import shelf_of
 from petune.run.setup import data_facts
 from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
+from petune.tasks.media import refuse_settings
 
 _Found = TypeVar("_Found")
 
@@ -69,8 +72,10 @@ def check_inputs(recipe: Recipe) -> Inputs:
     source = looking.at(lambda: resolve_model(recipe.model, recipe.folder), recipe.where("model"))
     model = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
     kind = kind_of(model[0]) if model else None
+    if model and (tokenizer := model[1]) is not None:
+        looking.at(lambda: make_coder(tokenizer, recipe.data, max_positions=positions_of(model[0])))
     if model:
-        looking.at(lambda: make_coder(model[1], recipe.data, max_positions=positions_of(model[0])))
+        looking.at(lambda: refuse_settings(recipe.data, reads(model[0])))
     distant = looking.at(lambda: hub_specs(recipe.data, recipe.folder), recipe.where("data")) or ()
     local = not looking.errors_of(DataError) and recipe.data.path not in distant
     task: str | None = recipe.task
@@ -78,7 +83,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     if format_ and kind:
         task = looking.at(lambda: infer_task(format_, kind))
     if task and kind and model:
-        looking.at(lambda: check_fit(task, kind, recipe.data.packing, packs(model[0])))
+        looking.at(lambda: check_fit(task, kind, recipe.data.packing, packs(model[0]), reads(model[0])))
     unused = (
         looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
     )
@@ -97,15 +102,15 @@ def check_inputs(recipe: Recipe) -> Inputs:
     )
 
 
-def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Config and tokenizer of a model on this machine. Raises FileError for what its folder lacks."""
+def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Config and tokenizer of a model on this machine; no tokenizer of one that reads pictures. Raises
+    FileError for what its folder lacks."""
     looking = _Looking()
     config = looking.at(lambda: read_config(source))
-    tokenizer = looking.at(lambda: load_tokenizer(source))
+    found = None if config is None else looking.at(lambda: inputs_of(source, config))
     looking.at(lambda: check_weights(source))
     looking.settle()
-    assert tokenizer is not None
-    return config, tokenizer
+    return config, found[0] if found else None
 
 
 def _adapter(recipe: Recipe) -> None:
@@ -138,13 +143,13 @@ def _where_kept(prepared: Prepared) -> list[str]:
 def preview(recipe: Recipe, number: int) -> Preview:
     """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
     prepared = prepare(recipe)
+    chart = prepared.encoded.report.chart()
     facts = (
         f"model {prepared.source.note}",
         f"task {prepared.task.name}",
         *prepared.rows.notes,
         *prepared.encoded.report.lines(),
-        "tokens before cutting, and rows of so many",
-        *prepared.encoded.report.chart(),
+        *(["tokens before cutting, and rows of so many", *chart] if chart else []),
         *_where_kept(prepared),
     )
     shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")

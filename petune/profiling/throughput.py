@@ -167,7 +167,7 @@ def _linear(site: Site, reached: bool, causal: bool, active: float) -> Linear:
 def _lengths(example: Example, stacks: set[StackName]) -> dict[StackName, list[int]]:
     """Tokens of each sequence of a row, by stack: several where rows are packed; a classifier's decoder reads
     what its encoder does."""
-    whole = len(example.input_ids)
+    whole = example.size
     if example.positions is None:
         read = [whole]
     else:

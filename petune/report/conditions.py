@@ -34,16 +34,15 @@ def data(run: RunFiles) -> Markup:
         return Markup()
     rows, read = found["rows"], found["rows"] + found["dropped"]
     half, most, longest = (figure(found[key]) for key in ("p50", "p95", "longest"))
-    cut = (
-        f"{figure(found['truncated'])} rows ({share(found['truncated'], read)}), on the {found['truncation']}"
-    )
+    side = found["truncation"]
+    cut = f"{figure(found['truncated'])} rows ({share(found['truncated'], read)}), on the {side}"
     dropped = f"{figure(found['dropped'])} rows to train on, {figure(found['eval_dropped'])} held out"
     facts = [
         ("rows to train on", figure(rows)),
         ("rows held out", figure(found["eval_rows"])),
         ("tokens a row", f"half up to {half}, 95 % up to {most}, longest {longest}"),
         ("limit", f"{figure(found['limit'])} tokens"),
-        ("cut", cut),
+        *([("cut", cut)] if side else []),
         ("dropped", dropped),
     ]
     if found.get("trained") is not None:

@@ -74,7 +74,7 @@ def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]
 def most_bytes(step: Step, cache: ActivationCache) -> int:
     """Of all rows of the run, trained and held out."""
     rows = (*step.prepared.encoded.train, *step.prepared.encoded.eval)
-    tokens = {"input": sum(len(row.input_ids) for row in rows), "target": 0}
+    tokens = {"input": sum(row.size for row in rows), "target": 0}
     tokens["target"] = sum(len(row.labels) for row in rows if row.has_target and isinstance(row.labels, list))
     stacks = [module for module in step.model.modules() if isinstance(module, Stack)]
     targets = tokens["target"] or tokens["input"]

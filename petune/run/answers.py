@@ -13,7 +13,20 @@ from petune.run.build import prepare
 from petune.run.finished import Run
 from petune.run.rows import texts_of
 from petune.tasks.answer_metrics import metric_named, scores
-from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Preference, Rated, Row, Tagged
+from petune.tasks.media import Media
+from petune.tasks.rows import (
+    Anchored,
+    Conversation,
+    Labelled,
+    Message,
+    Pair,
+    Pictured,
+    Preference,
+    Rated,
+    Row,
+    Spoken,
+    Tagged,
+)
 
 _HALF = 2  # a text is asked to go on from its first half
 
@@ -62,6 +75,10 @@ def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:
     """What to ask for a row, and the answer that it holds."""
     if isinstance(row, Labelled) and row.pair is None:
         return row.text, row.label
+    if isinstance(row, Pictured):
+        return _path_of(row.picture), row.label
+    if isinstance(row, Spoken):
+        return _path_of(row.sound), row.target
     if isinstance(row, Preference):
         return _question(row.chosen, task)
     if isinstance(row, Rated):
@@ -82,6 +99,14 @@ def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:
     words = row.text.split(" ")
     half = max(1, len(words) // _HALF)
     return " ".join(words[:half]), " ".join(words[half:])
+
+
+def _path_of(media: Media) -> str:
+    """Where a picture or a sound lies. Raises UsageError for one that a row holds itself."""
+    if media.file is None:
+        what = "pictures and sounds that rows hold themselves have no path to be asked by"
+        raise UsageError(what, where="--answers", remedy="leave it out")
+    return str(media.file)
 
 
 def _text(prompt: str | Sequence[Message]) -> str:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune.errors import FileError, MachineError, UsageError
-from petune.kernels.fuse import fuse_modules, fuse_stages, unfusable
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
@@ -29,28 +28,28 @@ from petune.methods.trainable import hold_biases
 from petune.models import FAMILIES, family_of
 from petune.models.contents import attach, contents_of, detach
 from petune.models.fresh import draw_tuned
+from petune.models.heads import reads
 from petune.models.loading import (
     Head,
     Loaded,
     adopt_model,
     kind_of,
     load_model,
-    load_tokenizer,
     packs,
     read_config,
     read_whole,
-    with_padding,
 )
 from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
-from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
 from petune.run.balance import balance_in
+from petune.run.fusing import fuse
 from petune.run.objective import embed_objective, objective_of, rerank_objective
 from petune.run.objects import NO_OBJECTS, Objects
+from petune.run.readers import Processors, inputs_of
 from petune.run.rows import rows_of
 from petune.run.streaming import refuse_unstreamable, stream, streams
-from petune.saving.export import refuse_unwritable
+from petune.saving.export import Processor, refuse_unwritable
 from petune.saving.load import load
 from petune.tasks import (
     TASKS,
@@ -63,20 +62,28 @@ from petune.tasks import (
     refuse_single,
 )
 from petune.tasks.judgements import refuse_other_rows
+from petune.tasks.media import Reader, refuse_settings
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe with its data read and tokenized; no weights yet. config: the model's, as it was read."""
+    """A recipe with its data read and tokenized; no weights yet. config: the model's, as it was read.
+    tokenizer: None for a model that reads pictures, which has a `reader`."""
 
     recipe: Recipe
     source: Source
     config: Any
     task: Task
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     rows: RowFacts
     encoded: Encoded
     objects: Objects = NO_OBJECTS
+    reader: Reader | None = None
+
+    @property
+    def processor(self) -> Processor:
+        """What is saved beside the model, so that others give it the same inputs."""
+        return Processors(self.tokenizer, self.reader)
 
     @cached_property
     def place(self) -> Place:
@@ -152,24 +159,25 @@ def prepare(
     source, config = base.source, base.config
     kind = kind_of(config)
     name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder, objects.data), kind)
-    check_fit(name, kind, recipe.data.packing, packs(config))
+    check_fit(name, kind, recipe.data.packing, packs(config), reads(config))
+    refuse_settings(recipe.data, reads(config))
     labels = labels or (objects.labels if TASKS[name].names_classes else None)
-    tokenizer = (
-        load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
-    )
-    rows, encoded = rows_of(recipe, name, config, positions_of(config), tokenizer, labels, objects)
+    tokenizer, reader = inputs_of(source, config, objects.tokenizer, objects.processor)
+    rows, encoded = rows_of(recipe, name, config, positions_of(config), tokenizer, labels, objects, reader)
     if name == "prefer":
         refuse_other_rows(recipe.prefer, rows.format, recipe.where("prefer"))
     if name == "rerank":
         refuse_single(recipe.rerank, encoded.train, recipe.where("rerank"))
-    return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects)
+    return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects, reader)
 
 
 def positions_of(config: Any) -> int | None:
     """The longest sequence a model of this config takes, in tokens; None when its positions are relative and
     know no end."""
     family = FAMILIES.get(config.model_type)
-    return getattr(config, "max_position_embeddings", None) if family is None or family.bounded else None
+    if family is not None and not family.bounded:
+        return None
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
 
 
 def load_base(
@@ -177,7 +185,7 @@ def load_base(
     task: Task,
     labels: Sequence[str] | None,
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     given: PreTrainedModel | None = None,
     config: Any = None,
 ) -> Loaded:
@@ -191,7 +199,8 @@ def load_base(
     ends = (source, cast("Head", task.head), task.outputs(labels), dtype)
     own = (*ends, deepcopy(config), recipe.seed)
     loaded = load_model(*own) if given is None else adopt_model(given, *ends)
-    loaded.model.config.pad_token_id = tokenizer.pad_token_id
+    if tokenizer is not None:
+        loaded.model.config.pad_token_id = tokenizer.pad_token_id
     for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
         loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
     return loaded
@@ -315,7 +324,7 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
             hold_biases(module)
         runner = Runner(where, objective)
     with phase("fusing the blocks"):
-        _fuse(runner, recipe)
+        fuse(runner, recipe)
     if streams(recipe):
         stream(runner, recipe, prepared.place.autocast())
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
@@ -330,35 +339,6 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     if recipe.compile:
         runner.model.compile()
     return runner
-
-
-def _fuse(runner: Runner, recipe: Recipe) -> None:
-    """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single
-    modules."""
-    if recipe.kernels == "off" or recipe.compile:
-        return
-    plan, device, family = runner.plan, runner.mesh.device, family_of(runner.model)
-    if (reason := plan.unfused) is not None:
-        fuse_modules(runner.modules, recipe.kernels, device, reason)
-    elif not runner.owned:
-        reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
-        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
-    elif plan.pp > 1 and (reason := _unfused_stage(runner, recipe)) is not None:
-        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
-    else:
-        memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
-        passes = in_flight(plan, runner.mesh.at.pp)
-        fuse_stages(runner.modules, family, recipe.kernels, memory, device, passes)
-
-
-def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:
-    """Why no stage of a pipeline has fused blocks, as one cannot have them; or None."""
-    family = family_of(runner.model)
-    assert family is not None, "a model of no known family has no stages"
-    reasons = unfusable(runner.modules, family, recipe.kernels, runner.mesh.device)
-    runner.unfused_stage = bool(reasons)
-    (anywhere,) = runner.any([runner.unfused_stage])
-    return ("; ".join(reasons) or "a stage on another rank cannot be fused") if anywhere else None
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

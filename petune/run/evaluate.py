@@ -19,6 +19,7 @@ from petune.parallel import Batch, Outputs
 from petune.recipe import Recipe
 from petune.tasks import METRICS, Example, Scorer, Task, collate
 from petune.tasks.embed_loss import EmbeddingScorer
+from petune.tasks.examples import MASKED
 from petune.tasks.metrics import Scores
 from petune.tasks.prefer_loss import JudgementScorer, PreferenceScorer
 from petune.tasks.rerank_loss import JUDGED, LISTED, RankingScorer
@@ -44,7 +45,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in BESIDE}
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
-        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
+        inputs["decoder_input_ids"] = _read_while_writing(model, batch["labels"])
     family = family_of(model)
     if family is None or family.caches:  # a cache would let packed samples see one another
         inputs["use_cache"] = False
@@ -52,6 +53,17 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
     if not hasattr(outputs, "logits"):  # a model without a head, for embeddings
         outputs.logits = outputs.last_hidden_state
     return cast("Outputs", outputs)
+
+
+def _read_while_writing(model: nn.Module, labels: Tensor) -> Tensor:
+    """What a decoder reads to write these labels [rows, tokens]: each token one place later."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is not None:
+        return cast("Tensor", shift(labels=labels))
+    config = cast("Any", model).config  # Whisper, whose classes shift labels themselves, for their own loss
+    read = labels.roll(1, -1).masked_fill(labels.roll(1, -1) == MASKED, config.pad_token_id)
+    read[:, 0] = config.decoder_start_token_id
+    return read
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
@@ -333,9 +345,10 @@ def _features(
             if logits is None:
                 continue
             batch = to_device(batch, logits.device)
-            mask = batch["attention_mask"]
             # rows that fill up a piece come last
-            features = {kind: torch.cat(parts)[: len(mask)] for kind, parts in seen.items()}
+            features = {kind: torch.cat(parts)[: len(batch["labels"])] for kind, parts in seen.items()}
+            every = features["mean"].new_ones(features["mean"].shape[:2])  # as pictures have no padding
+            mask = batch.get("attention_mask", every)
             if features["pooled"].dim() == 3:
                 last = mask.long().cumsum(-1).argmax(-1)
                 features["pooled"] = features["pooled"][torch.arange(len(last), device=last.device), last]

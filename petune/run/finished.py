@@ -16,7 +16,7 @@ from petune.errors import FileError, UsageError
 from petune.files.hashes import FileHashes
 from petune.methods import without_tuning
 from petune.methods.configs import method_of
-from petune.models.loading import load_tokenizer
+from petune.models.loading import read_config
 from petune.models.source import model_files, resolve_model
 from petune.recipe import Recipe, load_recipe
 from petune.report.results import read_metrics, read_summary
@@ -25,6 +25,7 @@ from petune.run.evaluate import asking, batches, scored, scorer_of, scoring, sho
 from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
+from petune.run.readers import Processors, inputs_of
 from petune.run.references import referred
 from petune.saving import checkpoint, export
 from petune.saving.load import load_recorded
@@ -34,6 +35,10 @@ from petune.saving.tuning_record import Record, read_record
 from petune.tasks import METRICS, TASKS, make_coder, pad_token_id
 from petune.tasks.configs import FORMATS
 from petune.tasks.embed import sentence_files
+from petune.tasks.media import Reader
+
+# a model that was tuned, its tokenizer, and what reads pictures for it
+Tuned = tuple[nn.Module, PreTrainedTokenizerBase | None, Reader | None]
 
 
 class Run:
@@ -51,7 +56,7 @@ class Run:
         folder: Path,
         verify_base: bool = False,
         objects: Objects = NO_OBJECTS,
-        tuned: tuple[nn.Module, PreTrainedTokenizerBase] | None = None,
+        tuned: Tuned | None = None,
     ) -> None:
         """`objects`: what the run was given in memory; its model is untouched, unless `tuned` holds it as it
         was trained."""
@@ -120,12 +125,13 @@ class Run:
     def speaker(self) -> Speaker:
         """The tuned model, ready to be asked."""
         summary, given = self.summary, self.objects.model
-        model, tokenizer = self._tuned or rebuild(
+        model, tokenizer, reader = self._tuned or rebuild(
             self.recipe, self._record, summary["task"], self.verify_base, given
         )
         return Speaker(
             model,
             tokenizer,
+            reader,
             TASKS[summary["task"]],
             self.recipe.data,
             summary["format"],
@@ -145,7 +151,7 @@ class Run:
         tuned, record = self.speaker, self._record
         if source.kind != "config":
             record.check_files(model_files(source.place, source.revision), afresh=self.verify_base)
-        model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.tokenizer).read()
+        model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.words).read()
         return replace(tuned, model=model.to(tuned.place.device).eval())
 
     @overload
@@ -193,11 +199,11 @@ class Run:
         for a label the model does not know.
         """
         summary = self.summary
-        objects = (
-            self.objects
-            if self.objects.model is None
-            else replace(self.objects, tokenizer=self.speaker.tokenizer)
-        )
+        objects = self.objects
+        if objects.model is not None:
+            reader = self.speaker.reader
+            processor = None if reader is None else reader.processor
+            objects = replace(objects, tokenizer=self.speaker.words, processor=processor)
         prepared = prepare(self.recipe, self._record.labels, objects)
         after = self._score(self.speaker.model, prepared)
         # a quantised base is dense again here, and its scores are other ones
@@ -258,7 +264,7 @@ class Run:
         report = export.save_merged(
             model,
             place,
-            speaker.tokenizer,
+            Processors(speaker.words, speaker.reader),
             batch=export.probe(model),
             dtype=written,
             overwrite=overwrite,
@@ -297,7 +303,7 @@ class Run:
         return layouts[to](
             speaker.model,
             Path(out) if out else self.folder / to,
-            tokenizer=speaker.tokenizer,
+            tokenizer=Processors(speaker.words, speaker.reader),
             base_name=base_name(self.recipe),
             overwrite=overwrite,
         )
@@ -340,21 +346,25 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
 
 def rebuild(
     recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
-) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`)
-    loaded strictly, in eval mode on its device.
+) -> Tuned:
+    """The tuned model of a finished run and what makes its inputs: the recipe's base with the folder of
+    `record` (a run's `tuned/`) loaded strictly, in eval mode on its device.
 
     `given` is the base where it is in memory already; it is tuned in place. The base's files are compared
     with the hashes stored when the run ended; `verify_base` reads all of them again, or the tensors of a base
     that was in memory. Raises FileError.
     """
     source = resolve_model(recipe.model, recipe.folder)
-    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(record.file.parent), revision=None))
+    own = replace(source, kind="folder", place=str(record.file.parent), revision=None)
     files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
     record.check_files(files, weights=False)  # before a config is read that could say anything
+    config = given.config if given is not None else read_config(source)
+    tokenizer, reader = inputs_of(own, config)
     # beside the loading; what is found is remembered
     with FileHashes({} if verify_base else files, afresh=False) as hashes:
-        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).read()
+        base: nn.Module = load_base(
+            source, TASKS[task], record.labels, recipe, tokenizer, given, config
+        ).read()
         hashes.result()
     model = load_recorded(base, record, verify_base=verify_base, base_files=files)
-    return model.to(choose_place(recipe).device).eval(), tokenizer
+    return model.to(choose_place(recipe).device).eval(), tokenizer, reader

@@ -20,8 +20,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from petune.errors import Problem, UsageError, nearest
 from petune.methods import is_wrapped, without_tuning
 from petune.run.build import Place, positions_of
+from petune.run.readers import asked_with
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Coder, cut_on
+from petune.tasks.media import Reader
 from petune.tasks.rerank_loss import passage_scores
 from petune.tasks.tokens import encode_words
 
@@ -138,14 +140,22 @@ def _misfit(name: str, value: Any) -> Problem | None:
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model with what is needed to talk to it. `format` is the format of the rows it was trained on."""
+    """A model with what is needed to talk to it. `format` is the format of the rows it was trained on;
+    `words` its tokenizer, None for one that reads pictures, by `reader`."""
 
     model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
+    words: PreTrainedTokenizerBase | None
+    reader: Reader | None
     task: Task
     data: DataConfig
     format: str
     place: Place
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of a model of text."""
+        assert self.words is not None, "a model that reads pictures has no tokenizer"
+        return self.words
 
     @property
     def talks(self) -> bool:
@@ -179,40 +189,54 @@ class Speaker:
             and isinstance(prompt, list | tuple)
             and all(isinstance(turn, Message) for turn in prompt)
         )
-        prompt = prompt if talk and prompt else text_of(prompt)
+        prompt, limit = prompt if talk and prompt else text_of(prompt), positions_of(self.model.config)
+        if self.reader is not None:
+            if limit is not None and not options.keys() & {"max_new_tokens", "max_length"}:
+                settings["max_new_tokens"] = min(settings["max_new_tokens"], limit - 1)
+            return self._generated(
+                asked_with(text_of(prompt), self.reader, self.place.device), settings, options
+            )
         coded = encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)
         _refuse_empty(coded)
         ids = torch.tensor([coded], device=self.place.device)
-        limit = positions_of(self.model.config)
         if limit is not None and ids.shape[1] > limit:
             raise UsageError(
                 "the prompt is longer than the model's positions",
                 expected=f"at most {limit} tokens",
                 found=str(ids.shape[1]),
             )
+        start = 0 if self.task.name == "seq2seq" else ids.shape[1]
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return self._generated(given, settings, options, start)
+
+    def _generated(
+        self,
+        given: Mapping[str, Tensor],
+        settings: dict[str, Any],
+        options: Mapping[str, Any],
+        start: int = 0,
+    ) -> str:
+        """What the model writes behind its inputs, from the token at `start` on. Raises UsageError for
+        options that transformers refuses."""
         settings = {"pad_token_id": pad_token_id(self.tokenizer)} | settings
         if "stop_strings" in settings:
             settings["tokenizer"] = self.tokenizer
         with torch.no_grad(), self.place.autocast():
             try:
-                found = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)[0]  # type: ignore[operator]
+                found = self.model.generate(**given, **settings)[0]  # type: ignore[operator]
             except ValueError as error:  # transformers' word for an option it cannot take
                 what = (str(error).splitlines() or ["no reason is given"])[0]
                 raise UsageError(
                     f"transformers refuses: {what}", where="generate", found=", ".join(options)
                 ) from error
-        start = 0 if self.task.name == "seq2seq" else ids.shape[1]
         return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
 
     def classify(self, text: str) -> tuple[str, float]:
-        """The most probable label of `text`, cut as in training, and its probability. Raises UsageError for
-        anything but a text."""
-        text, limit = text_of(text), self._coder().limit
-        with cut_on(self.tokenizer, self.data.truncation):
-            inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(
-                self.place.device
-            )
-        _refuse_empty(inputs["input_ids"][0].tolist())
+        """The most probable label of `text`, cut as in training, or of the picture at that path, and its
+        probability. Raises UsageError for anything but a text, and for a path without a picture."""
+        text = text_of(text)
+        given = self.reader
+        inputs = self._coded(text) if given is None else asked_with(text, given, self.place.device)
         with torch.no_grad(), self.place.autocast():
             probabilities = self.model(**inputs).logits[0].float().softmax(-1)
         best = int(probabilities.argmax())
@@ -278,6 +302,16 @@ class Speaker:
             for token, guess in zip(ids, best, strict=True)
         ]
         return str(self.tokenizer.decode(filled, skip_special_tokens=True)).strip()
+
+    def _coded(self, text: str) -> Mapping[str, Tensor]:
+        """The inputs of a text, a batch of one, cut as in training."""
+        limit = self._coder().limit
+        with cut_on(self.tokenizer, self.data.truncation):
+            inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(
+                self.place.device
+            )
+        _refuse_empty(inputs["input_ids"][0].tolist())
+        return dict(inputs)
 
     def _coder(self) -> Coder:
         return make_coder(self.tokenizer, self.data, max_positions=positions_of(self.model.config))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petune.kernels.head.hooks import has_fused_head, head_loss
 from petune.methods import tuned_parameters
+from petune.models import family_of
 from petune.parallel import Batch, Mesh, Objective, Outputs
 from petune.parallel.collectives import all_sum_, gather_dim, gather_seq
 from petune.parallel.objective import Pieces
@@ -119,10 +120,11 @@ def rerank_objective(config: RerankConfig, texts: int) -> Objective:
 def idle_tensors(model: nn.Module, task: Task, rerank: RerankConfig) -> frozenset[str]:
     """The tuned tensors that the loss does not depend on: what a softmax over the passages of a query sees
     is the same whatever is added to all of their scores. Their gradients are rounding, which no optimizer
-    should follow."""
+    should follow. The token of masked patches has none: no task masks any."""
+    tuned, family = tuned_parameters(model).items(), family_of(model)
     if task.name != "rerank" or rerank.loss != "softmax":
-        return frozenset()
-    tuned = tuned_parameters(model).items()
+        idle = () if family is None or family.signal is None else family.signal.idle
+        return frozenset(name for name, _ in tuned if name.endswith(idle)) if idle else frozenset()
     return frozenset(name for name, value in tuned if name.endswith(".bias") and value.shape == (1,))
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from petune.errors import UsageError
 from petune.methods.registry import refuse_tuned
+from petune.models.heads import reads
 from petune.recipe import Recipe
 from petune.saving.fingerprint import fingerprint
 from petune.tasks import OBJECT, DataObject, take_rows
@@ -34,6 +35,7 @@ class Objects:
     model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     data: Mapping[str, DataObject] = field(default_factory=dict)
+    processor: Any = None  # of a model that reads pictures or sounds
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -83,7 +85,8 @@ def take_objects(arguments: Mapping[str, Any], tokenizer: Any = None) -> tuple[d
     model = left.get("model") if isinstance(left.get("model"), nn.Module) else None
     if model is not None:
         _refuse_other(model)
-        left["model"] = f"{OBJECT}{type(model).__name__}@{_identity(model, _as_tokenizer(tokenizer))}"
+        processor = _as_processor(tokenizer, reads(model.config))
+        left["model"] = f"{OBJECT}{type(model).__name__}@{_identity(model, processor)}"
     elif tokenizer is not None:
         what = "a tokenizer goes with a model in memory; a folder or hub id brings its own"
         raise UsageError(
@@ -105,7 +108,11 @@ def take_objects(arguments: Mapping[str, Any], tokenizer: Any = None) -> tuple[d
             }
         else:
             left[key] = spec(left[key], _name(key.rpartition(".")[2]))
-    return left, Objects(model, tokenizer, data)
+    if isinstance(tokenizer, ProcessorMixin):
+        both: Any = tokenizer
+        return left, Objects(model, both.tokenizer, data, both.feature_extractor)
+    words = isinstance(tokenizer, PreTrainedTokenizerBase)
+    return left, Objects(model, tokenizer if words else None, data, None if words else tokenizer)
 
 
 def _name(key: str) -> str:
@@ -119,18 +126,22 @@ def _is_config(value: Any) -> bool:
     )
 
 
-def _as_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        found = None if tokenizer is None else type(tokenizer).__name__
-        remedy = "give tokenizer=AutoTokenizer.from_pretrained(...)"
+def _as_processor(given: Any, reads: str) -> Any:
+    """What was given as a tokenizer: of a model that reads pictures its image processor."""
+    kind, called, auto = {
+        "text": (PreTrainedTokenizerBase, "tokenizer", "AutoTokenizer"),
+        "image": (BaseImageProcessor, "image processor", "AutoImageProcessor"),
+        "audio": (ProcessorMixin, "processor", "AutoProcessor"),
+    }[reads]
+    if not isinstance(given, kind):
         raise UsageError(
-            "a model in memory needs its tokenizer",
+            f"a model in memory needs its {called}",
             where="tokenizer",
-            expected="a tokenizer",
-            found=found,
-            remedy=remedy,
+            expected=f"{'an' if called[0] == 'i' else 'a'} {called}",
+            found=None if given is None else type(given).__name__,
+            remedy=f"give tokenizer={auto}.from_pretrained(...)",
         )
-    return tokenizer
+    return given
 
 
 def _refuse_other(model: nn.Module) -> None:
@@ -157,13 +168,18 @@ def _refuse_other(model: nn.Module) -> None:
         )
 
 
-def _identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells this model and tokenizer from others: names, shapes, dtypes and samples of the weights;
-    vocabulary and templates."""
+def _identity(model: PreTrainedModel, tokenizer: Any) -> str:
+    """What tells this model and tokenizer, or image processor, from others: names, shapes, dtypes and samples
+    of the weights; vocabulary and templates, or settings."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return _hash([fingerprint(model), tokenizer.to_dict()])
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
     words |= dict.fromkeys(("truncation", "padding"))  # settings of the last call
     # which petune may have set
     marks = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if name != "pad_token"}
-    facts = [fingerprint(model), words, marks, tokenizer.chat_template]
+    return _hash([fingerprint(model), words, marks, tokenizer.chat_template])
+
+
+def _hash(facts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -76,5 +76,5 @@ def _train(job: Job, base: Base, plan: ParallelPlan, here: Here) -> Run:
                 if folder.has_resolved() and not isinstance(error, Stopped | StopNow):
                     logged.write_error(process_group.explain(error))
             raise
-    tuned = None if objects.model is None else (loop.step.model.eval(), prepared.tokenizer)
+    tuned = None if objects.model is None else (loop.step.model.eval(), prepared.tokenizer, prepared.reader)
     return Run(folder.path, objects=objects, tuned=tuned)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from petune.methods.configs import method_of
-from petune.models.loading import AUTO, Head
+from petune.models.heads import AUTO_OF, Head
 from petune.models.source import resolve_model
 from petune.recipe import Recipe
 from petune.run.build import choose_place
 from petune.tasks import TASKS
+from petune.tasks.media import read_in
 
 _LOADING = {  # by the layout of the method's files, or by what the base is
     "peft": (
@@ -44,7 +45,7 @@ def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
             *(f"{name}={json.dumps(value)}" for name, value in options.items() if value),
         ]
     )
-    auto = auto_class(str(summary["task"]))
+    auto = auto_class(str(summary["task"]), str(summary["format"]))
     files = method_of(recipe.method).files
     form = (
         files if files == "transformers" else {"config": "random", "object": "object"}.get(source.kind, files)
@@ -65,7 +66,7 @@ import petune, transformers
 
 | file | what it is |
 |---|---|
-| tuned/ | the tuned weights with tokenizer, chat template and head ({_LAYOUTS[files]}); the best evaluated state |
+| tuned/ | the tuned weights with what makes their inputs (tokenizer, chat template, image processor) and head ({_LAYOUTS[files]}); the best evaluated state |
 | recipe.yaml, resolved.yaml | the recipe as it was written; every setting it meant |
 | metrics.jsonl, loss.png | one line per step and per evaluation; the curve |
 | report.html | the run as one page, which needs no network |
@@ -76,6 +77,7 @@ import petune, transformers
 """
 
 
-def auto_class(task: str) -> str:
-    """The class of transformers that reads a model of this task, as it is written in a line of Python."""
-    return f"transformers.{AUTO[cast(Head, TASKS[task].head)].__name__}"
+def auto_class(task: str, format_: str) -> str:
+    """The class of transformers that reads a model of this task, trained on rows of this format, as it is
+    written in a line of Python."""
+    return f"transformers.{AUTO_OF[read_in(format_)][cast(Head, TASKS[task].head)].__name__}"

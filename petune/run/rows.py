@@ -12,6 +12,7 @@ from petune.models.loading import kind_of
 from petune.recipe import Recipe
 from petune.run.objects import Objects
 from petune.tasks import Asked, Encoded, RowFacts, Rows, Shelf, load_rows, rows_and_examples, stream_rows
+from petune.tasks.media import Reader
 
 
 def rows_of(
@@ -19,13 +20,15 @@ def rows_of(
     task: str,
     config: Any,
     max_positions: int | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     labels: tuple[str, ...] | None,
     objects: Objects,
+    reader: Reader | None = None,
 ) -> tuple[RowFacts, Encoded]:
     """The rows of a recipe for a model of `config`, tokenized, and what is known of them. Raises as
     `load_rows` and `encode`."""
-    if recipe.data.stream:
+    vocab_size = getattr(config, "vocab_size", None)
+    if recipe.data.stream and tokenizer is not None:
         return stream_rows(
             recipe.data,
             task,
@@ -33,7 +36,7 @@ def rows_of(
             tokenizer,
             model_kind=kind_of(config),
             max_positions=max_positions,
-            vocab_size=config.vocab_size,
+            vocab_size=vocab_size,
             seed=recipe.seed,
             objects=objects.data,
         )
@@ -44,10 +47,11 @@ def rows_of(
         tokenizer,
         kind_of(config),
         max_positions,
-        config.vocab_size,
+        vocab_size,
         recipe.seed,
         labels,
         objects.data,
+        reader,
     )
     return rows_and_examples(asked, shelf_of(recipe))
 

@@ -61,9 +61,9 @@ class TunedFiles:
                 self.reporter.note(f"tuned/ STORES NO HASH OF ITS BASE: {error}")
 
     def write(self, folder: Path) -> None:
-        """Write the tuned tensors, with the tokenizer and what names the base, into `folder`; all others
-        `take_part`."""
-        recipe, tokenizer = self.prepared.recipe, self.prepared.tokenizer
+        """Write the tuned tensors, with what makes the model's inputs and what names the base, into `folder`;
+        all others `take_part`."""
+        recipe, processor = self.prepared.recipe, self.prepared.processor
         model = self.step.model if self.runner.plan.world == 1 else self._built()
         name, whole, crew = base_name(recipe), self._hashed_object(model), self.runner.crew
         tuned = {id(value): name for name, value in tuned_parameters(model).items()}
@@ -84,7 +84,7 @@ class TunedFiles:
                 model,
                 folder,
                 share,
-                tokenizer=tokenizer,
+                tokenizer=processor,
                 base_name=name,
                 base_sha256=whole,
                 base_files=self.base_files,

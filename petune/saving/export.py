@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
+from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from petune.errors import PetuneError, UsageError
@@ -32,6 +32,7 @@ from petune.methods.merging import tuned_together, warn_of_quantised
 from petune.methods.pissa import in_difference_form
 from petune.methods.saving import plain_class
 from petune.methods.wrapped import sole_tuning
+from petune.models import family_of
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model, plan_reads
@@ -48,6 +49,15 @@ __all__ = ["MergeReport", "fingerprint", "full_hash", "save", "save_merged", "wr
 
 _OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
 
+
+class Processor(Protocol):
+    """What makes a model's inputs: transformers' tokenizer or image processor."""
+
+    def save_pretrained(self, folder: Path, /) -> Any:
+        """Write what it is made from into a folder."""
+        ...
+
+
 # by file and name there: the tensor of the model, and where in it what is written there begins
 Rooms = Mapping[str, Mapping[str, tuple[str, Sequence[int]]]]
 Share = Callable[[Path, Rooms], None]
@@ -60,14 +70,14 @@ def save(
     model: nn.Module,
     folder: str | Path,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Processor | None = None,
     base_name: str | None = None,
     base_sha256: str | None = None,
     base_files: Mapping[str, Mapping[str, Any]] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all.
-    Returns its path. Several adapters on one base have a sub-folder each, named as they are.
+    """Write what was tuned, and the tokenizer (or image processor) if given, as `folder`, which appears whole
+    or not at all. Returns its path. Several adapters on one base have a sub-folder each, named as they are.
 
         >>> folder = petune.save(model, "tuned", overwrite=True)
 
@@ -94,7 +104,7 @@ def save_shared(
     folder: str | Path,
     share: Share,
     *,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Processor | None,
     base_name: str | None,
     base_sha256: str | None,
     base_files: Mapping[str, Mapping[str, Any]] | None,
@@ -128,7 +138,7 @@ def write_peft(
     model: nn.Module,
     folder: str | Path,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Processor | None = None,
     base_name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -168,7 +178,7 @@ def write_adapters(
     folder: str | Path,
     *,
     name: str = "petune",
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Processor | None = None,
     base_name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -322,7 +332,7 @@ class MergeReport:
 def save_merged(
     model: nn.Module,
     folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Processor | None = None,
     *,
     batch: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
@@ -410,8 +420,16 @@ def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def probe(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Sixteen tokens from all over the vocabulary as a batch, to compare logits on: ids [1, 16]."""
+    """Sixteen tokens from all over the vocabulary as a batch, to compare logits on: ids [1, 16]; for a model
+    that reads pictures, one that grows brighter: [1, channels, height, width]."""
     config: Any = model.config
+    family = family_of(model)
+    if family is not None and (signal := family.signal) is not None:
+        shape = signal.shape(config)
+        values = torch.linspace(-1, 1, math.prod(shape), device=model.device)
+        begins = getattr(config, "decoder_start_token_id", None)
+        asked = {} if begins is None else {"decoder_input_ids": torch.tensor([[begins]], device=model.device)}
+        return {signal.argument: values.view(1, *shape).to(model.dtype), **asked}
     ids = torch.linspace(1, config.vocab_size - 1, 16, device=model.device).long()[None]
     if (end := getattr(config, "eos_token_id", None)) is not None:  # heads that read the end token's state
         end = end[0] if isinstance(end, list) else end

@@ -42,6 +42,7 @@ from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.lora_experts import LoraExperts
 from petune.methods.targets import within
 from petune.methods.token_rows import ROWS, holders, table_of
+from petune.models import family_of
 from petune.models.experts import is_experts
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
@@ -315,7 +316,10 @@ def saved_whole(heads: tuple[str, ...], names: Sequence[str]) -> list[str]:
 
 def task_type(model: nn.Module, frozen: Iterable[str]) -> str | None:
     """peft's task type. One that implies a head which is not trained stays unsaid: peft would look for that
-    head in the file."""
+    head in the file; and any of a model that reads no text: peft would hand it ids of tokens."""
+    family = family_of(model)
+    if family is not None and family.reads != "text":
+        return None
     leaves = {name.rpartition(".")[2] for name in frozen}
     return next(
         (

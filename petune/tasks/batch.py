@@ -19,7 +19,7 @@ def collate(
     shortest: int = 1,
 ) -> dict[str, Tensor]:
     """A batch for `model(**batch)`, all int64: input_ids [batch, longest], labels [batch, longest] (classify:
-    [batch]).
+    [batch]); of pictures and sounds their values and labels alone.
 
     Unpacked: attention_mask, and token_type_ids if the examples have them. Packed: position_ids instead,
     restarting at every sample, the padding being a sample of its own; the caller must pass use_cache=False,
@@ -29,6 +29,8 @@ def collate(
     """
     known = [value for example in examples for value in example.reference or ()]
     examples = [text for example in examples for text in example.texts]
+    if examples[0].reading is not None:
+        return _of_readings(examples)
     inputs = [example.input_ids for example in examples]
     batch = {"input_ids": _stack(inputs, pad_token_id, padding_side, shortest)}
     width = batch["input_ids"].shape[1]
@@ -55,6 +57,18 @@ def collate(
     if known:
         batch["reference"] = torch.tensor(known, dtype=torch.float64)
     return batch
+
+
+def _of_readings(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """The batch of examples that are pictures or sounds: float32 [batch, channels, height, width] or [batch,
+    features, frames], and their classes [batch] or targets [batch, longest]."""
+    read = [(one.reading, one) for one in examples if one.reading is not None]
+    tensors = [torch.from_numpy(reading.tensor(one.where)) for reading, one in read]
+    targets = [one.labels for one in examples if isinstance(one.labels, list)]
+    labels = (
+        _stack(targets, MASKED, "right", 1) if targets else torch.tensor([one.labels for one in examples])
+    )
+    return {read[0][0].reader.argument: torch.stack(tensors), "labels": labels}
 
 
 def _stack(rows: Sequence[list[int]], fill: int, side: str, shortest: int) -> Tensor:

@@ -1,12 +1,13 @@
-"""classify: a text, or a pair of texts, and the number of its class. Over-long texts lose tokens, never the
-tokenizer's special ones."""
+"""classify: a text, a pair of texts or a picture, and the number of its class. Over-long texts lose tokens,
+never the tokenizer's special ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from petune.tasks.examples import Coder, Example, cut_on
-from petune.tasks.rows import Labelled, Row
+from petune.tasks.media import Reader, Reading
+from petune.tasks.rows import Labelled, Pictured, Row
 
 
 def encode_classify(rows: Sequence[Row], coder: Coder) -> list[Example]:
@@ -16,6 +17,16 @@ def encode_classify(rows: Sequence[Row], coder: Coder) -> list[Example]:
     labelled = [row for row in rows if isinstance(row, Labelled)]
     with cut_on(coder.tokenizer, coder.config.truncation):
         return [pair_example(row.text, row.pair, number[row.label], row.where, coder) for row in labelled]
+
+
+def encode_pictures(rows: Sequence[Row], reader: Reader, labels: Sequence[str]) -> list[Example]:
+    """One example per Pictured row, whose pixels are read when a batch asks for them."""
+    number = {label: index for index, label in enumerate(labels)}
+    return [
+        Example([], number[row.label], row.where, reader.tokens, reading=Reading(row.picture, reader))
+        for row in rows
+        if isinstance(row, Pictured)
+    ]
 
 
 def pair_example(text: str, pair: str | None, label: int, where: str, coder: Coder) -> Example:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, fields
 FORMATS = (
     *("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text"),
     *("preferences", "preference-turns", "judgements", "anchors", "passages"),
+    *("image-label", "audio-text"),
 )
 ROLES = (
     *("text", "text_pair", "label", "tokens", "tags", "source", "target", "instruction", "input", "output"),
     *("messages", "system", "history", "tools", "prompt", "chosen", "rejected", "completion"),
-    *("anchor", "positive", "negative", "query", "passage"),
+    *("anchor", "positive", "negative", "query", "passage", "image", "audio", "transcript"),
 )
 _OF_TEXT = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
 METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better direction

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from petune.errors import DataError, FileError, UsageError
 from petune.tasks.causal import opened, prompt_text
 from petune.tasks.chat import prompt_of
+from petune.tasks.classify import encode_pictures
 from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
 from petune.tasks.examples import Coder, Example, whole_tokenizer
+from petune.tasks.media import Reader, refuse_other_format, refuse_settings
 from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
 from petune.tasks.packing import packed
 from petune.tasks.registry import Task, check_fit, find_task
@@ -68,23 +70,31 @@ class Encoded:
 def encode(
     rows: Rows,
     task: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     config: DataConfig,
     *,
     model_kind: str,
     max_positions: int | None = None,
     vocab_size: int | None = None,
+    reader: Reader | None = None,
 ) -> Encoded:
     """Encode both sides. `max_positions`: the longest sequence the model takes; `vocab_size`: its embedding's
-    rows.
+    rows; `reader`: of a model that reads pictures, which needs no tokenizer, or sounds.
 
     Raises UsageError if task, kind, packing or length do not fit; FileError if the tokenizer does not (no end
     token, no template, ids beyond the vocabulary); DataError if more than half of the rows have nothing to
     train.
     """
-    check_fit(task, model_kind, config.packing)
+    reads = "text" if reader is None else reader.kind
+    check_fit(task, model_kind, config.packing, reads=reads)
+    refuse_settings(config, reads)
+    refuse_other_format(rows.format, reads)
+    if reader is not None and reader.kind == "image":
+        return _pictures(rows, reader)
+    assert tokenizer is not None
     labels, segments = rows.labels, model_kind == "encoder"
     coder = make_coder(tokenizer, config, max_positions=max_positions, labels=labels, segments=segments)
+    coder = replace(coder, reader=reader)
     with whole_tokenizer(tokenizer):
         sides = [
             _Side.of(_portions(side, coder, find_task(task)), vocab_size) for side in (rows.train, rows.eval)
@@ -107,8 +117,34 @@ def encode(
         return replace(encoded, eval=Examples.of(encoded.drawn(held_out, "held out")))
     if not config.packing:
         return Encoded(train, held_out, report, packed=False)
+    assert isinstance(train, Examples), "texts alone are packed"
     bins = Examples.of(packed(train, train.sizes(), coder.limit))
     return Encoded(bins, held_out, replace(report, bins=len(bins)), packed=True)
+
+
+def _pictures(rows: Rows, reader: Reader) -> Encoded:
+    """Pictures and their classes, of which nothing is cut or dropped."""
+    train, held_out = (encode_pictures(side, reader, rows.labels or ()) for side in (rows.train, rows.eval))
+    size = " x ".join(map(str, reader.shape))
+    report = DataReport(
+        rows=len(train),
+        eval_rows=len(held_out),
+        p50=reader.tokens,
+        p95=reader.tokens,
+        longest=reader.tokens,
+        limit=reader.tokens,
+        truncated=0,
+        dropped=0,
+        eval_dropped=0,
+        tokens=len(train) * reader.tokens,
+        trained=None,
+        target_p50=None,
+        target_longest=None,
+        bins=None,
+        truncation=None,
+        notes=(f"every picture becomes {size}, which the model reads as {reader.tokens} tokens",),
+    )
+    return Encoded(train, held_out, report, packed=False)
 
 
 def _portions(rows: Sequence[Row], coder: Coder, task: Task) -> Iterator[list[Example]]:
@@ -125,7 +161,7 @@ class _Side:
     texts, before cutting. targets: trained tokens of those left. lost: the first with nothing to train;
     beyond: the first with a token beyond the vocabulary."""
 
-    left: Examples = field(default_factory=Examples)
+    left: Sequence[Example] = field(default_factory=Examples)
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -138,6 +174,7 @@ class _Side:
     def of(cls, portions: Iterable[list[Example]], vocab_size: int | None) -> _Side:
         """The side that comes in these portions."""
         side, batches = cls(), []
+        read: list[Example] = []  # pictures or sounds, which no table holds
         for portion in portions:
             side.rows += len(portion)
             side.lengths += [text.length for example in portion for text in example.texts]
@@ -150,8 +187,11 @@ class _Side:
             side.tokens += sum(example.tokens for example in left)
             if side.beyond is None:
                 side.beyond = beyond(portion, vocab_size)
-            batches += Examples.of(left).batches
-        side.left = Examples(batches)
+            if left and left[0].reading is not None:
+                read += left
+            else:
+                batches += Examples.of(left).batches
+        side.left = read or Examples(batches)
         return side
 
 
@@ -219,10 +259,10 @@ def encode_prompt(
     return opened(coder.ids([text])[0], coder.eos())
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id to fill with: the tokenizer's pad token, else its end token, else 0. Harmless, since masks and
-    labels go by position."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+def pad_token_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The id to fill with: the tokenizer's pad token, else its end token, else 0, as without one. Harmless,
+    since masks and labels go by position."""
+    for token in () if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             return token
     return 0
@@ -268,7 +308,7 @@ def _report(train: _Side, held_out: _Side, coder: Coder, task: str) -> DataRepor
         p50=percentile(train.lengths, 0.5),
         p95=percentile(train.lengths, 0.95),
         longest=max(train.lengths, default=0),
-        limit=coder.limit,
+        limit=coder.limit if coder.reader is None else coder.reader.tokens,
         truncated=train.cut,
         dropped=train.rows - len(train.left),
         eval_dropped=held_out.rows - len(held_out.left),

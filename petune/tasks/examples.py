@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from petune.errors import FileError
 from petune.tasks.configs import DataConfig
+from petune.tasks.media import Reader, Reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ class Example:
     `others`: the texts that it is compared with, each an example of its own (prefer: the rejected answer).
     `reference`: what the model before training says of each of its texts, see petune.tasks.prefer_loss.
     `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones.
+    `reading`: the picture or sound that is read in the place of tokens.
     `good`: whether the answer is, where each has a label of its own.
     `length` counts the tokens before anything was cut.
     """
@@ -44,6 +46,12 @@ class Example:
     others: tuple[Example, ...] = ()
     reference: tuple[float, ...] | None = None
     good: bool | None = None
+    reading: Reading | None = None
+
+    @property
+    def size(self) -> int:
+        """Input tokens that the model reads for it."""
+        return len(self.input_ids) if self.reading is None else self.reading.reader.tokens
 
     @property
     def texts(self) -> tuple[Example, ...]:
@@ -55,7 +63,7 @@ class Example:
         """How many labels are trained; 1 for a class. 0 where nothing is read, and where one of several texts
         has none."""
         own = 1 if isinstance(self.labels, int) else sum(label != MASKED for label in self.labels)
-        own = own if self.input_ids else 0
+        own = own if self.size else 0
         others = [other.trained for other in self.others]
         return own + sum(others) if own and all(others) else 0
 
@@ -63,13 +71,13 @@ class Example:
     def tokens(self) -> int:
         """The tokens a model reads for it: the input's, and the target's where that is a text of its own
         (seq2seq)."""
-        own = len(self.input_ids) + (self.trained if self.has_target else 0)
+        own = self.size + (self.trained if self.has_target else 0)
         return own + sum(other.tokens for other in self.others)
 
     @property
     def cut(self) -> bool:
         """Whether something was cut away."""
-        return any(text.length > len(text.input_ids) for text in self.texts)
+        return any(text.length > text.size for text in self.texts)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ class Coder:
     """What an encoding needs besides the rows. `limit` and `target_limit` are in tokens; `labels` the classes
     in the order of their ids.
 
-    `segments`: the model takes token types (a generic tokenizer offers them to models that do not).
+    `segments`: the model takes token types (a generic tokenizer offers them to models that do not). `reader`:
+    of a model that reads sounds.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,6 +95,7 @@ class Coder:
     target_limit: int
     labels: tuple[str, ...] | None
     segments: bool
+    reader: Reader | None = None
 
     def ids(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Token ids of each text, with the tokenizer's own special tokens or none."""

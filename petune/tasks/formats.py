@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from petune.errors import DataError, Problem, UsageError, nearest
 from petune.tasks.configs import FORMATS, ROLES
 from petune.tasks.lines import Record
+from petune.tasks.media import FORMAT_OF
 from petune.tasks.read import kind_of
 
 USUAL: dict[str, tuple[str, ...]] = {
@@ -38,6 +39,9 @@ USUAL: dict[str, tuple[str, ...]] = {
     "negative": ("negative", "neg", "negatives", "hard_negative"),
     "query": ("query", "question", "text1", "sentence1"),
     "passage": ("passage", "document", "text2", "sentence2", "answer", "text"),
+    "image": ("image", "picture", "photo", "img", "file_name"),
+    "audio": ("audio", "sound", "speech", "recording"),
+    "transcript": ("transcript", "transcription", "text", "sentence"),
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -51,6 +55,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "judgements": ("prompt", "completion", "label"),
     "passages": ("query", "passage", "label"),
     "anchors": ("anchor", "positive"),
+    "image-label": ("image", "label"),
+    "audio-text": ("audio", "transcript"),
     "text": ("text",),
 }
 OF_CHAT = ("system", "history", "tools")  # what only a conversation has a place for
@@ -65,10 +71,10 @@ MAY: dict[str, tuple[str, ...]] = {
     "preference-turns": ("prompt", "system", "tools"),
 }
 TASK_FORMATS: dict[str, tuple[str, ...]] = {
-    "classify": ("text-label",),
+    "classify": ("text-label", "image-label"),
     "tokens": ("tokens",),
     "mlm": ("text",),
-    "seq2seq": ("alpaca", "pairs"),
+    "seq2seq": ("alpaca", "pairs", "audio-text"),
     "causal": ("alpaca", "pairs", "text"),
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
     "prefer": ("preferences", "preference-turns", "judgements"),
@@ -137,6 +143,7 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
         for one in fitting
         if (one.format, fitting[0].format) not in (("pairs", "alpaca"), ("anchors", "passages"))
         and one.format != "text"
+        and (one.format not in FORMAT_OF.values() or one is fitting[0])
     ]
     if len(telling) > 1:
         names = ", ".join(one.format for one in telling)
@@ -325,4 +332,6 @@ def _suits(role: str, value: object) -> bool:
         return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
     if role in ("tokens", "tags"):
         return isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
+    if role in ("image", "audio"):
+        return isinstance(value, dict | bytes) or (isinstance(value, str) and "." in value)
     return isinstance(value, str | int) if role == "label" else isinstance(value, str)

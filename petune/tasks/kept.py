@@ -36,6 +36,7 @@ from petune.tasks.configs import DataConfig
 from petune.tasks.encode import Encoded, encode, make_coder
 from petune.tasks.lines import shown
 from petune.tasks.load import load_rows
+from petune.tasks.media import Reader
 from petune.tasks.mlm import masking_of
 from petune.tasks.objects import DataObject
 from petune.tasks.report import DataReport
@@ -88,13 +89,14 @@ class Asked:
     config: DataConfig
     task: str
     folder: Path
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     model_kind: str
     max_positions: int | None
     vocab_size: int | None
     seed: int
     labels: tuple[str, ...] | None
     objects: Mapping[str, DataObject]
+    reader: Reader | None = None
 
     def make(self) -> tuple[RowFacts, Encoded]:
         """Read, check and tokenize. Raises as `load_rows` and `encode` do."""
@@ -109,16 +111,19 @@ class Asked:
             model_kind=self.model_kind,
             max_positions=self.max_positions,
             vocab_size=self.vocab_size,
+            reader=self.reader,
         )
         return rows.facts, encoded
 
     def key(self, all: bool) -> str | None:
-        """The name of their entry; None for a tokenizer that nothing identifies, and unless `all` for small
-        data.
+        """The name of their entry; None for pictures, for a tokenizer that nothing identifies, and unless
+        `all` for small data.
 
         How the recipe spells the place of files plays no part, only what they are called from here, as
         messages do.
         """
+        if self.tokenizer is None or self.reader is not None:
+            return None
         tokenizer, sources = identity_of(self.tokenizer), self._sources()
         files = {shown(path): path for source, _ in sources for path in source.files()}
         if tokenizer is None or (not all and _is_small([one for one, _ in sources], files.values())):
@@ -242,7 +247,7 @@ def _kept(entry: Path, asked: Asked) -> tuple[RowFacts, Encoded] | None:
         warn(f"tokenized rows that were kept are damaged, and made anew: {error}")
         return None
     encoded = Encoded(sides[0], sides[1], figures, packed=bool(told["packed"]), kept=entry)
-    if asked.task == "mlm":
+    if asked.task == "mlm" and asked.tokenizer is not None:
         coder = make_coder(asked.tokenizer, asked.config, max_positions=asked.max_positions)
         encoded = replace(encoded, masking=masking_of(coder))
     return facts, encoded

@@ -14,10 +14,12 @@ from petune.tasks.configs import MAX_LINE_BYTES
 
 
 class Record(NamedTuple):
-    """One row as the file has it."""
+    """One row as the file has it. folder: where that lies, from which the row's own paths start; None where
+    there is no file."""
 
     where: str
     columns: dict[str, Any]
+    folder: Path | None = None
 
 
 def shown(path: Path) -> str:

@@ -18,7 +18,7 @@ from petune.tasks.judgements import with_others
 from petune.tasks.lines import Record
 from petune.tasks.objects import DataObject
 from petune.tasks.row_maker import RowMaker
-from petune.tasks.rows import Labelled, Row, Rows, Tagged, fingerprint
+from petune.tasks.rows import Labelled, Pictured, Row, Rows, Tagged, fingerprint
 from petune.tasks.sources import Source, find_source, held_out_of
 from petune.tasks.splits import Split, keep_apart, sample, split_documents, split_off
 
@@ -33,6 +33,8 @@ INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
     **{(format_, "decoder"): "chat" for format_ in ("messages", "sharegpt")},
     **{("tokens", kind): "tokens" for kind in ("encoder", "decoder")},
     **{(format_, "decoder"): "prefer" for format_ in ("preferences", "preference-turns")},
+    ("image-label", "encoder"): "classify",
+    ("audio-text", "encoder-decoder"): "seq2seq",
     ("text", "encoder"): "mlm",
     ("docstrings", "encoder"): "classify",
 }
@@ -245,7 +247,9 @@ def _abridged(names: Sequence[str]) -> str:
 
 def _labels_of(row: Row) -> tuple[str, ...]:
     """The class of a labelled row, or the tags of its words."""
-    return (row.label,) if isinstance(row, Labelled) else row.tags if isinstance(row, Tagged) else ()
+    return (
+        (row.label,) if isinstance(row, Labelled | Pictured) else row.tags if isinstance(row, Tagged) else ()
+    )
 
 
 def _known(split: Split, labels: tuple[str, ...]) -> tuple[str, ...]:
@@ -278,7 +282,7 @@ def _tags(split: Split) -> tuple[str, ...]:
 def _labels(split: Split) -> tuple[str, ...]:
     """The classes trained on, numbers in their order, names in the alphabet's. Raises DataError unless there
     is something to tell apart."""
-    counts = Counter(row.label for row in split.train if isinstance(row, Labelled))
+    counts = Counter(row.label for row in split.train if isinstance(row, Labelled | Pictured))
     first = split.train[0].where
     if len(counts) < 2:
         raise DataError(
@@ -295,7 +299,7 @@ def _labels(split: Split) -> tuple[str, ...]:
             remedy="is it the right column? data.columns.label",
         )
     for row in split.eval:
-        if isinstance(row, Labelled) and row.label not in counts:
+        if isinstance(row, Labelled | Pictured) and row.label not in counts:
             near = nearest(row.label, counts)
             remedy = f"did you mean: {near[0]}" if near else None
             known = ", ".join(sorted(counts)[:10])

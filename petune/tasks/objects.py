@@ -15,11 +15,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from petune.errors import DataError, Problem, UsageError
 from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names, named
 from petune.tasks.lines import Record
+from petune.tasks.media import png
 from petune.tasks.read import kind_of
+from petune.tasks.sounds import wav
 
 OBJECT = "object:"  # what a recipe says in place of a path: object:CLASS@FINGERPRINT
 TRAIN = ("train", "training")
@@ -121,6 +125,8 @@ def rows_of(table: Any) -> Iterator[Any]:
     """The rows of a table with plain values, numbers of classes as their names. A row that is no mapping is
     passed on as it is."""
     names = class_names(table.features.to_dict()) if _is(table, "datasets", "Dataset") else {}
+    if _is(table, "datasets", "Dataset"):
+        table = _undecoded(table)
     if _is(table, "pandas", "DataFrame"):
         table = table.astype(object).where(table.notna(), None).to_dict("records")
     for row in table:
@@ -128,9 +134,23 @@ def rows_of(table: Any) -> Iterator[Any]:
         yield named(plain, names) if names else plain
 
 
+def _undecoded(table: Any) -> Any:
+    """A datasets.Dataset whose pictures and sounds are the bytes of their files."""
+    import datasets
+
+    for name, kind in table.features.items():
+        if isinstance(kind, datasets.Image | datasets.Audio):
+            table = table.cast_column(name, type(kind)(decode=False))
+    return table
+
+
 def _plain(value: Any) -> Any:
-    """A value as JSON would have given it."""
+    """A value as JSON would have given it; a picture or a sound as the bytes of a file."""
+    if _is(value, "PIL.Image", "Image") or _is_pixels(value):
+        return png(value)
     if isinstance(value, Mapping):
+        if {"array", "sampling_rate"} <= value.keys():  # a sound that datasets has decoded
+            return wav(np.asarray(value["array"], np.float32), int(value["sampling_rate"]))
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
@@ -139,3 +159,8 @@ def _plain(value: Any) -> Any:
         found = value.tolist()
         return _plain(found) if isinstance(found, list) else found
     return value
+
+
+def _is_pixels(value: Any) -> bool:
+    """Whether `value` is an array [height, width, colours] of bytes."""
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape[2:] == (3,)

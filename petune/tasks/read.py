@@ -37,7 +37,8 @@ def read_file(
     try:
         refuse_foreign(path, shown(path))
         reader = read_document if whole and suffix == ".txt" else READERS[suffix]
-        yield from reader(path, faults, cursor or Cursor())
+        for record in reader(path, faults, cursor or Cursor()):
+            yield record._replace(folder=path.parent)
     except PermissionError as error:
         raise MachineError(
             "no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}"

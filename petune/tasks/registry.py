@@ -12,6 +12,7 @@ from petune.tasks.classify import encode_classify
 from petune.tasks.embed import encode_embed
 from petune.tasks.examples import Coder, Example
 from petune.tasks.formats import TASK_FORMATS
+from petune.tasks.media import CALLED
 from petune.tasks.mlm import encode_mlm
 from petune.tasks.prefer import encode_prefer
 from petune.tasks.rerank import ONE_OUTPUT, encode_rerank
@@ -23,7 +24,7 @@ from petune.tasks.tokens import encode_tokens
 @dataclass(frozen=True)
 class Task:
     """`head`: what the model must end in. `kinds`: families it fits. `metric`, `direction`: what names the
-    best checkpoint by default."""
+    best checkpoint by default. `reads`: what its rows may be made of."""
 
     name: str
     head: str
@@ -32,6 +33,7 @@ class Task:
     direction: str
     packs: bool
     encode: Callable[[Sequence[Row], Coder], list[Example]]
+    reads: frozenset[str] = frozenset({"text"})
 
     @property
     def texts(self) -> int:
@@ -73,11 +75,19 @@ TASKS: dict[str, Task] = {
         "max",
         False,
         encode_classify,
+        frozenset({"text", "image"}),
     ),
     "tokens": Task("tokens", "tokens", frozenset({"encoder", "decoder"}), "f1", "max", False, encode_tokens),
     "mlm": Task("mlm", "mlm", frozenset({"encoder"}), "loss", "min", False, encode_mlm),
     "seq2seq": Task(
-        "seq2seq", "seq2seq", frozenset({"encoder-decoder"}), "loss", "min", False, encode_seq2seq
+        "seq2seq",
+        "seq2seq",
+        frozenset({"encoder-decoder"}),
+        "loss",
+        "min",
+        False,
+        encode_seq2seq,
+        frozenset({"text", "audio"}),
     ),
     "causal": Task("causal", "causal", frozenset({"decoder"}), "loss", "min", True, encode_causal),
     "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),
@@ -96,10 +106,21 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-def check_fit(task: str, model_kind: str, packing: bool = False, packs: bool = True) -> None:
+def check_fit(
+    task: str, model_kind: str, packing: bool = False, packs: bool = True, reads: str = "text"
+) -> None:
     """UsageError unless a model of this kind ("encoder", "encoder-decoder", "decoder") can learn the task,
-    and packing makes sense; packs: whether the model tells samples in a row apart."""
+    and packing makes sense; packs: whether the model tells samples in a row apart; reads: "text", "image" or
+    "audio"."""
     found = find_task(task)
+    if reads not in found.reads:
+        fitting = ", ".join(name for name, other in TASKS.items() if reads in other.reads)
+        raise UsageError(
+            f"task {task} is not for a model that reads {CALLED[reads]}",
+            where="task",
+            expected=fitting,
+            remedy="choose another model, or a task that fits",
+        )
     if model_kind not in found.kinds:
         fitting = ", ".join(name for name, other in TASKS.items() if model_kind in other.kinds)
         raise UsageError(

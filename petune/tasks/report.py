@@ -20,7 +20,8 @@ class DataReport:
     sequences.
 
     `trained` is None for classify, where rows are trained, not tokens, and for mlm, where they change.
-    `lengths` counts the rows of each stretch of lengths: (first, last, rows).
+    `truncation` is the side that is cut, None for pictures, of which none is. `lengths` counts the rows of
+    each stretch of lengths: (first, last, rows).
     """
 
     rows: int
@@ -37,7 +38,7 @@ class DataReport:
     target_p50: int | None
     target_longest: int | None
     bins: int | None
-    truncation: str
+    truncation: str | None
     notes: tuple[str, ...] = ()
     lengths: tuple[tuple[int, int, int], ...] = ()
 
@@ -59,11 +60,12 @@ class DataReport:
                 f"dropped {self.dropped:,} and {self.eval_dropped:,} rows: nothing to train was left after"
                 " cutting"
             )
-        share = f"{self.truncated_share:.1%} cut on the {self.truncation}"
-        said.append(
-            f"tokens per row p50 {self.p50:,}, p95 {self.p95:,}, longest {self.longest:,}; limit"
-            f" {self.limit:,}, {share}"
-        )
+        if self.truncation is not None:
+            share = f"{self.truncated_share:.1%} cut on the {self.truncation}"
+            said.append(
+                f"tokens per row p50 {self.p50:,}, p95 {self.p95:,}, longest {self.longest:,}; limit"
+                f" {self.limit:,}, {share}"
+            )
         if self.target_p50 is not None:
             said.append(f"tokens per target p50 {self.target_p50:,}, longest {self.target_longest:,}")
         if self.trained is not None:
@@ -104,13 +106,13 @@ def histogram(values: Sequence[int], most: int = 12) -> tuple[tuple[int, int, in
     )
 
 
-def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+def spans(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[str, bool]]:
     """The example as pieces of text, each with whether it is trained. For seq2seq the source comes first,
     then the target."""
     if isinstance(example.labels, int):
         return [(_text(tokenizer, example.input_ids), False)]
     if example.has_target:
-        return [(_text(tokenizer, example.input_ids), False), (_text(tokenizer, example.labels), True)]
+        return [(_input(example, tokenizer), False), (_text(tokenizer, example.labels), True)]
     pieces: list[tuple[list[int], bool]] = []
     for token, label in zip(example.input_ids, example.labels, strict=True):
         trained = label != MASKED
@@ -120,7 +122,13 @@ def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[st
     return [(_text(tokenizer, ids), trained) for ids, trained in pieces]
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def _input(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """What the model reads, for people."""
+    return _text(tokenizer, example.input_ids) if example.reading is None else str(example.reading.media)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> str:
+    assert tokenizer is not None, "texts are made of tokens by a tokenizer"
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -132,9 +140,12 @@ def _marks(example: Example) -> str:
     return ("+" if example.good else "-") + "~" * len(example.others)
 
 
-def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
-    """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by
-    name if `labels` is given. Texts that are compared stand below one another, the better one first."""
+def render(
+    example: Example, tokenizer: PreTrainedTokenizerBase | None, labels: Sequence[str] | None = None
+) -> str:
+    """The example as text with what is trained in [[...]]: a class after the text, or after the place of the
+    picture, a tag after its token, by name if `labels` is given. Texts that are compared stand below one
+    another, the better one first."""
     if example.others and isinstance(example.labels, int):
         texts = [_text(tokenizer, text.input_ids) for text in example.texts]
         marks = ["+", *"-" * len(texts[1:])] if example.labels else ["=", "+", *"-" * len(texts[2:])]
@@ -146,7 +157,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequenc
         )
     if isinstance(example.labels, int):
         name = labels[example.labels] if labels else str(example.labels)
-        return f"{_text(tokenizer, example.input_ids)} -> [[{name}]]"
+        return f"{_input(example, tokenizer)} -> [[{name}]]"
     if labels:
         tokens = (
             (_text(tokenizer, [token]), label)

@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from petune.errors import Problem
 from petune.tasks.bad_rows import Faults
 from petune.tasks.cells import FILL, Bad, clean
 from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
+from petune.tasks.media import Media, refuse_other
 from petune.tasks.preferences import answered, preference
 from petune.tasks.read import kind_of
-from petune.tasks.rows import Anchored, Conversation, Labelled, Message, Pair, Rated, Row, Tagged, Text
+from petune.tasks.rows import (
+    Anchored,
+    Conversation,
+    Labelled,
+    Message,
+    Pair,
+    Pictured,
+    Rated,
+    Row,
+    Spoken,
+    Tagged,
+    Text,
+)
 from petune.tasks.turns import conversation, schemas
 
 ALPACA = (
@@ -32,6 +46,11 @@ RELEVANCE = {  # what a label may be, as Python writes it
 }
 
 
+def _found(path: str, folder: Path | None) -> Path:
+    """The file that a row names, from the folder of the row's own file, or from the working directory."""
+    return (folder or Path()) / Path(path).expanduser()
+
+
 class RowMaker:
     """Turns records of one layout into rows of one task, remembering the type each column began with."""
 
@@ -43,6 +62,8 @@ class RowMaker:
         self.dropped = 0
         self.make: Callable[[Record], Row] = {
             "text-label": self._labelled,
+            "image-label": self._pictured,
+            "audio-text": self._spoken,
             "tokens": self._tagged,
             "pairs": self._pair,
             "alpaca": self._alpaca,
@@ -111,6 +132,38 @@ class RowMaker:
         return self._text(record, role, may_be_empty=True) or None if self._given(record, role) else None
 
     def _labelled(self, record: Record) -> Row:
+        label = self._label(record)
+        return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
+
+    def _pictured(self, record: Record) -> Row:
+        return Pictured(record.where, self._media(record, "image", "picture"), self._label(record))
+
+    def _spoken(self, record: Record) -> Row:
+        return Spoken(record.where, self._media(record, "audio", "sound"), self._text(record, "transcript"))
+
+    def _media(self, record: Record, role: Literal["image", "audio"], called: str) -> Media:
+        """The picture or sound that a cell is, or whose path it holds, from the folder of its file."""
+        name = self.columns[role]
+        value, what = record.columns[name], f"column {name!r}"
+        if isinstance(value, dict):  # as datasets writes it
+            value = value.get("bytes") or value.get("path")
+        if value in (None, "", b""):
+            raise Bad(f"{what} is null or empty", None, None, FILL)
+        if not isinstance(value, str | bytes):
+            raise Bad(f"{what} is {kind_of(value)}", f"the path of a {called}, or its bytes", kind_of(value))
+        try:
+            media = Media.of(value) if isinstance(value, bytes) else Media.at(_found(value, record.folder))
+            refuse_other(media, role)
+        except OSError as error:
+            raise Bad(f"{what}: {error.strerror or error}", f"the path of a {called}", str(value)) from error
+        except ValueError as error:
+            raise Bad(
+                f"{what} is no {called}: {error}", None, str(media), "mend the file, or delete the row"
+            ) from error
+        return media
+
+    def _label(self, record: Record) -> str:
+        """The name of the class."""
         value, name = self._cell(record, "label"), self.columns["label"]
         if isinstance(value, float) and not value.is_integer():
             raise Bad(
@@ -129,7 +182,7 @@ class RowMaker:
             raise Bad(f"column {name!r} is empty", "the name of a class", None, FILL)
         if label.lower() == "nan":
             raise Bad(f"column {name!r} is nan", "the name of a class", None, FILL)
-        return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
+        return label
 
     def _tagged(self, record: Record) -> Row:
         sides = {role: self._cell(record, role) for role in ("tokens", "tags")}

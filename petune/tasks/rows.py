@@ -1,8 +1,9 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Eight shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, two
-answers to one prompt, an answer that is good or bad, a text with one that belongs to it, a text. `where` is
-for people, never part of a row's content: the fingerprint of the same rows is the same on every machine.
+Ten shapes cover every format: a labelled text or picture, tagged words, a source with its target, a sound
+and what is said in it, a conversation, two answers to one prompt, an answer that is good or bad, a text with
+one that belongs to it, a text. `where` is for people, never part of a row's content: the fingerprint of the
+same rows is the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
+
+from petune.tasks.media import Media
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,29 @@ class Labelled:
 
 
 @dataclass(frozen=True)
+class Pictured:
+    """A picture and the name of its class."""
+
+    where: str
+    picture: Media
+    label: str
+
+
+@dataclass(frozen=True)
 class Pair:
     """What is given and what is to be written."""
 
     where: str
     source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A sound and what is said in it."""
+
+    where: str
+    sound: Media
     target: str
 
 
@@ -103,7 +124,7 @@ class Tagged:
     tags: tuple[str, ...]
 
 
-Row = Labelled | Tagged | Pair | Conversation | Text | Preference | Rated | Anchored
+Row = Labelled | Pictured | Spoken | Tagged | Pair | Conversation | Text | Preference | Rated | Anchored
 
 
 @dataclass(frozen=True)
@@ -144,6 +165,8 @@ def content(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Media):  # the same wherever it lies
+        return value.sha256
     if is_dataclass(value):
         told = ((entry, getattr(value, entry.name)) for entry in fields(value) if entry.name != "where")
         return {entry.name: _plain(part) for entry, part in told if part != _default(entry)}
@@ -161,6 +184,10 @@ def identity(row: Row) -> str:
     that is labelled or tagged; the prompt of a preference."""
     if isinstance(row, Labelled):
         return json.dumps([row.text, row.pair])
+    if isinstance(row, Pictured):
+        return row.picture.sha256
+    if isinstance(row, Spoken):
+        return row.sound.sha256
     if isinstance(row, Tagged):
         return json.dumps(row.tokens)
     if isinstance(row, Preference):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from petune.errors import DataError
-from petune.tasks.rows import Labelled, Row, Text, identity
+from petune.tasks.rows import Labelled, Pictured, Row, Text, identity
 
 
 class Split(NamedTuple):
@@ -48,7 +48,7 @@ def split_off(rows: list[Row], share: float, salt: str = "") -> Split:
     strata: dict[str | None, list[str]] = defaultdict(list)
     for key in sorted(groups):
         first = rows[groups[key][0]]
-        strata[first.label if isinstance(first, Labelled) else None].append(key)
+        strata[first.label if isinstance(first, Labelled | Pictured) else None].append(key)
     held: set[str] = set()
     for keys in strata.values():
         held.update(keys[: min(round(share * len(keys)), len(keys) - 1)])

@@ -12,6 +12,8 @@ from transformers import (
     DebertaV2Config,
     DebertaV2ForMaskedLM,
     DebertaV2ForSequenceClassification,
+    Dinov2Config,
+    Dinov2ForImageClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     EuroBertConfig,
@@ -46,6 +48,10 @@ from transformers import (
     RobertaForMaskedLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
 )
@@ -199,6 +205,32 @@ GPT2: dict[str, Any] = {
     "n_positions": 64,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
+# nine patches and the token before them
+PICTURE: dict[str, Any] = {"num_labels": 3, "initializer_range": 0.1, "image_size": 12, "patch_size": 4}
+VIT: dict[str, Any] = {
+    **PICTURE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
+# a learned scale behind each sub-layer, which here is no one
+DINOV2: dict[str, Any] = {
+    **PICTURE,
+    "hidden_size": 96,
+    "mlp_ratio": 1,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "layerscale_value": 0.5,
+    "use_mask_token": False,
+}
+WHISPER: dict[str, Any] = {
+    **{name: value for name, value in BART.items() if name not in ("max_position_embeddings", "num_labels")},
+    "decoder_attention_heads": 8,
+    "num_mel_bins": 6,
+    "max_source_positions": 9,
+    "max_target_positions": 64,
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -230,4 +262,7 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "eurobert-classify": (EuroBertForSequenceClassification, EuroBertConfig, DECODER),
     "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
     "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),
+    "vit-classify": (ViTForImageClassification, ViTConfig, VIT),
+    "whisper-seq2seq": (WhisperForConditionalGeneration, WhisperConfig, WHISPER),
+    "dinov2-classify": (Dinov2ForImageClassification, Dinov2Config, DINOV2),
 }

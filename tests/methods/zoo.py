@@ -155,9 +155,22 @@ def writes_beside(name: str) -> bool:
     return table(name).kind == "encoder-decoder"
 
 
+def signalled(name: str, seed: int) -> Tensor:
+    """A random picture [3, height, width] or sound [features, frames] for the model `name`."""
+    signal, (_, config, settings) = table(name).signal, ZOO[name]
+    assert signal is not None
+    shape = signal.shape(config(**settings))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def batch(name: str, *, seed: int = 1, rows: int = 3, length: int = 9) -> dict[str, Tensor]:
     """Inputs and labels for the model `name`: rows of unequal length, padded on the right."""
     torch.manual_seed(seed)
+    if (signal := table(name).signal) is not None:
+        given = torch.stack([signalled(name, seed + row) for row in range(rows)])
+        classes = torch.randint(0, 3, (rows,))
+        words = torch.randint(3, VOCAB, (rows, 6))
+        return {signal.argument: given, "labels": classes if signal.kind == "image" else words}
     ids = torch.randint(3, VOCAB, (rows, length))
     mask = torch.ones_like(ids)
     for row in range(1, rows):

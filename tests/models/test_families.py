@@ -19,7 +19,7 @@ from petune.methods.targets import LINEAR
 from petune.models import FAMILIES, family_of
 from petune.models.loading import outline
 from petune.models.source import Source
-from petune.models.spec import Family, find_sites, linears, stack_paths
+from petune.models.spec import Family, child_of, find_sites, linears, stack_paths
 from tests.methods.zoo import (
     ADAPTED,
     FOUR,
@@ -103,7 +103,7 @@ def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
                 if region.cross and stack == "encoder":
                     continue
                 inner = block.get_submodule(region.enter)
-                block.get_submodule(region.leave)
+                assert child_of(block, region.leave)
                 for count in region.head_counts:
                     assert getattr(inner, count) == table.shape(model.config).heads
         if rule.bias:

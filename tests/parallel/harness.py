@@ -50,7 +50,7 @@ from petune.run.evaluate import outputs_of
 from petune.run.objective import objective_of
 from petune.tasks import TASKS, loss_sum
 from petune.tasks.loss import count, trained_positions
-from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny, writes_beside
+from tests.methods.zoo import SETTINGS, VOCAB, signalled, stir, table, tiny, writes_beside
 from tests.pool import run
 
 Batch = dict[str, Tensor]
@@ -67,6 +67,8 @@ DROPOUTS = {
     "gemma3": ("attention_dropout",),
     "qwen3": ("attention_dropout",),
     "opt": ("dropout", "attention_dropout"),
+    "whisper": ("dropout", "attention_dropout", "activation_dropout"),
+    "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     **dict.fromkeys(("deberta", "deberta2"), ("hidden_dropout_prob", "attention_probs_dropout_prob")),
     **dict.fromkeys(("qwen3moe", "qwen2moe", "mixtral", "gptoss"), ("attention_dropout",)),
 }
@@ -173,6 +175,12 @@ def collate(chosen: list[Row], case: Case) -> Batch:
         return torch.tensor([one + [fill] * (longest - len(one)) for one in lists])
 
     inputs = [row["input_ids"] for row in chosen]
+    if (signal := table(case.name).signal) is not None:  # one for each row, by its tokens
+        given = torch.stack([signalled(case.name, sum(ids)) for ids in inputs])
+        said = [row["labels"] for row in chosen]
+        labels = torch.tensor(said) if case.task == "classify" else stacked(said, -100)
+        numbers = torch.tensor([row["number"] for row in chosen])
+        return {signal.argument: given, "labels": labels, "rows": numbers}
     batch = {"input_ids": stacked(inputs, 0)}
     if case.packed and case.task != "seq2seq":
         ends = [(len(ids) // 3, len(ids) - len(ids) // 3) for ids in inputs]

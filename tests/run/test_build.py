@@ -174,7 +174,7 @@ REBUILT = [
 @pytest.mark.parametrize(("family", "method"), REBUILT)
 def test_a_rebuilt_model_computes_what_was_trained(family: str, method: str, tmp_path: Path):
     finished = run(settings(tmp_path, family, method, max_steps=3, lr=0.01))
-    model, tokenizer = rebuild(
+    model, tokenizer, _ = rebuild(
         finished.recipe, read_record(finished.folder / "tuned"), finished.summary["task"]
     )
     assert not model.training and tokenizer.eos_token == "</s>"

@@ -113,6 +113,8 @@ def leave_padding_out(
     """
     found: FindSegments | None = None
     hooks: list[RemovableHandle] = []
+    if family.reads == "image":  # all pictures of a batch are of one size
+        return hooks
     fused = [block for stack in stacks.values() for block in stack.modules() if isinstance(block, FusedBlock)]
     if reason := next((reason for block in fused if (reason := block.spec.padded)), None):
         say(f"kernels: padding, where there is any, is computed too: {reason}")

@@ -35,6 +35,7 @@ from torch.distributed.pipelining import (
 from petune.errors import UsageError
 from petune.kernels.memory.offload import Passing
 from petune.log import say
+from petune.models import input_of
 from petune.models.spec import Family
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.mesh import Coordinate, Mesh
@@ -191,7 +192,7 @@ class Pipeline:
     def logits(self, batch: Batch) -> Tensor | None:
         """Logits of all rows on the last stage, None on the others."""
         self.now.key, self.now.training = None, False
-        pieces = self._pieces(len(batch["input_ids"]))
+        pieces = self._pieces(len(input_of(batch)))
         self._step(self._padded(batch, pieces), pieces)
         found, self.now.logits = self.now.logits, []
         return torch.cat(found) if found else None
@@ -241,7 +242,7 @@ class Pipeline:
         """The batch on the device with rows numbered, and copies of its first row until it divides; those
         have the number PADDING."""
         batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-        number = len(batch["input_ids"])
+        number = len(input_of(batch))
         batch.setdefault("rows", torch.arange(number, device=self.device))
         missing = -number % (pieces * self.texts)
         self.now.padded = missing > 0
@@ -324,7 +325,7 @@ class Pipeline:
         self, slots: tuple[Slot, ...], kinds: Kinds, batch: Batch, pieces: int
     ) -> list[tuple[tuple[int, ...], Kind]]:
         """Shape and kind of each tensor that travels with a piece of `batch`."""
-        rows, lengths = len(batch["rows"]) // pieces, lengths_of(batch, self.stacks)
+        rows, lengths = len(batch["rows"]) // pieces, lengths_of(self.modules[0], batch, self.stacks)
         return [
             (slot.shape(kind.sizes, rows, lengths), kind)
             for slot, kind in zip(slots, kinds, strict=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from petune.models import input_of, tokens_of
 from petune.models.spec import StackName
 from petune.models.stack import Carried
 from petune.parallel.objective import Batch
@@ -192,10 +193,10 @@ def decoded(words: Tensor) -> Kinds:
     )
 
 
-def lengths_of(batch: Batch, stacks: Sequence[StackName]) -> dict[StackName, int]:
+def lengths_of(model: nn.Module, batch: Batch, stacks: Sequence[StackName]) -> dict[StackName, int]:
     """Tokens of each stack's sequences. A decoder beside an encoder reads what is asked of it, its labels, or
     the input again."""
-    tokens = batch["input_ids"].shape[1]
+    tokens = tokens_of(model, input_of(batch))
     wanted = batch.get("decoder_input_ids", batch.get("labels")) if len(stacks) > 1 else None
     found: dict[StackName, int] = dict.fromkeys(stacks, tokens)
     if wanted is not None and wanted.dim() == 2:

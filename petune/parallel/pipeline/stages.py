@@ -11,6 +11,7 @@ else.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ class Zeros(nn.Module):
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self.width = embedding.embedding_dim
+        self.width, self.num_embeddings = embedding.embedding_dim, embedding.num_embeddings
         like = torch.empty(0, dtype=embedding.weight.dtype)  # moves with the model, wherever the table is
         self.register_buffer("weight", like, persistent=False)
 
@@ -55,6 +56,25 @@ class PassBy(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The first argument."""
         return hidden
+
+
+class Outline(nn.Module):
+    """In the place of what makes hidden states of pictures or sounds: zeros of the shape it would have given,
+    which take no memory. What else the model asks of it is answered by its copy on the meta device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["copy"] = copy.deepcopy(module).to(
+            "meta"
+        )  # no child, whose tensors would count as here
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["copy"], name)
+
+    def forward(self, given: Tensor, **kwargs: Any) -> Tensor:
+        """Zeros in the dtype and the shape of the copy's answer, on the device of what is given."""
+        found: Tensor = self.copy(given.to("meta"), **kwargs)
+        return torch.zeros((), dtype=found.dtype, device=given.device).expand(found.shape)
 
 
 class NoBlocks(nn.Module):
@@ -94,9 +114,9 @@ def cut_stage(model: nn.Module, family: Family, stage: Stage, first: bool, last:
     ends = _ends(stacks, spans, first, last)
     paths = stack_paths(model, family)
     around = {name: path.rpartition(".")[0] for name, path in paths.items()}
-    _take_out_the_rest(
-        model, {path: (stacks[name], *spans[name]) for name, path in paths.items()}, first, last
-    )
+    signal = () if family.signal is None else family.signal.embeddings
+    places = {path: (stacks[name], *spans[name]) for name, path in paths.items()}
+    _take_out_the_rest(model, places, signal, first, last)
     if ends.crossing is not None:
         model.get_submodule(around["encoder"]).register_forward_hook(ends.crossing)
     for name, stack in stacks.items():
@@ -188,12 +208,17 @@ def _take_out_blocks(model: nn.Module, path: str, stack: Stack, span: tuple[int,
 
 
 def _take_out_the_rest(
-    model: nn.Module, stacks: dict[str, tuple[Stack, int, int]], first: bool, last: bool
+    model: nn.Module,
+    stacks: dict[str, tuple[Stack, int, int]],
+    signal: tuple[str, ...],
+    first: bool,
+    last: bool,
 ) -> None:
-    """Replace what lies outside the stacks and works on another stage.
+    """Replace what lies outside the stacks and works on another stage. signal: names of the modules that make
+    hidden states of pictures or sounds.
 
-    Embeddings, and OPENERS, work before the stack they lie beside, or before the first if they lie further
-    up; the tail after its stack; everything else outside, the heads, after the last one.
+    Embeddings, these modules, and OPENERS, work before the stack they lie beside, or before the first if they
+    lie further up; the tail after its stack; everything else outside, the heads, after the last one.
     """
     spine = {""} | {path.rpartition(".")[0] for path in stacks}
     while above := {path.rpartition(".")[0] for path in spine} - spine:
@@ -212,18 +237,25 @@ def _take_out_the_rest(
             full = f"{path}.{name}" if path else name
             if full in stacks or full in spine or next(child.parameters(), None) is None:
                 continue
-            further_up = first if _embeds(child) else last
-            if not (further_up if beside is None else _works_here(name, child, full, *stacks[beside])):
+            opens = name in signal or _embeds(child)
+            further_up = first if opens else last
+            if further_up if beside is None else _works_here(name, child, opens, full, *stacks[beside]):
+                continue
+            if name in signal:
+                owner._modules[name] = Outline(child)
+            else:
                 _replace(owner, name, child)
 
 
-def _works_here(name: str, child: nn.Module, where: str, stack: Stack, start: int, end: int) -> bool:
-    """Whether a module that lies beside a stack works on this stage."""
+def _works_here(
+    name: str, child: nn.Module, opens: bool, where: str, stack: Stack, start: int, end: int
+) -> bool:
+    """Whether a module that lies beside a stack works on this stage; opens: it makes hidden states."""
     if name == stack.rule.tail:
         return start < end == len(stack)
     if stack.rule.positions is not None and name in stack.rule.positions.makers:
         return start < end
-    if _embeds(child) or name in OPENERS:
+    if opens or name in OPENERS:
         return start == 0 < end
     raise UsageError(
         "it cannot be told whether this module works before the blocks or after them",

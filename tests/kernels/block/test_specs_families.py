@@ -58,6 +58,7 @@ def fused(model: nn.Module) -> nn.Module:
 
 def assert_alike(made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], close: float = 1e-6) -> None:
     """Equal losses and gradients."""
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     loss, found = gradients(made, inputs)
     expected, wanted = gradients(plain, inputs)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)

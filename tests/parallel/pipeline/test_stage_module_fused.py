@@ -22,7 +22,7 @@ from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.pipeline.stage_io import End
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
-from petune.run import build
+from petune.run import fusing
 from tests.methods.zoo import tiny
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, check, collate, place, rows, total
@@ -168,9 +168,9 @@ def _fused_by_a_run(one: Case) -> dict[str, Any]:
         gradient_checkpointing=False,
     )
     lines: list[str] = []
-    build.unfusable = lambda *_: ("they are odd",) if runner.mesh.rank == 0 else ()  # type: ignore[assignment]
+    fusing.unfusable = lambda *_: ("they are odd",) if runner.mesh.rank == 0 else ()  # type: ignore[assignment]
     fuse.say = lines.append  # type: ignore[assignment]
-    build._fuse(runner, recipe)
+    fusing.fuse(runner, recipe)
     return {"blocks": sum(len(fuse.fused_blocks(module)) for module in runner.modules), "lines": lines}
 
 

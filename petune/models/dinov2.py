@@ -1,0 +1,41 @@
+"""DINOv2: ViT's pre-norm encoder with a learned scale for each feature behind every sub-layer (LayerScale),
+and in its largest size a gated MLP (Oquab et al. 2023, arXiv:2304.07193)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from petune.models import vit
+from petune.models.spec import Config, Mlp, Norm, Shape, StackRule, SubLayer, linears, narrowed
+
+SCALED = "a vector scales what each of its sub-layers gives (LayerScale)"
+MLP = Mlp(at="mlp", up=linears(gate="mlp.gate_proj", up="mlp.up_proj|mlp.fc1"), down="mlp.down_proj|mlp.fc2")
+BLOCK = (
+    SubLayer(vit.ATTENTION, norm_in=Norm("norm1", "layer")),
+    SubLayer(MLP, norm_in=Norm("norm2", "layer")),
+)
+
+
+def shape(config: Config) -> Shape:
+    """Sizes of a DINOv2 config, whose MLP is so many times as wide; a gated one has two thirds of that."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    columns = int(width * config.mlp_ratio)
+    if config.use_swiglu_ffn:
+        columns = (int(columns * 2 / 3) + 7) // 8 * 8
+    return Shape(heads, heads, width // heads, columns, width)
+
+
+def narrow(config: Config, reduction: int) -> Config:
+    """`config` with the hidden width divided by `reduction`, which the MLP's follows."""
+    return narrowed(config, reduction, "hidden_size")
+
+
+FAMILY = replace(
+    vit.FAMILY,
+    name="dinov2",
+    stacks={"encoder": StackRule("encoder.layer", BLOCK, unfused=SCALED)},
+    shape=shape,
+    narrow=narrow,
+    # positions are interpolated for pictures of another size
+    signal=replace(vit.SIGNAL, fixed=False),
+)

@@ -1,0 +1,54 @@
+"""Which class of transformers makes a model with the head of a task, by what the model reads."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import transformers
+
+from petune.errors import UsageError
+from petune.models import FAMILIES
+from petune.models.spec import Input
+
+Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal", "embed"]
+
+AUTO: dict[Head, Any] = {
+    "classify": transformers.AutoModelForSequenceClassification,
+    "tokens": transformers.AutoModelForTokenClassification,
+    "mlm": transformers.AutoModelForMaskedLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "causal": transformers.AutoModelForCausalLM,
+    "embed": transformers.AutoModel,
+}
+# of models that read something else than text
+AUTO_OF: dict[Input, dict[Head, Any]] = {
+    "text": AUTO,
+    "image": {"classify": transformers.AutoModelForImageClassification},
+    "audio": {"seq2seq": transformers.AutoModelForSpeechSeq2Seq},
+}
+
+
+def reads(config: Any) -> Input:
+    """What a model of this config reads; one without a table is taken to read text."""
+    family = FAMILIES.get(config.model_type)
+    return family.reads if family else "text"
+
+
+def model_class(config: Any, head: Head) -> Any:
+    """The class of transformers that makes a model of this config with the head; None where there is none."""
+    found = AUTO_OF[reads(config)].get(head)
+    return found if found is not None and type(config) in found._model_mapping else None
+
+
+def refuse_headless(config: Any, head: Head) -> None:
+    """Raise UsageError for a type of model without such a head, and for one that is more than its text
+    model."""
+    inner = getattr(getattr(config, "text_config", None), "model_type", None)
+    if inner in FAMILIES:
+        what = f"a model of type {config.model_type} holds more than the text model that petune tunes"
+        remedy = f"save its text model by itself, as type {inner}, and train that"
+        raise UsageError(what, where="model", expected=inner, found=config.model_type, remedy=remedy)
+    if model_class(config, head) is None:
+        kind = AUTO_OF[reads(config)].get(head, AUTO[head])
+        what = f"transformers has no {kind.__name__} for models of type {config.model_type}"
+        raise UsageError(what, where="task", remedy="choose another model or another task")

@@ -1,0 +1,40 @@
+"""Fusing the blocks of a run's model, on every rank alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from petune.kernels.fuse import fuse_modules, fuse_stages, unfusable
+from petune.models import family_of
+from petune.parallel import Runner
+from petune.parallel.plan import in_flight
+from petune.recipe import Recipe
+
+
+def fuse(runner: Runner, recipe: Recipe) -> None:
+    """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single
+    modules."""
+    if recipe.kernels == "off" or recipe.compile:
+        return
+    plan, device, family = runner.plan, runner.mesh.device, family_of(runner.model)
+    if (reason := plan.unfused) is not None:
+        fuse_modules(runner.modules, recipe.kernels, device, reason)
+    elif not runner.owned:
+        reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
+    elif plan.pp > 1 and (reason := _unfused_stage(runner, recipe)) is not None:
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
+    else:
+        memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
+        passes = in_flight(plan, runner.mesh.at.pp)
+        fuse_stages(runner.modules, family, recipe.kernels, memory, device, passes)
+
+
+def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:
+    """Why no stage of a pipeline has fused blocks, as one cannot have them; or None."""
+    family = family_of(runner.model)
+    assert family is not None, "a model of no known family has no stages"
+    reasons = unfusable(runner.modules, family, recipe.kernels, runner.mesh.device)
+    runner.unfused_stage = bool(reasons)
+    (anywhere,) = runner.any([runner.unfused_stage])
+    return ("; ".join(reasons) or "a stage on another rank cannot be fused") if anywhere else None

@@ -1,0 +1,203 @@
+"""Pictures and sounds of rows: where one lies, or its bytes, and how the tensor that a model reads is made of
+it.
+
+It is made when a batch asks for it, by transformers' own processor: the pixels of all rows would fill the
+memory, places and files do not. Pillow, which opens pictures, is asked for when the first one is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from petune.errors import DataError, MachineError, Problem, UsageError
+from petune.tasks.configs import DataConfig
+from petune.tasks.lines import shown
+from petune.tasks.sounds import samples_of, sound_of
+
+Kind = Literal["image", "audio"]
+# the format of rows, by what a model reads
+FORMAT_OF: Mapping[str, str] = {"image": "image-label", "audio": "audio-text"}
+CALLED = {"text": "texts", "image": "pictures", "audio": "sounds"}
+ONE = {"image": "picture", "audio": "sound"}
+# settings of data that mean something for texts alone
+_OF_TEXTS = ("max_length", "max_target_length", "truncation", "packing", "chunk", "prefix", "separator")
+
+
+@dataclass(frozen=True)
+class Media:
+    """A picture or a sound of a row: the file where it lies, or its bytes, and the SHA-256 of these."""
+
+    sha256: str
+    file: Path | None = None
+    data: bytes | None = None
+
+    @classmethod
+    def at(cls, file: Path) -> Media:
+        """The one in a file, which is read for its hash. Raises OSError."""
+        return cls(hashlib.sha256(file.read_bytes()).hexdigest(), file)
+
+    @classmethod
+    def of(cls, data: bytes) -> Media:
+        """The one of these bytes."""
+        return cls(hashlib.sha256(data).hexdigest(), data=data)
+
+    def __str__(self) -> str:
+        """How it is told to a person."""
+        return f"bytes {self.sha256[:12]}" if self.file is None else shown(self.file)
+
+    def read(self) -> bytes:
+        """Its bytes. Raises OSError."""
+        return self.file.read_bytes() if self.data is None and self.file is not None else self.data or b""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What makes a model's input of pictures or sounds. processor: transformers' own; argument: of the
+    model's forward pass; shape: of one input; tokens: of the model for it; begins: the token that a decoder
+    behind it begins with."""
+
+    kind: Kind
+    processor: Any
+    argument: str
+    shape: tuple[int, ...]
+    tokens: int
+    begins: int | None = None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the processor's settings, which transformers reads."""
+        self.processor.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A picture or a sound that is read when a batch asks for it."""
+
+    media: Media
+    reader: Reader
+
+    def tensor(self, where: str) -> np.ndarray[Any, Any]:
+        """What the model reads, float32, of the reader's shape. Raises DataError, which names the row
+        `where`, for a file that is gone or damaged since its row was read."""
+        if self.reader.kind == "audio":
+            return made_of_sound(self.reader.processor, self.reader.argument, _samples(self.media, where))
+        return made(self.reader.processor, self.reader.argument, picture_of(self.media, where))
+
+
+def made(processor: Any, argument: str, picture: Any) -> np.ndarray[Any, Any]:
+    """What a processor makes of one picture, float32."""
+    found: Any = processor(picture, return_tensors="np")[argument][0]
+    return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def made_of_sound(processor: Any, argument: str, samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What a processor makes of samples at its own rate, float32."""
+    rate = processor.sampling_rate
+    found: Any = processor(samples, sampling_rate=rate, return_tensors="np")[argument][0]
+    return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def _samples(media: Media, where: str) -> np.ndarray[Any, Any]:
+    """The samples of a sound. Raises DataError for a file that is gone or damaged since its row was read."""
+    try:
+        return samples_of(media.read())
+    except (OSError, ValueError) as error:
+        raise DataError(f"the sound cannot be read: {error}", where=where, found=str(media)) from error
+
+
+def pillow() -> Any:
+    """Pillow's module of pictures. Raises MachineError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        what = "pictures are opened by Pillow, which is not installed"
+        raise MachineError(what, remedy="pip install pillow") from None
+    return Image
+
+
+def picture_of(media: Media, where: str) -> Any:
+    """The whole picture in three colours, as Pillow has it. Raises DataError."""
+    image = pillow()
+    try:
+        with image.open(io.BytesIO(media.read())) as found:
+            return found.convert("RGB")
+    except Exception as error:  # Pillow raises classes of many kinds for damaged files
+        raise DataError(
+            f"the picture cannot be read: {_first_line(error)}", where=where, found=str(media)
+        ) from error
+
+
+def refuse_other(media: Media, kind: Kind) -> None:
+    """Raise ValueError, in words, for what is no picture, or no sound, by its first bytes; the rest is not
+    read."""
+    if kind == "audio":
+        sound_of(media.read())
+        return
+    image = pillow()
+    try:
+        with image.open(io.BytesIO(media.read())):
+            pass
+    except Exception as error:
+        raise ValueError(_first_line(error)) from error
+
+
+def png(picture: Any) -> bytes:
+    """A picture in memory, Pillow's or an array [height, width, 3] of bytes, as a file without loss."""
+    if isinstance(picture, np.ndarray):
+        picture = pillow().fromarray(picture)
+    file = io.BytesIO()
+    picture.save(file, format="PNG")
+    return file.getvalue()
+
+
+def blank(height: int, width: int) -> Any:
+    """A black picture."""
+    return pillow().new("RGB", (width, height))
+
+
+def read_in(format_: str) -> Literal["text", "image", "audio"]:
+    """What rows of this format are made of."""
+    return {"image-label": "image", "audio-text": "audio"}.get(format_, "text")  # type: ignore[return-value]
+
+
+def refuse_settings(config: DataConfig, reads: str) -> None:
+    """Raise UsageError for settings of texts beside a model that reads something else."""
+    if reads == "text":
+        return
+    usual = DataConfig(path=config.path)
+    names = [name for name in _OF_TEXTS if reads == "image" or name != "max_target_length"]
+    set_here = [name for name in names if getattr(config, name) != getattr(usual, name)]
+    set_here += ["stream"] if config.stream else []
+    problems = [
+        Problem(
+            f"it means nothing for a model that reads {CALLED[reads]}",
+            f"data.{name}",
+            remedy=f"remove data.{name}",
+        )
+        for name in set_here
+    ]
+    if problems:
+        raise UsageError(problems)
+
+
+def refuse_other_format(format_: str, reads: str) -> None:
+    """Raise UsageError unless rows of this format are what the model reads."""
+    wanted = FORMAT_OF.get(reads)
+    if (format_ in FORMAT_OF.values() or wanted is not None) and format_ != wanted:
+        raise UsageError(
+            f"the model reads {CALLED[reads]}, and the rows are of format {format_}",
+            where="data.format",
+            expected=wanted or "a format of texts",
+            found=format_,
+            remedy=f"set data.format: {wanted}" if wanted else "take another model, or rows of texts",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
