@@ -31,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import Problem, UsageError
 from petune.methods.configs import SideConfig
 from petune.methods.pruning import Chain, of_embedding, prune_into
+from petune.models.linear_attention import GatedDelta
 from petune.models.port import Call, Pass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
@@ -106,6 +107,8 @@ class Ladder(TunedModule, PreTrainedModel):
             value.copy_(made._parameters[leaf])
         elif isinstance(module, Conv1D):
             value.copy_(Conv1D(module.nf, module.nx).get_parameter(leaf))
+        elif isinstance(module, GatedDelta):
+            module.begin(leaf)
         else:  # a norm, which begins alike whatever its width
             value.fill_(float(cast("Any", type(module))(1).weight))
 

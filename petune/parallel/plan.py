@@ -444,6 +444,7 @@ class _Cutting:
             self._same_stacks(model_config)
         if by_heads or row.mlp == "heads":
             self._divisible(family)
+        self._stateless(family, row)
         self._undivided(family, row, model_config)
         if config.exchange == "ring" and (cap := getattr(model_config, "attn_logit_softcapping", None)):
             remedy = "use exchange: gather or ulysses"
@@ -560,8 +561,16 @@ class _Cutting:
 
     def _divisible(self, family: Family) -> None:
         """Whether a block of the family is one by heads and columns."""
+        in_order = any(rule.linear for rule in family.stacks.values())
+        remedy = "use pp or dp" if in_order else "use sp with exchange: gather, pp or dp"
         for why in {rule.uncut for rule in family.stacks.values() if rule.uncut is not None}:
-            self.faults.append(Problem(why, self.where, remedy="use sp with exchange: gather, pp or dp"))
+            self.faults.append(Problem(why, self.where, remedy=remedy))
+
+    def _stateless(self, family: Family, row: Row) -> None:
+        """Whether a rank can have some tokens of a row."""
+        if row.attention == "sequence" and any(rule.linear for rule in family.stacks.values()):
+            what = "its mixers carry a state through all tokens of a row, and a rank has some"
+            self.faults.append(Problem(what, self.where, remedy="use pp or dp"))
 
     def _undivided(self, family: Family, row: Row, model_config: Config) -> None:
         """Whether tokens of a row are told apart where attention scores positions itself."""

@@ -1,0 +1,147 @@
+"""Models whose blocks take turns in mixers and attention: samples that are packed in a row see nothing of one
+another, in logits and gradients, and what of a mixer trains."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import petune
+from petune.errors import UsageError
+from petune.methods import merge, wrap
+from petune.models.linear_attention import samples_of
+from petune.models.spec import find_sites
+from tests.methods.zoo import GENERATE as HOW
+from tests.methods.zoo import SETTINGS, batch, gradients, prompt, stir, table, tiny
+
+NAMES = ("qwen3_5-causal", "qwen3next-causal", "qwen3_5moe-causal")
+LENGTHS = ((3, 5, 2), (7, 1, 2))  # of the samples of each row
+
+
+def samples() -> list[list[Tensor]]:
+    """The samples of each row."""
+    draw = torch.Generator().manual_seed(5)
+    return [[torch.randint(3, 90, (length,), generator=draw) for length in row] for row in LENGTHS]
+
+
+def packed() -> dict[str, Tensor]:
+    """Rows of several samples, which positions tell apart."""
+    ids = torch.stack([torch.cat(row) for row in samples()])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+    labels = ids.masked_fill(positions == 0, -100)  # the last token of a sample predicts nothing
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def apart() -> dict[str, Tensor]:
+    """The same samples, a row each, padded."""
+    rows = [sample for row in samples() for sample in row]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels.index_fill(1, torch.tensor([0]), -100)}
+
+
+def tuned(name: str, method: str = "lora", **changes: Any) -> Any:
+    """The model, tuned and moved away from its start, its loss without the experts' own part."""
+    model = wrap(tiny(name), method, **(SETTINGS.get(method, {}) | changes))
+    stir(model, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_samples_have_the_logits_and_gradients_of_rows_of_their_own(name: str) -> None:
+    model = tuned(name)
+    together, alone = model(**packed()).logits, model(**apart()).logits
+    at = 0
+    for row, lengths in zip(together, LENGTHS, strict=True):
+        for part in row.split(lengths):
+            assert torch.allclose(part, alone[at, : len(part)], atol=1e-5)
+            at += 1
+    found, expected = gradients(model, packed()), gradients(model, apart())
+    assert torch.allclose(found[0], expected[0], atol=1e-6)
+    assert {key.split(".")[3] for key in found[1]} >= {"linear_attn", "self_attn"}
+    for key, value in expected[1].items():
+        assert torch.allclose(found[1][key], value, rtol=1e-4, atol=1e-5), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_alone_lets_a_state_through(name: str) -> None:
+    """What the test above would not see if it held without petune."""
+    model = tiny(name)
+    found = model(**packed(), use_cache=False).logits
+    alone = model(samples()[0][1][None], use_cache=False).logits[0]
+    assert not torch.allclose(found[0, 3:8], alone, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["full", "adapter", "side", "dora", "ia3", "miss"])
+def test_every_method_keeps_packed_samples_apart(method: str) -> None:
+    model = tuned(NAMES[0], method, **({"r": 4} if method in ("dora", "miss") else {})).eval()
+    together, alone = model(**packed()).logits, model(**apart()).logits
+    assert torch.allclose(together[1, 7:8], alone[4, :1], atol=1e-5)
+    assert torch.allclose(together[0, 8:], alone[2, :2], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_one_sample_go_transformers_own_way(name: str) -> None:
+    model, plain = petune.wrap(tiny(name), "full"), tiny(name)
+    inputs = batch(name)
+    positions = torch.arange(9).expand(3, -1)
+    assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
+    ids = {"input_ids": inputs["input_ids"], "position_ids": positions}
+    assert torch.equal(model(**ids).logits, plain(**ids).logits)
+    found = model.generate(**prompt(name), **HOW)  # padded on the left, so that positions do not count up
+    assert torch.equal(found, plain.generate(**prompt(name), **HOW))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_row_of_one_sample_agrees_with_transformers_kernels(name: str) -> None:
+    """Told that all tokens are of one sample, in float32: transformers computes its scan in no other."""
+    model = petune.wrap(tiny(name), "full")
+    inputs = batch(name, rows=1, length=70)
+    ids = {"input_ids": inputs["input_ids"], "labels": inputs["labels"]}
+    found = gradients(model, ids | {"seq_idx": torch.zeros(1, 70, dtype=torch.int64)})
+    expected = gradients(tiny(name), ids)
+    assert torch.allclose(found[0], expected[0], atol=1e-6)
+    for key, value in expected[1].items():
+        scale = max(1.0, float(value.abs().max()))
+        assert float((found[1][key] - value).abs().max()) < 2e-6 * scale, key
+
+
+def test_a_cache_of_packed_rows_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"use_cache  rows of several samples leave no state"):
+        tuned(NAMES[0])(**packed(), use_cache=True)
+
+
+def test_a_merged_model_has_no_class_and_no_hook_of_petune() -> None:
+    name = NAMES[0]
+    model = tuned(name)
+    expected = model(**batch(name)).logits
+    merged = merge(copy.deepcopy(model))
+    assert torch.allclose(merged(**batch(name)).logits, expected, atol=1e-4)
+    assert {type(one).__module__.partition(".")[0] for one in merged.modules()} <= {"torch", "transformers"}
+    assert not any(one._forward_pre_hooks or hasattr(type(one), "petune_extends") for one in merged.modules())
+
+
+def test_the_line_counts_linears_of_mixers_and_says_what_stays_frozen(caplog: Any) -> None:
+    caplog.set_level("INFO")
+    petune.wrap(tiny(NAMES[0]), "lora", r=2)
+    assert "mixer 5/5 (dt_bias, A_log, conv1d, norm frozen), attention 4/4" in caplog.text
+    petune.wrap(tiny(NAMES[0]), "ia3")
+    assert "mixer 0/5" in caplog.text
+
+
+def test_a_role_of_mixers_is_a_target_of_its_own() -> None:
+    model = wrap(tiny(NAMES[0]), "lora", r=2, targets=["qkv", "z"])
+    layers = [site.name for site in find_sites(model, table(NAMES[0])) if hasattr(site.module, "lora_A")]
+    assert layers == [f"model.layers.0.linear_attn.in_proj_{part}" for part in ("qkv", "z")]
+
+
+def test_samples_are_numbered_where_positions_do_not_count_up() -> None:
+    assert samples_of(torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 6, 7, 8, 9]])).tolist() == [
+        [0, 0, 0, 1, 1, 2],
+        [0] * 6,
+    ]
