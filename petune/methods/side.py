@@ -147,6 +147,8 @@ class Ladder(TunedModule, PreTrainedModel):
                 positions = positions[..., seen]
             if "position_ids" in call:  # which blocks may read themselves
                 side["position_ids"] = positions
+            if hasattr(self.rotary, "mrope_section"):  # of time, height and width, which text counts alike
+                positions = positions.expand(3, *positions.shape)
             turn = partial(self.rotary, side["hidden_states"], position_ids=positions)
             by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
             types = sorted(set(self.config.layer_types)) if by_type else [None]

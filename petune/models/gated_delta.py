@@ -19,6 +19,12 @@ CHUNK = 64  # tokens
 EPS = 1e-6  # of the lengths that queries and keys are divided by
 
 
+def keys_of(features: int) -> int:
+    """The keys that attention sees at as many FLOP a token as the rule has with states of so many key
+    features: 6 for each number of a state, where a key has 4 for each feature."""
+    return 3 * features // 2
+
+
 def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:
     """Each feature of x [rows, tokens, features] convolved with its own weight [features, taps], the last of
     which is the token's own; taps that would reach into the sample before are left out."""
