@@ -4,6 +4,7 @@ another, in logits and gradients, and what of a mixer trains."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.models.linear_attention import samples_of
 from petune.models.spec import find_sites
+from tests.methods.peft_twins import assert_trains_as_peft
 from tests.methods.zoo import GENERATE as HOW
 from tests.methods.zoo import SETTINGS, batch, gradients, prompt, stir, table, tiny
 
@@ -109,6 +111,39 @@ def test_a_packed_row_of_one_sample_agrees_with_transformers_kernels(name: str) 
     for key, value in expected[1].items():
         scale = max(1.0, float(value.abs().max()))
         assert float((found[1][key] - value).abs().max()) < 2e-6 * scale, key
+
+
+PEFTS: dict[str, dict[str, Any]] = {
+    **{method: {"r": 4} for method in ("lora", "dora", "miss")},
+    "ia3": {"targets": ["qkv", "k", "v", "down"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PEFTS)
+def test_linears_of_mixers_train_as_pefts_and_files_go_both_ways(method: str, tmp_path: Path) -> None:
+    assert_trains_as_peft(NAMES[0], tmp_path, method, **PEFTS[method])
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter", "side"])
+def test_generation_goes_on_from_states_as_from_the_whole_text(method: str) -> None:
+    """A ladder's mixers have states of their own in the cache."""
+    name = NAMES[0]
+    model = tuned(name, method).eval()
+    found = model.generate(**prompt(name), **HOW)
+    assert torch.equal(found, model.generate(**prompt(name), use_cache=False, **HOW))
+    assert not torch.equal(found, tiny(name).generate(**prompt(name), **HOW))
+
+
+def test_a_ladders_mixers_begin_as_transformers_own() -> None:
+    model = wrap(tiny(NAMES[0]), "side", reduction=4)
+    ladder: Any = model.get_submodule("model.layers.side")
+    torch.manual_seed(0)
+    for leaf in ("A_log", "dt_bias"):
+        ladder.draw(f"blocks.0.linear_attn.{leaf}")
+    mixer = ladder.blocks[0].linear_attn
+    assert mixer.dt_bias.eq(1).all() and mixer.A_log.exp().ge(0.01).all() and mixer.A_log.exp().le(16).all()
+    assert len(set(mixer.A_log.tolist())) > 1
 
 
 def test_a_cache_of_packed_rows_is_refused() -> None:
