@@ -254,7 +254,8 @@ def test_samples_packed_in_rows_that_are_cut_do_not_see_one_another(backend: str
 
 
 @pytest.mark.parametrize(
-    ("method", "backend"), [("full", "dp"), ("lora", "shard"), ("side", "pp-1f1b"), ("lora", "pp-gpipe")]
+    ("method", "backend"),
+    [("full", "dp"), ("lora", "shard"), ("side", "pp-1f1b"), ("lora", "pp-gpipe"), ("full", "tp")],
 )
 def test_no_state_goes_from_sample_to_sample_on_any_rank(method: str, backend: str) -> None:
     name = "qwen3_5-causal"

@@ -230,12 +230,12 @@ class _Reader:
                     products += [replace(one, across=across) for one in _products(found[1])]
                     inside.update(map(id, found[1].modules()))
                     gated |= role == "gate"
-            kind: Place = region.kind
+            kind: Place = "connection" if region.kind == "mixer" else region.kind  # which is whole too
             part = replace(plain, place=kind, products=tuple(products), keys=keys)
             if isinstance(core, LinearAttention):
                 mixer = cast("Any", enter[1])
                 states = mixer.num_v_heads, mixer.num_v_heads, mixer.head_v_dim
-                yield part, replace(plain, place="scores", keys=keys_of(mixer.head_k_dim), heads=states)
+                yield part, replace(plain, keys=keys_of(mixer.head_k_dim), heads=states)
             elif isinstance(core, Attention):
                 causal = core.causal and not region.cross
                 yield part, replace(plain, place="scores", keys=keys, heads=sizes, causal=causal)

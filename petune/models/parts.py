@@ -39,7 +39,7 @@ FINE: tuple[Role, ...] = ("b", "a", "ba")
 @dataclass(frozen=True)
 class Shape:
     """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
-    where there are experts), hidden width, and the number of experts, 0 without."""
+    where there are experts), hidden width; the number of experts, 0 without, and of blocks with a mixer."""
 
     heads: int
     kv_heads: int
@@ -47,18 +47,19 @@ class Shape:
     columns: int
     width: int
     experts: int = 0
+    mixers: int = 0
 
 
 @dataclass(frozen=True)
 class Region:
-    """Attention or MLP inside a block: the module it enters by, the row site it leaves by, its linears by
-    role.
+    """Attention, MLP or a mixer, which no plan cuts, inside a block: the module it enters by, the row site it
+    leaves by, its linears by role.
 
     Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
-    may be absent from a block.
+    may be absent from a block. gated: q has twice the features of its heads, see Attention.
     """
 
-    kind: Literal["attention", "mlp"]
+    kind: Literal["attention", "mlp", "mixer"]
     enter: str
     leave: str
     sites: Mapping[Role, str]
@@ -66,6 +67,7 @@ class Region:
     head_counts: tuple[str, ...] = ()
     by_head: Mapping[str, int] = field(default_factory=dict)
     cross: bool = False
+    gated: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from petune.models import llama, moe
 from petune.models.gemma3 import ATTENTION as NORMED
 from petune.models.gemma3 import NORM
 from petune.models.linear_attention import GatedDelta
-from petune.models.spec import Config, Family, LinearAttention, LinearGroup, SubLayer, linears
+from petune.models.spec import Config, Family, LinearAttention, LinearGroup, Shape, SubLayer, linears
 
 
 class Interleaved(GatedDelta):
@@ -41,7 +41,6 @@ class Apart(GatedDelta):
 
 
 UNFUSED = "its mixers carry a state through the tokens of a row, which is no step of a fused block yet"
-UNCUT = "what its mixers read q, k and v from is rows of one linear, which is not cut by parts yet"
 
 
 def mixing(form: type[nn.Module], group: LinearGroup) -> SubLayer:
@@ -63,6 +62,11 @@ INTERLEAVED = linears(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_b
 ROUTED = replace(moe.ROUTED, shared=moe.SHARED, gate="mlp.shared_expert_gate")
 
 
+def shape(config: Config, kin: Family) -> Shape:
+    """Sizes as of its kin, with the blocks that have mixers."""
+    return replace(kin.shape(config), mixers=config.layer_types.count("linear_attention"))
+
+
 def narrow(config: Config, reduction: int, kin: Family) -> Config:
     """`config` with the widths of its kin divided by `reduction`, and those of heads of mixers."""
     small = kin.narrow(config, reduction)
@@ -74,8 +78,9 @@ def narrow(config: Config, reduction: int, kin: Family) -> Config:
 def table(kin: Family, name: str, mixer: SubLayer) -> Family:
     """The table of a decoder with this mixer and the MLPs, or experts, of its kin."""
     mlp = replace(kin.stacks["decoder"].sublayers[1], norm_in=NORM("post_attention_layernorm"))
-    like = llama.like(name, mixer, mlp, unfused=UNFUSED, uncut=UNCUT)
-    return replace(kin, name=name, stacks=like.stacks, narrow=partial(narrow, kin=kin))
+    like = llama.like(name, mixer, mlp, unfused=UNFUSED)
+    sizes, small = partial(shape, kin=kin), partial(narrow, kin=kin)
+    return replace(kin, name=name, stacks=like.stacks, shape=sizes, narrow=small)
 
 
 QWEN3_5 = table(llama.FAMILY, "qwen3_5", mixing(Apart, APART))

@@ -85,6 +85,7 @@ class Attention:
             head_counts=self.head_counts,
             by_head={} if self.bias is None else {f"{self.bias}.weight": 1},
             cross=self.memory is not None,
+            gated=self.gated,
         )
 
 
@@ -99,6 +100,11 @@ class LinearAttention(Attention):
 
     full: Attention | None = None
     form: type[nn.Module] | None = None
+
+    @cached_property
+    def region(self) -> Region:
+        """Where it is entered and left."""
+        return replace(super().region, kind="mixer")
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ class Cut:
     vocabulary: tuple[int, ...]
     overlap: bool
 
-    def layout(self, kind: str) -> Layout:
-        """The layout of a region of kind "attention" or "mlp"."""
-        return self.attention if kind == "attention" else self.mlp
+    def layout(self, kind: str) -> Layout | Connection:
+        """The layout of a region of a kind; a mixer is whole on every rank."""
+        return {"attention": self.attention, "mlp": self.mlp}.get(kind, "whole")
 
 
 @dataclass(frozen=True)
@@ -561,14 +561,12 @@ class _Cutting:
 
     def _divisible(self, family: Family) -> None:
         """Whether a block of the family is one by heads and columns."""
-        in_order = any(rule.linear for rule in family.stacks.values())
-        remedy = "use pp or dp" if in_order else "use sp with exchange: gather, pp or dp"
         for why in {rule.uncut for rule in family.stacks.values() if rule.uncut is not None}:
-            self.faults.append(Problem(why, self.where, remedy=remedy))
+            self.faults.append(Problem(why, self.where, remedy="use sp with exchange: gather, pp or dp"))
 
     def _stateless(self, family: Family, row: Row) -> None:
         """Whether a rank can have some tokens of a row."""
-        if row.attention == "sequence" and any(rule.linear for rule in family.stacks.values()):
+        if row.connection == "sequence" and any(rule.linear for rule in family.stacks.values()):
             what = "its mixers carry a state through all tokens of a row, and a rank has some"
             self.faults.append(Problem(what, self.where, remedy="use pp or dp"))
 

@@ -16,6 +16,8 @@ from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.models.linear_attention import samples_of
 from petune.models.spec import find_sites
+from petune.parallel.configs import CutConfig, ParallelConfig
+from petune.parallel.plan import make_plan
 from tests.methods.peft_twins import assert_trains_as_peft
 from tests.methods.zoo import GENERATE as HOW
 from tests.methods.zoo import SETTINGS, batch, gradients, prompt, stir, table, tiny
@@ -144,6 +146,14 @@ def test_a_ladders_mixers_begin_as_transformers_own() -> None:
     mixer = ladder.blocks[0].linear_attn
     assert mixer.dt_bias.eq(1).all() and mixer.A_log.exp().ge(0.01).all() and mixer.A_log.exp().le(16).all()
     assert len(set(mixer.A_log.tolist())) > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["galaxy", "galaxy2", "sp"])
+def test_rows_are_not_cut_where_a_state_goes_through_them(how: str, name: str) -> None:
+    plan = ParallelConfig(**{how: CutConfig(size=2)})
+    with pytest.raises(UsageError, match=r"a state through all tokens of a row(.|\n)*use pp or dp"):
+        make_plan(plan, table(name), tiny(name).config, None, 8)
 
 
 def test_a_cache_of_packed_rows_is_refused() -> None:

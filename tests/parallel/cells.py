@@ -83,7 +83,9 @@ def can_be_cut(name: str, backend: str) -> bool:
         return name not in UNSTAGED or not backend.startswith("pp")
     if cut.exchange == "ring" and ZOO[name][2].get("attn_logit_softcapping"):
         return False
-    if cut.attention == "sequence" and (scores_positions(name) or carries_state(name)):
+    if scores_positions(name) and cut.attention == "sequence":
+        return False
+    if carries_state(name) and cut.connection == "sequence":
         return False
     whole = "heads" not in (cut.attention, cut.mlp)
     return whole or all(rule.uncut is None for rule in table(name).stacks.values())
