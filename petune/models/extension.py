@@ -4,6 +4,7 @@ before it, and its names, state and hooks stay. `restore` gives every module its
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -26,4 +27,15 @@ def restore(model: nn.Module) -> None:
 
 @cache
 def _extended(kind: type[nn.Module], by: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (by, kind), {_EXTENDS: kind})
+    return type(kind.__name__, (by, kind), {_EXTENDS: kind, "__reduce__": _reduced})
+
+
+def _reduced(module: nn.Module) -> tuple[Any, ...]:
+    """How a copy is made, in this process or another, which knows no class that is made at run time."""
+    made: Any = type(module)
+    return _blank, (getattr(made, _EXTENDS), made.__mro__[1]), module.__dict__
+
+
+def _blank(kind: Any, by: Any) -> nn.Module:
+    made = _extended(kind, by)
+    return made.__new__(made)

@@ -45,7 +45,7 @@ def gated_delta_rule(
     [rows, tokens, heads] -> y, shaped as v and of its dtype. Key heads serve as many heads in a row each;
     queries and keys are divided by their lengths, queries by the root of their features too."""
     with torch.autocast(v.device.type, enabled=False):
-        return _in_chunks(q, k, v, g, beta, samples, chunk)
+        return _in_chunks(q, k, v, g, beta, samples, chunk).to(v.dtype)
 
 
 def _in_chunks(
@@ -82,7 +82,7 @@ def _in_chunks(
         new = written[:, :, at] - read[:, :, at] @ state
         found.append(reading[:, :, at] @ state + scores[:, :, at] @ new)
         state = state * since[:, :, at, -1:] + writing[:, :, at] @ new
-    return torch.cat(found, 2)[:, :, :tokens].transpose(1, 2).to(v.dtype)
+    return torch.cat(found, 2)[:, :, :tokens].transpose(1, 2)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ it; rows of one sample go transformers' own way, fast kernels included.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, cast
 
 import torch
@@ -37,10 +36,10 @@ class GatedDelta(nn.Module):
     out_proj: nn.Module
     activation: str
 
-    @abstractmethod
     def projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k [rows, tokens, key heads, features], v, z [rows, tokens, heads, features], b, a [rows, tokens,
         heads] of hidden states [rows, tokens, width]."""
+        raise NotImplementedError
 
     def begin(self, leaf: str) -> None:
         """Draw a parameter of the mixer's own as transformers does."""
@@ -50,10 +49,20 @@ class GatedDelta(nn.Module):
         else:
             value.fill_(1.0)
 
-    def forward(self, hidden_states: Tensor, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Any:
-        """As the base; with `seq_idx`, every sample of a row by itself."""
-        if seq_idx is None:
-            return cast("Any", super()).forward(hidden_states, *args, **kwargs)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the base; with `seq_idx` and no cache, every sample of a row by itself."""
+        if seq_idx is None or cache_params is not None:
+            kwargs |= {} if seq_idx is None else {"seq_idx": seq_idx}
+            return cast("Any", super()).forward(hidden_states, cache_params, attention_mask, **kwargs)
+        if attention_mask is not None:  # [rows, tokens], 0 where there is no token
+            hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
         q, k, v, z, b, a = self.projected(hidden_states)
         heads = [x.shape[2:] for x in (q, k, v)]
         mixed = causal_convolution(

@@ -107,7 +107,8 @@ def test_a_packed_row_of_one_sample_agrees_with_transformers_kernels(name: str) 
     model = petune.wrap(tiny(name), "full")
     inputs = batch(name, rows=1, length=70)
     ids = {"input_ids": inputs["input_ids"], "labels": inputs["labels"]}
-    found = gradients(model, ids | {"seq_idx": torch.zeros(1, 70, dtype=torch.int64)})
+    one = {"seq_idx": torch.zeros(1, 70, dtype=torch.int64), "use_cache": False}
+    found = gradients(model, ids | one)
     expected = gradients(tiny(name), ids)
     assert torch.allclose(found[0], expected[0], atol=1e-6)
     for key, value in expected[1].items():
@@ -154,6 +155,28 @@ def test_rows_are_not_cut_where_a_state_goes_through_them(how: str, name: str) -
     plan = ParallelConfig(**{how: CutConfig(size=2)})
     with pytest.raises(UsageError, match=r"a state through all tokens of a row(.|\n)*use pp or dp"):
         make_plan(plan, table(name), tiny(name).config, None, 8)
+
+
+def test_samples_are_kept_apart_in_bfloat16_over_a_quantised_base_and_copied() -> None:
+    name, ids = NAMES[0], {key: value for key, value in packed().items() if key != "labels"}
+    base = wrap(tiny(name, linear_value_head_dim=16), "lora", r=4, base_dtype="int8").bfloat16()
+    stir(base, std=0.1)
+    model = copy.deepcopy(base).eval()
+    together = model(**ids).logits.detach()
+    alone = base.eval()(samples()[0][1][None]).logits[0]
+    assert together.dtype is torch.bfloat16
+    assert torch.allclose(together[0, 3:8].float(), alone.float(), atol=0.15)
+    assert float((together[0, 3:8] - alone).float().pow(2).mean().sqrt()) < 0.05
+
+
+def test_told_samples_of_padded_rows_heed_the_mask() -> None:
+    model = tuned(NAMES[0]).eval()
+    inputs = {key: value.flip(1) for key, value in batch(NAMES[0]).items() if key != "labels"}
+    one = {"seq_idx": torch.zeros(3, 9, dtype=torch.int64), "use_cache": False}
+    found, expected = (model(**inputs, **more).logits for more in (one, {}))
+    assert torch.allclose(
+        found[inputs["attention_mask"] > 0], expected[inputs["attention_mask"] > 0], atol=1e-5
+    )
 
 
 def test_a_cache_of_packed_rows_is_refused() -> None:
