@@ -21,10 +21,10 @@ from tests.parallel.plans import BACKENDS
 DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
 # blocks of 64 inputs fill the MLPs, and experts
 WIDE = dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128)
-WIDE |= {"hidden_size": 64, "moe_intermediate_size": 64}
+WIDE |= {"hidden_size": 64, "moe_intermediate_size": 64, "linear_value_head_dim": 16}
 # every method, and kinds of adapters beside the usual one
 COLUMNS = [*list(METHODS)[:-1], "adapter, pfeiffer", "adapter, parallel", "side"]
-TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal", "gpt-oss": "gptoss-causal"}
+TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal", "gpt-oss": "gptoss-causal", "Qwen3.5": "qwen3_5-causal"}
 PLANS: dict[str, Any] = {
     "one process": "none",
     "dp": {"dp": 2},

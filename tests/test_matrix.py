@@ -253,6 +253,15 @@ def test_samples_packed_in_rows_that_are_cut_do_not_see_one_another(backend: str
     check(one)
 
 
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [("full", "dp"), ("lora", "shard"), ("side", "pp-1f1b"), ("lora", "pp-gpipe"), ("full", "tp")],
+)
+def test_no_state_goes_from_sample_to_sample_on_any_rank(method: str, backend: str) -> None:
+    name = "qwen3_5-causal"
+    check(case(name, method, BACKENDS[backend](name, 2), steps=1, packed=True, recompute=True))
+
+
 def test_padding_that_a_decoder_leaves_out_is_left_out_of_what_it_reads_across() -> None:
     one = case("bart-seq2seq", "lora", BACKENDS["sp-gather"]("bart-seq2seq", 2), steps=1, packed=True)
     check(replace(one, blocks=KEPT[2]))

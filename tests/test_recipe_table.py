@@ -133,6 +133,13 @@ QWEN3_MOE: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {  # random weights: a config and a tokenizer lie beside the recipe
     "qwen3_moe_lora": QWEN3_MOE,
     "qwen3_moe_lora_ep": {**QWEN3_MOE, "parallel": {"ep": {"experts": [10, 6], "shares": [1, 3]}}},
+    "qwen3_5_lora": {
+        **FAMILIES["llama"],
+        "model": "config:shapes/qwen3_5.json",
+        "data": {**FAMILIES["llama"]["data"], "packing": True},
+        "method": "lora",
+        "lr": LR["llama"][METHODS.index("lora")],
+    },
     "gpt_oss_qlora": {**QWEN3_MOE, "model": "config:shapes/gpt_oss.json", **VARIANTS["qlora"]},
     **{
         f"{name}_lora": {

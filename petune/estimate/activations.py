@@ -12,6 +12,7 @@ works on:
         experts                                 as an MLP, for each expert that a token goes through
         MLP                                     gated: gate, act(gate) and up; plain: what enters the
                                                 activation; and what enters `down`
+        a gated-delta mixer                     see `_of_state`
         norm                                    its input, 4, and its result, 4, if its scale trains
         dropout                                 1 per feature of the mask
 
@@ -30,10 +31,12 @@ from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
 from petune.models.experts import number_of, sizes_of, weights_of
-from petune.models.spec import Attention, Mlp, Region, RoutedMlp, StackRule, child_of
+from petune.models.gated_delta import CHUNK
+from petune.models.spec import Attention, LinearAttention, Mlp, Region, Role, RoutedMlp, StackRule, child_of
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear
 from petune.parallel.plan import Cut
 
+QKV: tuple[Role, ...] = ("q", "k", "v", "qkv")
 NORM = 4  # bytes of what a norm saves, whatever the activations are
 OPEN = 4  # bytes of a softmax that is computed openly
 # activations of single operations: features they save besides their input
@@ -169,10 +172,14 @@ def _of_region(
             entering[source] = read[role] * layer.in_features * itemsize
     total += sum(entering.values())
     if isinstance(core, Attention):
+        if isinstance(core, LinearAttention):
+            return Saved(total + tokens * _of_state(cast("Any", _module(block, core.at)), itemsize))
         made = {role: layer.out_features for role, layer in layers.items()}
-        total += itemsize * (tokens * (made["q"] + leave.in_features) + keys * (made["k"] + made["v"]))
-        for by_head, size in ((core.q_norm, made["q"]), (core.k_norm, made["k"])):
+        total += itemsize * tokens * (1 + 2 * core.gated) * leave.in_features
+        total += itemsize * sum((keys if role in ("k", "v") else tokens) * made.get(role, 0) for role in QKV)
+        for by_head, role in ((core.q_norm, "q"), (core.k_norm, "k")):
             if by_head is not None and (norm := child_of(block, by_head.path)) is not None:
+                size = made[role] / (1 + (core.gated and role == "q"))
                 total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
         if itemsize < NORM and _kept(leave).input:
             total += tokens * leave.in_features * itemsize
@@ -184,10 +191,18 @@ def _of_region(
         return Saved(total) + _pairs(block, region, rule, pairs, itemsize, dropout)
     columns = leave.in_features
     steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)
-    total += tokens * columns * itemsize * ((3 if "gate" in layers else 1) + steps)
+    total += tokens * columns * itemsize * ((3 if {"gate", "gate_up"} & layers.keys() else 1) + steps)
     if (_kept(leave).input or _trains(leave)) and not _relu(block, region):
         total += tokens * columns * itemsize
     return Saved(total)
+
+
+def _of_state(mixer: Any, itemsize: int) -> float:
+    """Bytes per token of a gated-delta mixer inside its linears, as transformers' fallback computes it: in
+    float32, chunk by chunk, with a state for each chunk."""
+    heads, keys, values = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    scan = 8 * keys + 5 * values + 7 * CHUNK + keys * values / CHUNK  # of a head: q and k, v, chunks, state
+    return float(heads * (NORM * (scan + values) + itemsize * values) + 2 * itemsize * mixer.conv_dim)
 
 
 def _pairs(

@@ -115,14 +115,17 @@ def _of_stack(
     hidden = load.hidden(stack, shape.width)
     gathered, summed = _gathered(cut.sequence or (1,) * ranks, hidden), _reduced(ranks, hidden)
     for where, region in regions_of(family, stack, crossed=crossed):
+        if cut.layout(region.kind) == "whole":
+            continue
+        times = depth[stack] - shape.mixers * (region.kind == "attention")
         if cut.layout(region.kind) == "sequence":
-            yield from _keys_and_values(cut, ranks, region, where, shape, depth[stack], stack, load)
+            yield from _keys_and_values(cut, ranks, region, where, shape, times, stack, load)
         elif cut.connection == "whole":
             yield Transition(
-                where, "all-reduce / all-reduce", depth[stack], summed, _if(load.backward, summed), "ends"
+                where, "all-reduce / all-reduce", times, summed, _if(load.backward, summed), "ends"
             )
         else:
-            sizes = depth[stack], gathered, _if(load.backward, gathered)
+            sizes = times, gathered, _if(load.backward, gathered)
             yield Transition(where, "all-gather / reduce-scatter", *sizes, "enter")
             yield Transition(where, "reduce-scatter / all-gather", *sizes, "leave")
     if crossed:  # encoder states enter the decoder once, and every rank's share of their gradient is summed

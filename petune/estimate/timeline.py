@@ -288,6 +288,8 @@ def _computed(own: Mapping[When, Transition], way: Literal[0, 1], text: str, tit
 def _layout(found: Forecast, kind: str) -> str:
     assert found.plan.cut is not None
     by = found.plan.cut.layout(kind)
+    if by == "whole":
+        return "whole on every rank"
     return f"cut by {'columns' if by == 'heads' and kind == 'mlp' else by}"
 
 

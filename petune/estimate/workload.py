@@ -35,7 +35,8 @@ from petune.kernels.memory.op_cost import (
     rms_norm,
     rms_norm_backward,
 )
-from petune.models.spec import Attention, Family, Shape, StackName, StackRule, child_of
+from petune.models.gated_delta import keys_of
+from petune.models.spec import Attention, Family, LinearAttention, Shape, StackName, StackRule, child_of
 from petune.models.stack import Stack, own_stacks
 
 Place = Literal["attention", "scores", "mlp", "connection", "ladder", "embedding", "head"]
@@ -216,9 +217,9 @@ class _Reader:
         """Attention, MLP, and what lies between them."""
         inside: set[int] = set()
         norms = 0
-        for core in (sublayer.core for sublayer in rule.sublayers):
+        for core in rule.cores:
             region = core.region
-            if child_of(block, region.enter) is None:
+            if (enter := child_of(block, region.enter)) is None:
                 continue
             norms += 1
             keys = self.drawn.work.tokens.get("encoder", 0) if region.cross else plain.tokens
@@ -230,9 +231,13 @@ class _Reader:
                     products += [replace(one, across=across) for one in _products(found[1])]
                     inside.update(map(id, found[1].modules()))
                     gated |= role == "gate"
-            kind: Place = region.kind
+            kind: Place = "connection" if region.kind == "mixer" else region.kind  # which is whole too
             part = replace(plain, place=kind, products=tuple(products), keys=keys)
-            if isinstance(core, Attention):
+            if isinstance(core, LinearAttention):
+                mixer = cast("Any", enter[1])
+                states = mixer.num_v_heads, mixer.num_v_heads, mixer.head_v_dim
+                yield part, replace(plain, keys=keys_of(mixer.head_k_dim), heads=states)
+            elif isinstance(core, Attention):
                 causal = core.causal and not region.cross
                 yield part, replace(plain, place="scores", keys=keys, heads=sizes, causal=causal)
             else:

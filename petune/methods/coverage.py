@@ -1,39 +1,38 @@
-"""What a tuning reaches of a model with routed experts, in one line before anything trains: experts, shared
-experts, dense MLPs, routers and attention."""
+"""What a tuning reaches of a model with routed experts or with mixers, in one line before anything trains:
+experts, shared experts, dense MLPs, routers, mixers and attention."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from petune.methods.configs import LoraConfig
 from petune.methods.wrapped import tuning
 from petune.models import family_of
 from petune.models.experts import is_experts, weights_of
-from petune.models.spec import RoutedMlp, StackRule, child_of, stack_paths
+from petune.models.spec import LinearAttention, RoutedMlp, StackRule, child_of, stack_paths
 from petune.models.stack import Stack
 from petune.models.tuned_linear import TunedLayer
 
-_ORDER = ("experts", "shared", "dense", "router", "attention")
+_ORDER = ("experts", "shared", "dense", "router", "mixer", "attention")
 
 
 def coverage(model: nn.Module, base_dtype: str | None = None) -> str | None:
     """One line, "experts 128/128 in nf4, shared 1/1, router frozen, attention 4/4", or None for a model
-    without experts. base_dtype: in which they are to be held; of methods that have no targets it is all that
-    is said.
+    without experts and mixers. base_dtype: in which they are to be held; of methods that have no targets it
+    is all that is said.
 
-    Counted are experts of a block whose weights are tuned, shared experts, and linears of the rest; blocks
-    that differ are counted apart. Raises UsageError for a model that is not wrapped.
+    Counted are experts of a block whose weights are tuned, shared experts, and linears of the rest, with
+    mixers' what stays frozen beside them; blocks that differ are counted apart. Raises UsageError for a model
+    that is not wrapped.
     """
     held = "" if base_dtype is None else f" in {base_dtype}"
-    experts = [one for one in model.modules() if is_experts(one)]
-    if not experts:
+    experts, family = [one for one in model.modules() if is_experts(one)], family_of(model)
+    if not experts and not (family and any(rule.linear for rule in family.stacks.values())):
         return None
-    if not isinstance(tuning(model).config, LoraConfig):
-        return f"experts{held}" if held else None
-    family = family_of(model)
+    if not hasattr(tuning(model).config, "targets"):
+        return f"experts{held}" if held and experts else None
     if family is None:
         found = Counter(("experts", _of_experts(one)) for one in experts)
     else:
@@ -57,7 +56,9 @@ def _blocks(stack: nn.Module) -> list[nn.Module]:
 
 def _of_block(block: nn.Module, rule: StackRule) -> Iterator[tuple[str, str]]:
     """(kind, words) of each part of a block."""
-    routed = [one.core for one in rule.sublayers_in(block) if isinstance(one.core, RoutedMlp)]
+    cores = [one.core for one in rule.sublayers_in(block)]
+    mixers = {core.at for core in cores if isinstance(core, LinearAttention)}
+    routed = [core for core in cores if isinstance(core, RoutedMlp)]
     shared = {core.shared.region.enter for core in routed if core.shared}
     for core in routed:
         router = block.get_submodule(core.router)
@@ -67,6 +68,9 @@ def _of_block(block: nn.Module, rule: StackRule) -> Iterator[tuple[str, str]]:
         tuned = sum(isinstance(layer, TunedLayer) for layer in found)
         if "experts" in region.sites:
             yield "experts", _of_experts(found[0])
+        elif region.enter in mixers:
+            frozen = _frozen(block.get_submodule(region.enter), found)
+            yield "mixer", f"{tuned}/{len(found)}" + f" ({', '.join(frozen)} frozen)" * bool(frozen)
         elif region.enter in shared:
             yield (
                 "shared",
@@ -74,6 +78,13 @@ def _of_block(block: nn.Module, rule: StackRule) -> Iterator[tuple[str, str]]:
             )
         else:
             yield "attention" if region.kind == "attention" else "dense", f"{tuned}/{len(found)}"
+
+
+def _frozen(mixer: nn.Module, linears: Collection[nn.Module]) -> list[str]:
+    """What of a mixer stays as it is beside its linears."""
+    counted = {id(value) for one in linears for value in one.parameters()}
+    still = ((name, value) for name, value in mixer.named_parameters() if not value.requires_grad)
+    return list(dict.fromkeys(name.partition(".")[0] for name, value in still if id(value) not in counted))
 
 
 def _of_experts(module: nn.Module) -> str:

@@ -25,6 +25,7 @@ from petune.methods.several import settle
 from petune.methods.wrapped import sole_tuning
 from petune.models import attention
 from petune.models.frozen_weight import quantised_in, restore_dense
+from petune.models.linear_attention import forget_samples
 from petune.models.stack import disown_stacks
 from petune.models.tuned_linear import TunedLayer, tuned_layers
 
@@ -50,6 +51,7 @@ def merge(model: Model, name: str | None = None) -> Model:
     unfuse(model)
     disown_stacks(model)
     attention.leave(model)
+    forget_samples(model)
     layers = list(tuned_layers(model))
     made: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
     for name, layer in layers:

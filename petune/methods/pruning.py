@@ -71,7 +71,7 @@ class Chain:
     def _attention(self, block: nn.Module, core: Attention) -> Tensor:
         """What the way out reads of it."""
         members = dict(_present(block, core))
-        if not {"q", "k", "v"} <= members.keys():
+        if core.gated or not {"q", "k", "v"} <= members.keys():
             raise UsageError("start: pruned knows q, k and v apart alone", where=core.at, remedy=_ELSE)
         sources = {role: self.features for role in members}
         if core.memory is not None and self.memory is not None:

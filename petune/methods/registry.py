@@ -27,6 +27,7 @@ from petune.methods.targets import head_modules
 from petune.methods.trainable import base_biases, describe, untouched
 from petune.methods.wrapped import Tuning, is_wrapped, refuse_no_model, tuning
 from petune.models import FAMILIES, family_of
+from petune.models.linear_attention import tell_samples
 from petune.models.quantise import check_base_dtype, quantise_blocks
 from petune.models.tuned_linear import tuned_modules
 
@@ -130,6 +131,8 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
         )
     also_train = () if method.trains_base else head_modules(model, family, cast("Any", config).also_train)
     method.apply(model, family, config, also_train)
+    if family is not None:
+        tell_samples(model, family)
     biases = base_biases(model, getattr(config, "bias", "none"), also_train)
     remember(model, Tuning(name, config, family.name if family else None, also_train, biases))
 

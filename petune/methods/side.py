@@ -36,6 +36,7 @@ from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
 from petune.methods.narrowing import narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into
+from petune.models.linear_attention import GatedDelta
 from petune.models.port import Call, Pass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
@@ -118,6 +119,8 @@ class Ladder(TunedModule, PreTrainedModel):
             value.copy_(made._parameters[leaf])
         elif isinstance(module, Conv1D):
             value.copy_(Conv1D(module.nf, module.nx).get_parameter(leaf))
+        elif isinstance(module, GatedDelta):
+            module.begin(leaf)
         else:  # a norm, which begins alike whatever its width
             value.fill_(float(cast("Any", type(module))(1).weight))
 
@@ -159,6 +162,8 @@ class Ladder(TunedModule, PreTrainedModel):
                 positions = positions[..., seen]
             if "position_ids" in call:  # which blocks may read themselves
                 side["position_ids"] = positions
+            if hasattr(self.rotary, "mrope_section"):  # of time, height and width, which text counts alike
+                positions = positions.expand(3, *positions.shape)
             turn = partial(self.rotary, side["hidden_states"], position_ids=positions)
             by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
             types = sorted(set(self.config.layer_types)) if by_type else [None]

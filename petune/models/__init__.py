@@ -26,6 +26,7 @@ from petune.models import (
     olmo2,
     opt,
     phi3,
+    qwen3_next,
     t5,
     vit,
     whisper,
@@ -64,6 +65,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "cohere": cohere.FAMILY,
         "gemma2": gemma3.FAMILY,
         "gemma3_text": gemma3.FAMILY,
+        "qwen3_5_text": qwen3_next.QWEN3_5,
         "qwen3_moe": moe.QWEN3_MOE,
         "qwen2_moe": moe.QWEN2_MOE,
         "mixtral": moe.MIXTRAL,
@@ -71,6 +73,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "vit": vit.FAMILY,
         "dinov2": dinov2.FAMILY,
         "whisper": whisper.FAMILY,
+        "qwen3_next": qwen3_next.QWEN3_NEXT,
+        "qwen3_5_moe_text": qwen3_next.QWEN3_5_MOE,
     }
 )
 

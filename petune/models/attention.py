@@ -12,7 +12,6 @@ the mask acts; out comes [b, q, heads, head_dim], contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,12 +22,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from petune.errors import UsageError
+from petune.models.extension import extend, restore
 from petune.models.spec import Attention, Family, Positions, StackRule, child_of
 from petune.rng.dropout import drop_attention
 
 NAME = "petune"
 CAPPING = (NAME, "eager")  # what caps scores where a model asks for it
-_EXTENDS = "petune_extends"  # attribute of a class: the one that it extends
 _BEFORE = "petune_attention_before"  # attribute of a model: the name of the function that it used before
 
 # output [b, q, heads, head_dim], and probabilities, which SDPA never has
@@ -121,9 +120,7 @@ def use(model: PreTrainedModel, family: Family | None = None) -> None:
 
 def leave(model: nn.Module) -> None:
     """Make `model` attend as it did before `use`; nothing where that was not called."""
-    for module in model.modules():
-        if (base := getattr(type(module), _EXTENDS, None)) is not None:
-            module.__class__ = base
+    restore(model)
     if (before := model.__dict__.pop(_BEFORE, None)) is not None:
         _choose(cast("PreTrainedModel", model), before)
 
@@ -134,19 +131,12 @@ def _extend(model: nn.Module, rule: StackRule, positions: Positions) -> None:
     places = {one.core.at for one in rule.sublayers if isinstance(one.core, Attention) and one.core.positions}
     for own in [module for name, module in model.named_modules() if _at(name, places)]:
         for path, by in positions.own.items():
-            found = child_of(own, path)
-            if found is not None and not hasattr(type(found[1]), _EXTENDS):
-                # mypy takes the hash of a class for that of its objects
-                found[1].__class__ = _extended(type(found[1]), by)  # type: ignore[arg-type]
+            if (found := child_of(own, path)) is not None:
+                extend(found[1], by)
 
 
 def _at(name: str, places: Iterable[str]) -> bool:
     return any(name.endswith(f".{place}") for place in places)
-
-
-@cache
-def _extended(kind: type[nn.Module], by: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (by, kind), {_EXTENDS: kind})
 
 
 def _choose(model: PreTrainedModel, name: str) -> None:

@@ -41,14 +41,14 @@ def head_dim(config: Config) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def shape(config: Config) -> Shape:
-    """Sizes of a Llama-like config."""
+def shape(config: Config, columns: str = "intermediate_size") -> Shape:
+    """Sizes of a Llama-like config; `columns` is the field with those of an MLP, or of an expert."""
     heads = config.num_attention_heads
     return Shape(
         heads,
         config.num_key_value_heads or heads,
         head_dim(config),
-        config.intermediate_size,
+        getattr(config, columns),
         config.hidden_size,
     )
 

@@ -22,7 +22,7 @@ SHARED = Mlp(
 
 def shape(config: Config, columns: str) -> Shape:
     """Sizes of a config; `columns` is the field with those of an expert."""
-    return replace(llama.shape(config), columns=getattr(config, columns), experts=config.num_experts)
+    return replace(llama.shape(config, columns), experts=config.num_experts)
 
 
 def narrow(config: Config, reduction: int) -> Config:

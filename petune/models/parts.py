@@ -1,24 +1,45 @@
-"""What sub-layers are described with: sizes, roles, norms, groups of linears, positions that attention
-scores. The vocabulary's other words, and these again, are in spec.py."""
+"""What sub-layers are described with: sizes, regions, roles, norms, groups of linears, positions that
+attention scores. The vocabulary's other words, and these again, are in spec.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
 # qkv, gate_up: linears that are several, whose outputs lie side by side in this order
 # q_pos, k_pos: of the positions that attention scores itself
-Role = Literal["q", "k", "v", "o", "q_pos", "k_pos", "gate", "up", "down", "qkv", "gate_up", "experts"]
+# z, b, a: of attention without scores: the gate of its result, how much is written, how fast it decays
+Role = Literal[
+    "q",
+    "k",
+    "v",
+    "o",
+    "q_pos",
+    "k_pos",
+    "gate",
+    "up",
+    "down",
+    "qkv",
+    "gate_up",
+    "experts",
+    "z",
+    "b",
+    "a",
+    "qkvz",
+    "ba",
+]
 OPTIONAL: tuple[Role, ...] = ("gate", "q_pos", "k_pos")  # that a block may lack
+# of a few rows, whose rounding a state would gather over all tokens: these are not quantised
+FINE: tuple[Role, ...] = ("b", "a", "ba")
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
-    where there are experts), hidden width, and the number of experts, 0 without."""
+    where there are experts), hidden width; the number of experts, 0 without, and of blocks with a mixer."""
 
     heads: int
     kv_heads: int
@@ -26,6 +47,27 @@ class Shape:
     columns: int
     width: int
     experts: int = 0
+    mixers: int = 0
+
+
+@dataclass(frozen=True)
+class Region:
+    """Attention, MLP or a mixer, which no plan cuts, inside a block: the module it enters by, the row site it
+    leaves by, its linears by role.
+
+    Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
+    may be absent from a block. gated: q has twice the features of its heads, see Attention.
+    """
+
+    kind: Literal["attention", "mlp", "mixer"]
+    enter: str
+    leave: str
+    sites: Mapping[Role, str]
+    inputs: tuple[str, ...] = ("hidden_states",)
+    head_counts: tuple[str, ...] = ()
+    by_head: Mapping[str, int] = field(default_factory=dict)
+    cross: bool = False
+    gated: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from petune.errors import UsageError
 from petune.models.experts import is_experts, weights_of
 from petune.models.frozen_weight import FORMS, form_of, quantised
+from petune.models.parts import FINE
 from petune.models.sharded import shards_of
 from petune.models.spec import Family, find_sites
 
@@ -27,7 +28,8 @@ def quantise_blocks(
     model: nn.Module, family: Family | None, base_dtype: str, device: torch.device | None = None
 ) -> None:
     """Put quantised weights in the place of those of every linear, and of all experts, in the blocks of a
-    model, one by one; a shared one stays shared, a quantised one what it is.
+    model, one by one; a shared one stays shared, a quantised one what it is. The few rows by which a mixer's
+    state is written and decays stay as they are.
 
     The model may be on the meta device; device: where it will compute, None for where it is. Raises
     UsageError, before the first, for a model of no known family, and for a weight that trains, is sharded or
@@ -46,7 +48,8 @@ def quantise_blocks(
             where="base_dtype",
             remedy="remove base_dtype, or use dp without shard",
         )
-    weights = [(one.module, name) for one in find_sites(model, family) for name in _names(one.module)]
+    layers = [one.module for one in find_sites(model, family) if one.role not in FINE]
+    weights = [(layer, name) for layer in layers for name in _names(layer)]
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for layer, name in weights:
         _refuse(layer.get_parameter(name), base_dtype, device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -23,6 +23,7 @@ from petune.models.parts import OPTIONAL
 from petune.models.parts import LinearGroup as LinearGroup
 from petune.models.parts import Norm as Norm
 from petune.models.parts import Positions as Positions
+from petune.models.parts import Region as Region
 from petune.models.parts import Role as Role
 from petune.models.parts import Shape as Shape
 from petune.models.parts import linears as linears
@@ -39,25 +40,6 @@ Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
 
 @dataclass(frozen=True)
-class Region:
-    """Attention or MLP inside a block: the module it enters by, the row site it leaves by, its linears by
-    role.
-
-    Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
-    may be absent from a block.
-    """
-
-    kind: Literal["attention", "mlp"]
-    enter: str
-    leave: str
-    sites: Mapping[Role, str]
-    inputs: tuple[str, ...] = ("hidden_states",)
-    head_counts: tuple[str, ...] = ()
-    by_head: Mapping[str, int] = field(default_factory=dict)
-    cross: bool = False
-
-
-@dataclass(frozen=True)
 class Attention:
     """Attention, entered by the module `at`. groups: one of q, k and v, or, with a memory, one of q and one
     of k and v.
@@ -70,6 +52,7 @@ class Attention:
     bias: the table of relative positions below `at`, which block 0 has. sinks: the attribute of `at` with the
     score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
     its probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
+    gated: q makes for each head a query and, behind it, a gate, whose sigmoid scales the head's result.
     """
 
     at: str
@@ -89,6 +72,7 @@ class Attention:
     drop: str | None = None
     head_counts: tuple[str, ...] = ()
     exchange: Exchanged | None = None
+    gated: bool = False
 
     @cached_property
     def region(self) -> Region:
@@ -103,7 +87,26 @@ class Attention:
             head_counts=self.head_counts,
             by_head={} if self.bias is None else {f"{self.bias}.weight": 1},
             cross=self.memory is not None,
+            gated=self.gated,
         )
+
+
+@dataclass(frozen=True)
+class LinearAttention(Attention):
+    """Attention without scores: a state goes through the tokens of a row in order. groups: one, of all that
+    reads hidden states.
+
+    full: the attention with scores that stands in its place in other blocks. form: what extends the class of
+    `at`, so that no state goes from one sample of a row to the next (see models/linear_attention.py).
+    """
+
+    full: Attention | None = None
+    form: type[nn.Module] | None = None
+
+    @cached_property
+    def region(self) -> Region:
+        """Where it is entered and left."""
+        return replace(super().region, kind="mixer")
 
 
 @dataclass(frozen=True)
@@ -217,15 +220,25 @@ class StackRule:
     between: str | None = None
 
     @cached_property
+    def cores(self) -> tuple[Attention | Mlp | RoutedMlp, ...]:
+        """The cores of the sub-layers; of attention that takes turns, both."""
+        cores = [sublayer.core for sublayer in self.sublayers]
+        full = [core.full for core in cores if isinstance(core, LinearAttention) and core.full]
+        return (*cores, *full)
+
+    @cached_property
     def regions(self) -> tuple[Region, ...]:
         """Where the sub-layers are entered and left."""
-        return tuple(sublayer.core.region for sublayer in self.sublayers)
+        return tuple(core.region for core in self.cores)
 
     def sublayers_in(self, block: nn.Module) -> tuple[SubLayer, ...]:
-        """The sub-layers that `block` has: with a dense MLP where it has no experts, without cross-attention
-        where there is none, with the norm before the core where the block has it there."""
+        """The sub-layers that `block` has: with a dense MLP where it has no experts, with attention that has
+        scores where it is that one's turn, without cross-attention where there is none, with the norm before
+        the core where the block has it there."""
         here = []
         for one in self.sublayers:
+            if isinstance(one.core, LinearAttention) and one.core.full and not child_of(block, one.core.at):
+                one = replace(one, core=one.core.full)
             if isinstance(one.core, RoutedMlp) and one.core.dense and not one.core.stands_in(block):
                 one = replace(one, core=one.core.dense)
             if one.norm_first is not None and getattr(block, one.norm_first):
@@ -243,10 +256,14 @@ class StackRule:
     @cached_property
     def positions(self) -> Positions | None:
         """The positions that attention scores itself, None where no attention does."""
-        cores = [one.core for one in self.sublayers]
         return next(
-            (core.positions for core in cores if isinstance(core, Attention) and core.positions), None
+            (core.positions for core in self.cores if isinstance(core, Attention) and core.positions), None
         )
+
+    @cached_property
+    def linear(self) -> LinearAttention | None:
+        """The attention without scores, None where all have them."""
+        return next((core for core in self.cores if isinstance(core, LinearAttention)), None)
 
     @property
     def causal(self) -> bool:

@@ -56,9 +56,9 @@ class Cut:
     vocabulary: tuple[int, ...]
     overlap: bool
 
-    def layout(self, kind: str) -> Layout:
-        """The layout of a region of kind "attention" or "mlp"."""
-        return self.attention if kind == "attention" else self.mlp
+    def layout(self, kind: str) -> Layout | Connection:
+        """The layout of a region of a kind; a mixer is whole on every rank."""
+        return {"attention": self.attention, "mlp": self.mlp}.get(kind, "whole")
 
 
 @dataclass(frozen=True)
@@ -444,6 +444,7 @@ class _Cutting:
             self._same_stacks(model_config)
         if by_heads or row.mlp == "heads":
             self._divisible(family)
+        self._stateless(family, row)
         self._undivided(family, row, model_config)
         if config.exchange == "ring" and (cap := getattr(model_config, "attn_logit_softcapping", None)):
             remedy = "use exchange: gather or ulysses"
@@ -562,6 +563,12 @@ class _Cutting:
         """Whether a block of the family is one by heads and columns."""
         for why in {rule.uncut for rule in family.stacks.values() if rule.uncut is not None}:
             self.faults.append(Problem(why, self.where, remedy="use sp with exchange: gather, pp or dp"))
+
+    def _stateless(self, family: Family, row: Row) -> None:
+        """Whether a rank can have some tokens of a row."""
+        if row.connection == "sequence" and any(rule.linear for rule in family.stacks.values()):
+            what = "its mixers carry a state through all tokens of a row, and a rank has some"
+            self.faults.append(Problem(what, self.where, remedy="use pp or dp"))
 
     def _undivided(self, family: Family, row: Row, model_config: Config) -> None:
         """Whether tokens of a row are told apart where attention scores positions itself."""

@@ -37,7 +37,8 @@ from petune.kernels.configs import KEEPS, OFFLOADS
 from petune.kernels.memory.shaped_program import remade
 from petune.methods.configs import METHODS
 from petune.models.experts import weights_of
-from petune.models.spec import Role, Site, StackName, find_sites
+from petune.models.gated_delta import keys_of
+from petune.models.spec import Role, Site, StackName, StackRule, find_sites
 from petune.models.stack import Stack
 from petune.models.tuned_linear import TunedModule
 from petune.parallel import ParallelConfig
@@ -72,7 +73,8 @@ CHECKPOINT = Again("checkpoint", frozenset(get_args(Role)), True)  # the same, r
 class Linear:
     """One site: weights of the base, and those its method put beside it. source: the stack whose tokens pass
     it, which of cross-attention's keys is the encoder. width: of all heads, where attention leaves by it,
-    else 0. reached: whether the gradient passes it."""
+    else 0. reached: whether the gradient passes it. keys: of attention without scores, see `keys_of`; else
+    0."""
 
     stack: StackName
     block: int
@@ -85,6 +87,7 @@ class Linear:
     causal: bool
     reached: bool
     trained: bool
+    keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def flops_of(drawn: Sketch) -> Flops | None:
     linears = []
     for site in sites:
         reached = first is not None and (order.index(site.stack), site.block) >= first
-        linears.append(_linear(site, reached, family.stacks[site.stack].causal, _active(site, model)))
+        rule = family.stacks[site.stack]
+        linears.append(_linear(site, reached, rule.causal, _active(site, model), _keys(site, model, rule)))
     head = cast("Any", model).get_output_embeddings() if drawn.work.vocabulary_head else None
     return Flops(
         tuple(linears),
@@ -144,7 +148,15 @@ def _active(site: Site, model: nn.Module) -> float:
     return float(cast("Any", model).config.num_experts_per_tok) / float(cast("Any", site.module).num_experts)
 
 
-def _linear(site: Site, reached: bool, causal: bool, active: float) -> Linear:
+def _keys(site: Site, model: nn.Module, rule: StackRule) -> int:
+    """See Linear."""
+    if rule.linear is None or site.region != rule.linear.region:
+        return 0
+    block = model.get_submodule(site.name.removesuffix(f".{rule.linear.region.sites[site.role]}"))
+    return keys_of(cast("Any", block.get_submodule(rule.linear.at)).head_k_dim)
+
+
+def _linear(site: Site, reached: bool, causal: bool, active: float, keys: int) -> Linear:
     module = cast("Any", site.module)
     names = weights_of(module) if site.role == "experts" else ("weight",)
     weights = [module.get_parameter(name) for name in names]
@@ -161,6 +173,7 @@ def _linear(site: Site, reached: bool, causal: bool, active: float) -> Linear:
         causal=causal,
         reached=reached,
         trained=weights[0].requires_grad,
+        keys=keys,
     )
 
 
@@ -181,6 +194,8 @@ def _lengths(example: Example, stacks: set[StackName]) -> dict[StackName, list[i
 
 def _attention(one: Linear, lengths: Mapping[StackName, Sequence[int]]) -> float:
     """FLOP of the attention that leaves by a site, forward."""
+    if one.keys:
+        return 4 * one.width * one.keys * sum(lengths[one.stack])
     keys = lengths["encoder"] if one.cross else lengths[one.stack]
     pairs = sum(length * other for length, other in zip(lengths[one.stack], keys, strict=True))
     return 4 * one.width * pairs * (0.5 if one.causal and not one.cross else 1)

@@ -14,6 +14,7 @@ from petune.estimate.footprint import Pass, saved_in
 from petune.kernels.fuse import fuse
 from petune.methods import wrap
 from petune.models import family_of
+from petune.models.gated_delta import CHUNK
 from petune.models.stack import own_stacks
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan
@@ -102,6 +103,21 @@ def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) 
 def test_of_experts_those_that_a_token_goes_through_are_counted(name: str, method: str) -> None:
     saved = [saved_by_autograd(model_of(name, method, depth), name) for depth in (1, 2)]
     assert estimated(model_of(name, method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+def test_of_attention_that_takes_turns_both_forms_are_near(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second block is of this kind; rows are a chunk long."""
+    monkeypatch.setattr("tests.estimate.test_activations.LENGTH", CHUNK)
+    sizes: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
+    kinds = ["full_attention", kind]
+    models = [model_of("qwen3_5-causal", method, at, layer_types=kinds[:at], **sizes) for at in (1, 2)]
+    one, two = (saved_by_autograd(model, "qwen3_5-causal") for model in models)
+    assert estimated(models[1]) == pytest.approx(two - one, rel=0.1)
 
 
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])

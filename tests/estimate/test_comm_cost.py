@@ -58,6 +58,15 @@ def test_a_block_sends_what_its_layouts_need(parallel: ParallelConfig, forward: 
     assert per_block(sent(parallel)) == (forward, backward)
 
 
+def test_mixers_send_nothing_and_attention_where_it_takes_its_turn() -> None:
+    """Two blocks, of which one has attention."""
+    found = sent(ParallelConfig(tp=CutConfig(size=2)), "qwen3_5-causal")
+    assert {one.where: (one.times, one.forward) for one in found} == {
+        "decoder attention": (1, T),
+        "decoder mlp": (2, T),
+    }
+
+
 @pytest.mark.parametrize("row", ["tp", "galaxy", "sp"])
 def test_nothing_goes_backward_where_nothing_trains(row: str) -> None:
     found = sent(ParallelConfig(**{row: CutConfig(size=2)}), backward=False)

@@ -44,6 +44,8 @@ from transformers import (
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     RobertaConfig,
     RobertaForMaskedLM,
     SmolLM3Config,
@@ -231,6 +233,18 @@ WHISPER: dict[str, Any] = {
     "max_source_positions": 9,
     "max_target_positions": 64,
 }
+# A mixer in every other block, with two heads of values for each of keys. A first token gives the product of
+# query and key, which a norm makes a sign of: an epsilon so great that no rounding decides it.
+MIXERS: dict[str, Any] = {
+    "rms_norm_eps": 1e-3,
+    "head_dim": 16,
+    "rope_parameters": TURNED,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -260,6 +274,7 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "deberta-classify": (DebertaV2ForSequenceClassification, DebertaV2Config, DEBERTA3),
     "deberta2-mlm": (DebertaV2ForMaskedLM, DebertaV2Config, DEBERTA2),
     "eurobert-classify": (EuroBertForSequenceClassification, EuroBertConfig, DECODER),
+    "qwen3_5-causal": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {**DECODER, **MIXERS}),
     "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
     "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),
     "vit-classify": (ViTForImageClassification, ViTConfig, VIT),

@@ -37,11 +37,15 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
@@ -49,7 +53,7 @@ from transformers import (
 
 from petune.models import FAMILIES
 from petune.models.spec import Family
-from tests.methods.more_models import BART, BERT, DECODER, GATED, MORE, T5, VOCAB
+from tests.methods.more_models import BART, BERT, DECODER, GATED, MIXERS, MORE, T5, VOCAB
 
 # One block of each type of attention, a window shorter than a batch's texts, a scale of its own
 _GEMMA: dict[str, Any] = {
@@ -84,6 +88,7 @@ ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 _MOE: dict[str, Any] = {**DECODER, "hidden_size": 32, "intermediate_size": 24, "num_experts_per_tok": 2}
 _QWEN: dict[str, Any] = {**_MOE, "num_experts": 5, "moe_intermediate_size": 16}
+_SHARED: dict[str, Any] = {**_QWEN, "shared_expert_intermediate_size": 24}
 MOE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # routed experts; the first has a dense block too
     "qwen3moe-causal": (
         Qwen3MoeForCausalLM,
@@ -93,7 +98,7 @@ MOE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # routed experts; the first
     "qwen2moe-causal": (
         Qwen2MoeForCausalLM,
         Qwen2MoeConfig,
-        {**_QWEN, "shared_expert_intermediate_size": 24},
+        _SHARED,
     ),
     "mixtral-causal": (MixtralForCausalLM, MixtralConfig, {**_MOE, "num_local_experts": 4}),
     "gptoss-causal": (
@@ -107,6 +112,8 @@ MOE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # routed experts; the first
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "qwen3next-causal": (Qwen3NextForCausalLM, Qwen3NextConfig, {**_SHARED, **MIXERS}),
+    "qwen3_5moe-causal": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, {**_SHARED, **MIXERS}),
 }
 FOUR = ("bert-classify", "bart-seq2seq", "t5-seq2seq", "llama-causal")  # one model of each family
 # No token twice: a random model with tied embeddings would otherwise repeat one, and hide what the test is

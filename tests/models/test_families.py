@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertModel, Gemma3Config, LlamaModel, T5EncoderModel
+from transformers import BertModel, Gemma3Config, LlamaModel, Qwen3_5Config, T5EncoderModel
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
@@ -47,6 +48,7 @@ OTHERS = {  # by family
     "gpt2": {"decoder": ("qkv o", "up down", 2)},
     "phi3": {"decoder": ("qkv o", "gate_up down", 2)},
     "glm4": {"decoder": ("q k v o", "gate_up down", 2)},
+    "qwen3_5": {"decoder": (("qkv z b a o", "q k v o"), "gate up down", 2)},  # of each block in turn
 }
 
 
@@ -81,8 +83,9 @@ def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> Non
         gated = ["gate"] if name in ("t5-gated", "mt5-seq2seq") else []
         for block in range(2):
             own = [site for site in sites if (site.stack, site.block) == (stack, block)]
+            here = attention if isinstance(attention, str) else attention[block]
             assert Counter(site.role for site in own) == Counter(
-                [*attention.split(), *apart, *mlp.split(), *gated]
+                [*here.split(), *apart, *mlp.split(), *gated]
             )
             assert {site.role for site in own if site.leaves} == {"o", "down"}
             assert sum(site.leaves for site in own) == ways_out
@@ -99,9 +102,7 @@ def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
             if beside:
                 assert hasattr(around, beside)
         for block in model.get_submodule(path):
-            for region in rule.regions:
-                if region.cross and stack == "encoder":
-                    continue
+            for region in rule.regions_in(block):
                 inner = block.get_submodule(region.enter)
                 assert child_of(block, region.leave)
                 for count in region.head_counts:
@@ -116,8 +117,11 @@ def test_shape_is_that_of_the_weights(name: str) -> None:
     shape = table.shape(model.config)
     for site in find_sites(model, table):
         weight = site.module.weight.T if isinstance(site.module, Conv1D) else site.module.weight
+        mixer = table.stacks[site.stack].linear
+        if mixer is not None and site.region == mixer.region:
+            continue
         if site.role == "q":
-            assert weight.shape == (shape.heads * shape.head_dim, shape.width)
+            assert weight.shape == (shape.heads * shape.head_dim * (1 + (mixer is not None)), shape.width)
         elif site.role in ("k", "v"):
             assert weight.shape == (shape.kv_heads * shape.head_dim, shape.width)
         elif site.role in ("gate", "up", "gate_up"):
@@ -237,9 +241,13 @@ def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_model_that_holds_more_than_a_text_model_is_refused_with_what_to_do() -> None:
-    config = Gemma3Config(text_config=tiny("gemma3-causal").config)
-    with pytest.raises(
-        UsageError, match=r"type gemma3 holds more than the text model(.|\n)*save its text model by itself"
-    ):
+@pytest.mark.parametrize(
+    ("wrapper", "name"), [(Gemma3Config, "gemma3-causal"), (Qwen3_5Config, "qwen3_5-causal")]
+)
+def test_a_model_that_holds_more_than_a_text_model_is_refused_with_what_to_do(
+    wrapper: Any, name: str
+) -> None:
+    config = wrapper(text_config=tiny(name).config)
+    held = f"type {config.model_type} holds more than the text model"
+    with pytest.raises(UsageError, match=rf"{held}(.|\n)*save its text model by itself"):
         outline(Source("config:g.json", "config", "g.json", None, ""), config, "causal", torch.float32)

@@ -85,6 +85,8 @@ def can_be_cut(name: str, backend: str) -> bool:
         return False
     if scores_positions(name) and cut.attention == "sequence":
         return False
+    if carries_state(name) and cut.connection == "sequence":
+        return False
     whole = "heads" not in (cut.attention, cut.mlp)
     return whole or all(rule.uncut is None for rule in table(name).stacks.values())
 
@@ -92,6 +94,11 @@ def can_be_cut(name: str, backend: str) -> bool:
 def scores_positions(name: str) -> bool:
     """Whether its attention scores positions itself, those of all tokens."""
     return any(rule.positions is not None for rule in table(name).stacks.values())
+
+
+def carries_state(name: str) -> bool:
+    """Whether some of its attention carries a state through all tokens of a row."""
+    return any(rule.linear is not None for rule in table(name).stacks.values())
 
 
 def fitting(name: str, turn: int, backend: str) -> str:
@@ -122,7 +129,7 @@ SHORT_KIN = [cell for cell in KIN if (cell[2], cell[1]) in ROUND_KIN]
 SPREAD = [
     (method, name)
     for method, name in product(METHODS, MOE)
-    if method != "side" or name not in ("mixtral-causal", "gptoss-causal")
+    if method != "side" or name not in ("mixtral-causal", "gptoss-causal", "qwen3_5moe-causal")
 ]
 SPREAD_FUSED = [
     ("lora", "qwen3moe-causal", 2, 2, "input"),

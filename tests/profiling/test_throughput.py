@@ -107,6 +107,14 @@ def test_attention_is_quadratic_halved_by_a_causal_mask_and_ends_with_a_packed_r
     assert attention("llama-causal", packed) == 3 * layers * 4 * width * (9 + 25) / 2
 
 
+def test_a_state_costs_alike_at_every_token(tmp_path: Path) -> None:
+    """One block has it, the other attention with scores."""
+    flops = counted("qwen3_5-causal", tmp_path)
+    found = flops.model(example(8)) - replace(without_attention(flops), head=flops.head).model(example(8))
+    heads, keys, values = 4, 8, 12
+    assert found == 3 * (6 * heads * keys * values * 8 + 4 * (8 * 16) * 8 * 8 / 2)
+
+
 def test_the_head_counts_trained_tokens_and_a_classifiers_does_not(tmp_path: Path) -> None:
     flops = counted("llama-causal", tmp_path)
     assert flops.head == tiny("llama-causal").lm_head.weight.numel()

@@ -9,6 +9,7 @@ so that copying a model copies it whole.
         whole        heads     copy (backward: sum)                 reduce
         sequence     heads     gather (backward: reduce-scatter)    reduce-scatter
         sequence     sequence  nothing; attention exchanges keys and values
+        whole        whole     nothing (a mixer)
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def _cross_region(
     block: nn.Module, region: Region, where: str, edges: StackEdges, shape: Shape, overlap: Overlap | None
 ) -> None:
     plan, group, rank = edges.plan, edges.group, edges.rank
+    if plan.layout(region.kind) == "whole":
+        return
     enter = module_at(block, region.enter, where)[1]
     if plan.layout(region.kind) == "sequence":
         if region.kind == "attention":

@@ -113,7 +113,8 @@ def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[int, 
     queries, keys = (
         tuple(count * shape.head_dim for count in counts) for counts in (cut.heads, cut.kv_heads)
     )
-    return {role: keys if role in ("k", "v") else queries for role in region.sites}
+    gated = tuple((1 + region.gated) * size for size in queries)
+    return {role: gated if role == "q" else keys if role in ("k", "v") else queries for role in region.sites}
 
 
 def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split]:

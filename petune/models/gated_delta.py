@@ -1,0 +1,89 @@
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) on rows in which samples are packed, and the
+causal convolution before it. At token t of a sample, for each head with a state S [key features, value
+features]:
+
+    S <- exp(g_t) S;   S <- S + k_t (beta_t (v_t - S^T k_t))^T;   y_t = S^T q_t
+
+S is zero before a sample's first token. `samples` [1 | rows, tokens] has the number of each token's sample,
+from 0 on. Computed chunk by chunk: inside a chunk the rule is a triangular system, and only the state goes
+from one chunk to the next. Sums are made in float32 (float64 for float64), outside autocast.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens
+EPS = 1e-6  # of the lengths that queries and keys are divided by
+
+
+def keys_of(features: int) -> int:
+    """The keys that attention sees at as many FLOP a token as the rule has with states of so many key
+    features: 6 for each number of a state, where a key has 4 for each feature."""
+    return 3 * features // 2
+
+
+def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:
+    """Each feature of x [rows, tokens, features] convolved with its own weight [features, taps], the last of
+    which is the token's own; taps that would reach into the sample before are left out."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    taps = weight.to(wide).unbind(1)
+    y = x.to(wide) * taps[-1]
+    for back, tap in enumerate(reversed(taps[:-1]), 1):
+        if back < x.shape[1]:
+            same = samples[:, back:] == samples[:, :-back]
+            y = y + F.pad(x[:, :-back].to(wide) * tap * same[..., None], (0, 0, back, 0))
+    return y.to(x.dtype)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, samples: Tensor, chunk: int = CHUNK
+) -> Tensor:
+    """q, k [rows, tokens, key heads, key features], v [rows, tokens, heads, value features], g <= 0 and beta
+    [rows, tokens, heads] -> y, shaped as v and of its dtype. Key heads serve as many heads in a row each;
+    queries and keys are divided by their lengths, queries by the root of their features too."""
+    with torch.autocast(v.device.type, enabled=False):
+        return _in_chunks(q, k, v, g, beta, samples, chunk).to(v.dtype)
+
+
+def _in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, samples: Tensor, chunk: int
+) -> Tensor:
+    wide, tokens, groups = torch.promote_types(v.dtype, torch.float32), v.shape[1], v.shape[2] // k.shape[2]
+
+    def chunks(x: Tensor) -> Tensor:
+        """[rows, tokens, heads, ...] -> [rows, heads, chunks, chunk, ...], filled up with zeros."""
+        x = x.to(wide).transpose(1, 2)
+        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, -tokens % chunk))
+        return x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
+
+    q, k = (chunks(_unit(x.to(wide)).repeat_interleave(groups, 2)) for x in (q, k))
+    q, v, g, beta = q * q.shape[-1] ** -0.5, chunks(v), chunks(g), chunks(beta)[..., None]
+    number = F.pad(samples, (0, -tokens % chunk), value=-1).unflatten(1, (-1, chunk))[:, None]
+    before = F.pad(number[..., :-1, -1:], (0, 0, 1, 0), value=-1)  # the sample that the chunk before ended in
+    decay = g.cumsum(-1)  # since the chunk began
+
+    seen = (number[..., :, None] == number[..., None, :]).tril()
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    since = (decay.exp() * (number == before))[..., None]  # what is left of the state before the chunk
+    until = ((decay[..., -1:] - decay).exp() * (number == number[..., -1:]))[..., None]
+
+    system = (k * beta) @ k.mT * between
+    given = torch.cat([v * beta, k * beta * since], -1)
+    solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
+    written, read = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores, reading, writing = q @ k.mT * between, q * since, (k * until).mT
+
+    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    found = []
+    for at in range(v.shape[2]):
+        new = written[:, :, at] - read[:, :, at] @ state
+        found.append(reading[:, :, at] @ state + scores[:, :, at] @ new)
+        state = state * since[:, :, at, -1:] + writing[:, :, at] @ new
+    return torch.cat(found, 2)[:, :, :tokens].transpose(1, 2)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
