@@ -1,11 +1,11 @@
-"""What sub-layers are described with: roles, norms, groups of linears, positions that attention scores. The
-vocabulary's other words, and these again, are in spec.py."""
+"""What sub-layers are described with: roles, norms, groups of linears, positions that attention scores, how
+tensors are sliced, sizes. The vocabulary's other words, and these again, are in spec.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -56,3 +56,37 @@ class Positions:
     makers: tuple[str, ...]
     half: str
     own: Mapping[str, type[nn.Module]]
+
+
+CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
+Columns = Literal["columns", "dense", "shared"]  # the field of Shape with those of an MLP
+
+
+class Pieces(NamedTuple):
+    """A dim that is several equal pieces one behind the other, as gate | up, each of which is sliced; or
+    where a column takes several places in a row."""
+
+    dim: int
+    number: int = 1
+    places: int = 1
+
+
+# The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum;
+# None: whole, inside the cut
+Split = int | Pieces | Literal["owner", "after"] | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
+    where there are experts), hidden width, and the number of experts, 0 without; beside experts the columns
+    of a dense block's MLP and of a shared expert, 0 without."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    width: int
+    experts: int = 0
+    dense: int = 0
+    shared: int = 0

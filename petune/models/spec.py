@@ -20,32 +20,20 @@ from petune.errors import UsageError, nearest
 from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
 from petune.models.parts import OPTIONAL
+from petune.models.parts import Columns as Columns
+from petune.models.parts import CutKind as CutKind
 from petune.models.parts import LinearGroup as LinearGroup
 from petune.models.parts import Norm as Norm
+from petune.models.parts import Pieces as Pieces
 from petune.models.parts import Positions as Positions
 from petune.models.parts import Role as Role
+from petune.models.parts import Shape as Shape
+from petune.models.parts import Split as Split
 from petune.models.parts import linears as linears
 
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
-CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
-# The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum;
-# None: whole, inside the cut
-Split = int | Literal["owner", "after"] | None
 Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
-    where there are experts), hidden width, and the number of experts, 0 without."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    columns: int
-    width: int
-    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class Region:
     role.
 
     Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
-    may be absent from a block.
+    may be absent from a block. columns: see Columns. mixture: whether it is one of experts.
     """
 
     kind: Literal["attention", "mlp"]
@@ -65,6 +53,19 @@ class Region:
     head_counts: tuple[str, ...] = ()
     by_head: Mapping[str, int] = field(default_factory=dict)
     cross: bool = False
+    columns: Columns = "columns"
+    mixture: bool = False
+
+    @property
+    def summed(self) -> str:
+        """The module that gives one term of a sum where ranks share the region: of a mixture the whole, in
+        which what its experts and the shared one give has met."""
+        return self.enter if self.mixture else self.leave
+
+    @property
+    def within(self) -> bool:
+        """Whether it is inside another region, that of a mixture, by which ranks enter and leave it."""
+        return self.columns == "shared"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Attention:
     def region(self) -> Region:
         """Where it is entered and left."""
         groups = self.groups if self.positions is None else (*self.groups, self.positions.linears)
+        by_head = {} if self.bias is None else {f"{self.bias}.weight": 1}
         return Region(
             kind="attention",
             enter=self.at,
@@ -111,7 +113,7 @@ class Attention:
             sites=dict(member for group in groups for member in group.members) | {"o": self.out},
             inputs=("hidden_states",) if self.memory is None else ("hidden_states", self.memory),
             head_counts=self.head_counts,
-            by_head={} if self.bias is None else {f"{self.bias}.weight": 1},
+            by_head=by_head if self.sinks is None else by_head | {self.sinks: 0},
             cross=self.memory is not None,
         )
 
@@ -119,19 +121,19 @@ class Attention:
 @dataclass(frozen=True)
 class Mlp:
     """An MLP, entered by the module `at`: act(up) or, where the block has a gate, act(gate) * up. drop: the
-    dropout before `down`."""
+    dropout before `down`. columns: see Columns."""
 
     at: str
     up: LinearGroup
     down: str
     drop: str | None = None
+    columns: Columns = "columns"
 
     @cached_property
     def region(self) -> Region:
         """Where it is entered and left."""
-        return Region(
-            kind="mlp", enter=self.at, leave=self.down, sites=dict(self.up.members) | {"down": self.down}
-        )
+        sites = dict(self.up.members) | {"down": self.down}
+        return Region(kind="mlp", enter=self.at, leave=self.down, sites=sites, columns=self.columns)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ class RoutedMlp:
     @cached_property
     def region(self) -> Region:
         """Where it is entered and left, and its one site: all the experts."""
-        return Region(kind="mlp", enter=self.at, leave=self.experts, sites={"experts": self.experts})
+        sites: dict[Role, str] = {"experts": self.experts}
+        return Region(kind="mlp", enter=self.at, leave=self.experts, sites=sites, mixture=True)
 
     def stands_in(self, block: nn.Module) -> bool:
         """Whether this block has experts."""

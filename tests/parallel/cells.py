@@ -124,6 +124,11 @@ SPREAD = [
     for method, name in product(METHODS, MOE)
     if method != "side" or name not in ("mixtral-causal", "gptoss-causal")
 ]
+# and every expert over ranks by its columns
+BY_COLUMNS = [
+    (method, backend, name)
+    for (method, name), backend in product(SPREAD, ("tp", "tp-whole-vocabulary", "galaxy"))
+]
 SPREAD_FUSED = [
     ("lora", "qwen3moe-causal", 2, 2, "input"),
     ("full", "mixtral-causal", 3, 1, "attention"),
