@@ -255,9 +255,9 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     for name, path in paths.items():
         around = model.get_submodule(path.rpartition(".")[0])
         blocks = cast("nn.ModuleList", model.get_submodule(path))
-        own = copy.deepcopy(small)
+        own = copy.deepcopy(family.part(small, name))
         own.is_decoder = (name == "decoder" and family.kind == "encoder-decoder") or bool(
-            getattr(small, "is_decoder", False)
+            getattr(own, "is_decoder", False)
         )
         feeds = name == "encoder" and "decoder" in paths
         weight, width = next(blocks.parameters()), family.shape(model.config).width
@@ -312,13 +312,15 @@ def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
     """The config of the side blocks. Raises UsageError naming every size that `reduction` does not divide."""
     config: Any = model.config
     small = family.narrow(config, reduction)
-    given = {**config.to_dict(), "head_dim": family.shape(config).head_dim}
-    sizes = {
-        name: value
-        for name, value in given.items()
-        if isinstance(value, int) and getattr(small, name, value) != value
-    }
-    sizes["head_dim"] = given["head_dim"]
+    given = {"head_dim": family.shape(config).head_dim}
+    sizes = dict(given)
+    for stack in family.stacks:
+        part, narrow = family.part(config, stack), family.part(small, stack)
+        sizes |= {
+            name: value
+            for name, value in (part.to_dict() | given).items()
+            if isinstance(value, int) and getattr(narrow, name, value) != value
+        }
     problems = [
         Problem(f"side.reduction {reduction} does not divide the model's {name}", found=f"{name} {value}")
         for name, value in sizes.items()
@@ -335,9 +337,10 @@ def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
         )
     if problems:
         raise UsageError(problems)
-    for name in ("layer_types", "no_rope_layers"):
-        if getattr(small, name, None):
-            setattr(small, name, list(getattr(small, name)) * 2)  # side blocks are numbered past the others
+    for narrow in {id(one): one for stack in family.stacks for one in (family.part(small, stack),)}.values():
+        for name in ("layer_types", "no_rope_layers"):
+            if getattr(narrow, name, None):  # side blocks are numbered past the others
+                setattr(narrow, name, list(getattr(narrow, name)) * 2)
     return small
 
 

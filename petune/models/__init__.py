@@ -25,6 +25,7 @@ from petune.models import (
     opt,
     phi3,
     t5,
+    t5gemma,
 )
 from petune.models.spec import Family
 
@@ -43,6 +44,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mbart": bart.MBART,
         "t5": t5.FAMILY,
         "mt5": t5.FAMILY,
+        "t5gemma": t5gemma.FAMILY,
         "opt": opt.FAMILY,
         "gpt2": gpt2.FAMILY,
         "llama": llama.FAMILY,

@@ -277,7 +277,8 @@ class Family:
     order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
     is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
     the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
-    that is false where a head over the vocabulary asks the embedding for its table."""
+    that is false where a head over the vocabulary asks the embedding for its table. `part(config, stack)`:
+    the config that blocks of a stack are made of."""
 
     name: str
     kind: Kind
@@ -291,6 +292,7 @@ class Family:
     bounded: bool = True
     packs: bool = True
     tied: str | None = None
+    part: Callable[[Config, StackName], Config] = lambda config, stack: config
 
 
 @dataclass(frozen=True)

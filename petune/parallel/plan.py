@@ -445,7 +445,9 @@ class _Cutting:
         if by_heads or row.mlp == "heads":
             self._divisible(family)
         self._undivided(family, row, model_config)
-        if config.exchange == "ring" and (cap := getattr(model_config, "attn_logit_softcapping", None)):
+        parts = (family.part(model_config, stack) for stack in family.stacks)
+        caps = {cap for one in parts if (cap := getattr(one, "attn_logit_softcapping", None))}
+        for cap in caps if config.exchange == "ring" else ():
             remedy = "use exchange: gather or ulysses"
             self.fault("exchange", "a ring does not cap attention scores", "no cap", f"{cap:g}", remedy)
         if row.mlp == "heads" and shape.experts and config.overlap:

@@ -46,6 +46,8 @@ from transformers import (
     RobertaForMaskedLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
 )
@@ -199,6 +201,18 @@ GPT2: dict[str, Any] = {
     "n_positions": 64,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
+# two configs of Gemma 2's kind
+_T5GEMMA = {
+    name: value for name, value in GEMMA2.items() if name not in ("num_labels", "attn_implementation")
+}
+T5GEMMA: dict[str, Any] = {
+    **TOKENS,
+    "vocab_size": VOCAB,
+    "encoder": _T5GEMMA,
+    "decoder": _T5GEMMA,
+    "num_labels": 3,
+    "attn_implementation": "eager",
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -230,4 +244,5 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "eurobert-classify": (EuroBertForSequenceClassification, EuroBertConfig, DECODER),
     "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
     "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),
+    "t5gemma-seq2seq": (T5GemmaForConditionalGeneration, T5GemmaConfig, T5GEMMA),
 }

@@ -64,6 +64,7 @@ DROPOUTS = {
     "bart": ("dropout", "attention_dropout", "activation_dropout"),
     "t5": ("dropout_rate",),
     "llama": ("attention_dropout",),
+    "t5gemma": ("dropout_rate", "attention_dropout"),
     "gemma3": ("attention_dropout",),
     "qwen3": ("attention_dropout",),
     "opt": ("dropout", "attention_dropout"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.errors import UsageError
@@ -84,20 +83,7 @@ def exactly(one: Case) -> Case:
     )
 
 
-@pytest.fixture
-def wide_routers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers of transformers whose shares are in the dtype of the scores: in float32 each rank's part of a
-    gradient is rounded to it before these are summed."""
-    plain, narrow = F.softmax, Tensor.float
-
-    def wide(x: Tensor, *args: Any, dtype: torch.dtype | None = None, **settings: Any) -> Tensor:
-        return plain(x, *args, dtype=dtype and torch.promote_types(dtype, x.dtype), **settings)
-
-    monkeypatch.setattr(F, "softmax", wide)
-    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
-
-
-@pytest.mark.usefixtures("wide_routers")
+@pytest.mark.usefixtures("no_float32")
 @pytest.mark.parametrize(
     ("method", "backend", "name"),
     [("lora", "tp", "qwen2moe-causal"), ("side", "tp", "qwen3moe-causal"), ("full", "tp", "gptoss-causal")],
@@ -107,7 +93,7 @@ def test_three_steps_by_columns_leave_nothing_to_rounding(method: str, backend: 
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("wide_routers")
+@pytest.mark.usefixtures("no_float32")
 @pytest.mark.parametrize(("method", "backend", "name"), BY_COLUMNS)
 def test_every_method_and_family_by_columns_in_float64(method: str, backend: str, name: str) -> None:
     ladder = (("reduction", 2),) if method == "side" else ()  # heads of Qwen2-MoE here are 4 columns wide
