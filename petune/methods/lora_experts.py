@@ -89,9 +89,9 @@ class LoraExperts(TunedExperts):
         """See TunedExperts: A of down with its inputs, B of the others with their outputs."""
         found: dict[str, Split] = {}
         for weight in self.scales:
-            columns, down = along(self, weight, 1), weight == "down_proj"
+            down = weight == "down_proj"
             found[f"{weight}_lora_A"] = along(self, weight, 2) if down else None
-            found[f"{weight}_lora_B"] = None if down else columns
+            found[f"{weight}_lora_B"] = None if down else along(self, weight, 1)
         return found
 
     def tuned(self) -> dict[str, nn.Parameter]:

@@ -382,8 +382,9 @@ class Runner:
                 [(cut.sizes, int(cut.dim) + 1) for cut in cuts.values()],
                 self.mesh.groups[axis],
             )
-            wholes_ = (cut.together(value) for cut, value in zip(cuts.values(), found, strict=True))
-            parts |= zip(cuts, wholes_, strict=True)
+            parts |= {
+                name: cut.together(value) for (name, cut), value in zip(cuts.items(), found, strict=True)
+            }
             parts |= self._sent([name for name in here if name not in cuts], parts, 0, axis)
         for stage in range(self.plan.pp) if self.plan.pp > 1 else ():
             there = [
