@@ -60,6 +60,21 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_hear)  # there is no way to take one away
 
 
+@pytest.fixture
+def no_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers computes in float32 whatever a model's dtype is (softmax, norms, routers) stays in
+    float64: ranks would round their parts of a gradient to float32 before these are summed."""
+    import torch
+
+    softmax, narrow = torch.nn.functional.softmax, torch.Tensor.float
+
+    def wide(x: Any, *args: Any, dtype: Any = None, **given: Any) -> Any:
+        return softmax(x, *args, dtype=dtype and torch.promote_types(dtype, x.dtype), **given)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", wide)
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
+
+
 @pytest.fixture(autouse=True)
 def unpickled() -> Iterator[list[str]]:
     """What is unpickled beneath petune in a test, which fails for it."""

@@ -23,7 +23,7 @@ from petune.parallel.plan import make_plan
 from petune.tasks.registry import check_fit
 from tests.mark_tables import MODELS, Notes, built, fresh, of_blocks, rows
 from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO
-from tests.parallel.cells import CELLS, KIN, METHODS, OTHERS, SPREAD, SPREAD_FUSED
+from tests.parallel.cells import BY_COLUMNS, CELLS, KIN, METHODS, OTHERS, SPREAD, SPREAD_FUSED
 from tests.parallel.plans import BACKENDS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "families.md"
@@ -42,7 +42,7 @@ PLANS: dict[str, ParallelConfig] = {
 }
 BACKEND = {"FSDP2": "shard", "sp": "sp-gather", "ulysses": "sp-ulysses", "ring": "sp-ring", "pp": "pp-1f1b"}
 COLUMNS = (*METHODS, "merge", "fused", "fp8", "packed", *PLANS)
-MIXED = (*METHODS, "fused", "ep")  # of mixtures
+MIXED = (*METHODS, "fused", "tp", "galaxy", "ep")  # of mixtures
 HEAD = """# Families
 
 Written by `python -m tests.test_families_table`, which asks the code; a test compares. A row is the
@@ -50,8 +50,9 @@ Written by `python -m tests.test_families_table`, which asks the code; a test co
 one device; elsewhere LoRA's linears are fused one by one. `packed`: samples joined in a row, decoders alone.
 `sp`, `ulysses` and `ring` are the three exchanges of sequence parallelism. No mark stands without a test that
 trains a small model of the family so and finds the numbers of transformers' own, or a test of the refusal.
-Mixtures of experts have a table of their own; `ep`: they train so with their experts
-on [several ranks](parallel.md#experts-on-several-ranks). Of them tells [methods.md](methods.md#experts).
+Mixtures of experts have a table of their own: under `tp` and `galaxy` each expert is cut by columns, under
+`ep` they lie whole on [several ranks](parallel.md#experts-on-several-ranks). Of them tells
+[methods.md](methods.md#experts).
 Other models train with `full`, `lora` and `dp`: every linear outside the head is a target.
 
 """
@@ -123,6 +124,8 @@ def test_every_mark_of_a_plan_and_of_a_method_is_a_cell_of_the_matrix(made: str)
     run: set[tuple[str, str]] = set()
     for method, backend, name in cells:
         run |= {(ZOO[name][1].model_type, one) for one in (method, backend)}
+    for method, backend, name in BY_COLUMNS:
+        run |= {(MOE[name][1].model_type, one) for one in (method, backend)}
     for method, name, *_ in SPREAD:  # every one of them under ep
         run |= {(MOE[name][1].model_type, one) for one in (method, "ep")}
     for kind, column, can in marks(made):

@@ -89,7 +89,7 @@ def saved_by(
         region = core.region
         tokens = connection if cut is None or cut.layout(region.kind) == "sequence" else extent.whole
         if isinstance(core, RoutedMlp):
-            found += _of_experts(block, core, tokens, itemsize, extent.routed)
+            found += _of_experts(block, core, tokens, connection, itemsize, extent.routed)
             continue
         found += _of_region(block, core, rule, cut, extent, tokens, itemsize, dropouts[0])
         if dropouts[1]:
@@ -112,10 +112,12 @@ def _cores(block: nn.Module, rule: StackRule) -> Iterator[Attention | Mlp | Rout
             yield core.shared
 
 
-def _of_experts(block: nn.Module, core: RoutedMlp, tokens: int, itemsize: int, routed: float) -> Saved:
+def _of_experts(
+    block: nn.Module, core: RoutedMlp, tokens: int, connection: int, itemsize: int, routed: float
+) -> Saved:
     """What a mixture saves: the router's scores and their softmax, and for each expert of a token, two places
-    of 8 bytes, what gates, what is weighted, and the input of weights that train or have factors. routed: see
-    Extent."""
+    of 8 bytes, what gates, what is weighted, and the input of weights that train or have factors. connection:
+    tokens of a bottleneck behind it; routed: see Extent."""
     module, router = _module(block, core.experts), cast("Any", _module(block, core.router))
     up, down = weights_of(module)
     copies = tokens * int(router.top_k)
@@ -133,7 +135,7 @@ def _of_experts(block: nn.Module, core: RoutedMlp, tokens: int, itemsize: int, r
     whole = _module(block, core.at)
     behind = whole.kept_features().after if isinstance(whole, TunedLayer) else 0
     here = copies * routed * (features * itemsize + 2 * 8) + (copies * 2 * 8 if routed != 1 else 0)
-    return Saved(here + tokens * (2 * number_of(module) * NORM + behind * itemsize))
+    return Saved(here + tokens * 2 * number_of(module) * NORM + connection * behind * itemsize)
 
 
 def inputs_of(width: int, cut: Cut | None, extent: Extent, itemsize: int) -> float:

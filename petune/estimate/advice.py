@@ -11,7 +11,7 @@ from petune.estimate.cluster import of_speeds
 from petune.estimate.forecast import Forecast, limits_of, priced, sketch
 from petune.estimate.planner import Planner
 from petune.parallel import ParallelConfig
-from petune.parallel.configs import CutConfig, DpConfig, PpConfig
+from petune.parallel.configs import CutConfig, DpConfig, EpConfig, PpConfig
 from petune.recipe import Recipe
 
 
@@ -33,9 +33,6 @@ def advise(recipe: Recipe, speeds: Sequence[float], memory: Sequence[int] | None
     if not recipe.parallel.axes:
         remedy = "name one: parallel=galaxy; or let --cluster choose"
         raise UsageError("speeds are for the axes of a plan", where="parallel", found="none", remedy=remedy)
-    if recipe.parallel.ep is not None:
-        remedy = "write its lists: parallel.ep.shares, parallel.ep.experts"
-        raise UsageError("shares of experts are not searched for", where="parallel.ep", remedy=remedy)
     drawn = sketch(recipe)
     limits = limits_of(len(speeds), drawn.device, memory)
     planner = Planner(drawn, of_speeds(speeds, limits), recipe.gradient_checkpointing)
@@ -56,4 +53,6 @@ def _evenly(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
             cleared[name] = replace(axis, size=size, shares=(), heads=(), columns=(), sequence=())
         elif isinstance(axis, PpConfig):
             cleared[name] = replace(axis, size=size, stages=())
+        elif isinstance(axis, EpConfig):
+            cleared[name] = replace(axis, size=size, shares=(), experts=())
     return replace(parallel, **cleared)

@@ -7,16 +7,20 @@ from dataclasses import fields
 from typing import Any
 
 from petune.parallel import ParallelConfig
-from petune.parallel.configs import ROWS, CutConfig, DpConfig, PpConfig
+from petune.parallel.configs import ROWS, CutConfig, DpConfig, EpConfig, PpConfig
 
 PIECES = (1, 2, 4, 8)  # micro-batches that are tried, times the stages
 WIDEST = 32  # ranks of a cut that are tried
 LOOPS = 256  # stages times micro-batches beyond which interleaving is not tried: its order takes long to make
 
 
-def layouts(world: int, rows: int, blocks: int) -> Iterator[ParallelConfig]:
-    """Every way to lay `world` ranks along the axes, evenly, that could be a plan for so many rows and
-    blocks."""
+def layouts(world: int, rows: int, blocks: int, experts: int = 0) -> Iterator[ParallelConfig]:
+    """Every way to lay `world` ranks along the axes, evenly, that could be a plan for so many rows, blocks
+    and experts of each mixture."""
+    for ep in _divisors(world)[1:] if world <= rows else ():
+        if ep <= experts:
+            whole = DpConfig(size=world // ep) if ep < world else None
+            yield ParallelConfig(dp=whole, ep=EpConfig(size=ep))
     for tp in (ranks for ranks in _divisors(world) if ranks <= WIDEST):
         for pp in _divisors(world // tp):
             dp = world // tp // pp

@@ -22,15 +22,17 @@ from typing import Any
 from petune.errors import MachineError, RecipeError, UsageError
 from petune.estimate.balance import balance, partition, reduced
 from petune.estimate.cluster import Cluster
+from petune.estimate.expert_shares import over_experts
 from petune.estimate.forecast import Sketch
 from petune.estimate.layouts import kind_of, layouts, plain
+from petune.estimate.rank_shares import by_tokens, numbers_of, span, spread_of
 from petune.estimate.room import Rest, Room
-from petune.estimate.step_time import Both, Clock, Group, StepTime, numbers_of, span
-from petune.estimate.workload import Part, line, workload
+from petune.estimate.step_time import Both, Clock, Group, StepTime
+from petune.estimate.workload import Part, Place, line_of, seconds_at, workload
 from petune.kernels.memory.block_cost import Rates
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
-from petune.parallel.plan import Cut, apportion, in_flight
+from petune.parallel.plan import Cut, apportion, columns_together, in_flight
 from petune.recipe import load_recipe
 
 STEP = 8  # columns move in steps of this many where the model's allow it: tensor cores want such sizes
@@ -87,7 +89,8 @@ class Planner:
         left_out: Counter[str] = Counter()
         even: list[tuple[float, ParallelConfig]] = []
         known: dict[ParallelConfig, float] = {}  # sharding makes no busier
-        for layout in layouts(world, self.work.rows, blocks) if given is None else given:
+        sizes = world, self.work.rows, blocks, self.work.shape.experts
+        for layout in layouts(*sizes) if given is None else given:
             whole = replace(layout, dp=layout.dp and replace(layout.dp, shard=False, replicas=1))
             try:
                 if whole not in known:
@@ -158,11 +161,11 @@ class Planner:
         rows = apportion(self.work.rows, plan.shares)
         for rank, device in enumerate(self.cluster.devices):
             pp, dp, tp = rank // (plan.dp * plan.tp), rank // plan.tp % plan.dp, rank % plan.tp
-            key = (pp, tp, rows[dp], device.memory)
+            key = (pp, tp, spread_of(plan, dp, self.work.rows), rows[dp], device.memory)
             if device.memory is None or key in seen:
                 continue
             seen.add(key)
-            most = max(most, self.bytes_of(plan, pp, tp, rows[dp], again) / device.memory)
+            most = max(most, self.bytes_of(plan, pp, tp, rows[dp], again, dp) / device.memory)
         return most if most <= 1 else math.inf
 
     def _could_fit(self, plan: ParallelPlan, again: bool) -> bool:
@@ -174,8 +177,12 @@ class Planner:
         needed = sum(self.bytes_of(plan, pp, 0, rows, again) for pp in range(plan.pp))
         return needed * plan.dp * plan.tp <= 1.1 * sum(memory)
 
-    def bytes_of(self, plan: ParallelPlan, pp: int, tp: int, rows: int, again: bool) -> float:
+    def bytes_of(self, plan: ParallelPlan, pp: int, tp: int, rows: int, again: bool, dp: int = 0) -> float:
+        """What a rank of so many rows needs. dp: its replica, where replicas share experts."""
         process = self.room.process
+        if plan.ep > 1:
+            rest = self._rest(plan, 0, 0, len(self.work.blocks), rows)
+            return self.room.of_experts(*spread_of(plan, dp, self.work.rows), rest, again)
         own = (
             self.room.bytes(plan.cut, tp, self._rest(plan, pp, *span(plan, self.work, number), rows), again)
             for number in numbers_of(plan, pp)
@@ -196,7 +203,7 @@ class Planner:
         with suppress(
             MachineError, UsageError
         ):  # too little memory, or too few rows or blocks for these lists
-            found = self._cut(layout, plan, again)
+            found = self._cut(self._over_experts(layout, plan, again), plan, again)
             for _ in range(2 if plan.pp > 1 and plan.dp > 1 else 1):  # stages suit rows, and rows stages
                 found = self._staged(found, self.plan(found), again)
                 found = self._rowed(found, self.plan(found), again)
@@ -207,6 +214,15 @@ class Planner:
         """The different groups of ranks that share blocks, each with its place in the pipeline."""
         clock = self.clocks[False]
         return {(pp, clock.group(plan, dp, pp)) for dp in range(plan.dp) for pp in range(plan.pp)}
+
+    def _over_experts(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
+        """Rows and experts by how fast replicas are outside experts, and within them."""
+
+        def price(parallel: ParallelConfig) -> float:
+            found = self.plan(parallel)
+            return self.clocks[again].of(found).total if self.fullest(found, again) <= 1 else math.inf
+
+        return over_experts(layout, plan, self.clocks[again], price)
 
     def _cut(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
         """Heads, columns and tokens by how fast ranks are in each."""
@@ -221,22 +237,28 @@ class Planner:
         shape, filled = self.work.shape, dict[str, Any]()
         room = self._limits(plan, again)
 
-        def costs(place: str, total: int) -> list[Any]:
-            parts = [part for region in block for part in region if region[0].place == place]
-            lines = [[_line(rates, parts, piece) for rates in own] for own in by_rank]
+        def costs(places: Sequence[Place], total: int) -> list[Any]:
+            regions = (region for region in block if region[0].place in places)
+            parts = [part for region in regions for part in region if part.place != "connection"]
+            lines = [[line_of(rates, parts, piece) for rates in own] for own in by_rank]
 
             def cost(index: int, count: int) -> float:
                 share = count / total
-                return max(_at(one, share) for one in lines[index]) if share <= room[index] else math.inf
+                return (
+                    max(seconds_at(one, share) for one in lines[index]) if share <= room[index] else math.inf
+                )
 
             return [partial(cost, index) for index in range(plan.tp)]
 
         if cut.heads:
-            groups = balance(shape.kv_heads, costs("attention", shape.kv_heads), "key and value head")
+            groups = balance(shape.kv_heads, costs(["attention"], shape.kv_heads), "key and value head")
             filled["heads"] = tuple(count * (shape.heads // shape.kv_heads) for count in groups)
         if cut.columns:
             step = STEP if shape.columns % STEP == 0 and shape.columns // STEP >= 4 * plan.tp else 1
-            steps = balance(shape.columns // step, costs("mlp", shape.columns // step), "MLP column")
+            step = max(step, columns_together(shape))
+            steps = balance(
+                shape.columns // step, costs(["mlp", "experts"], shape.columns // step), "MLP column"
+            )
             filled["columns"] = tuple(count * step for count in steps)
         if cut.sequence:
             sequence = self._tokens(cut, [part for region in block for part in region], by_rank, piece)
@@ -267,15 +289,15 @@ class Planner:
         self, cut: Cut, parts: Sequence[Part], by_rank: Sequence[set[Rates]], rows: float
     ) -> tuple[int, ...]:
         """Tokens of the ranks, of which later ones cost more where attention is causal."""
-        own = [part for part in parts if _by_tokens(part, cut)]
+        own = [part for part in parts if by_tokens(part, cut)]
         late = [part for part in own if part.place == "scores" and part.causal and cut.exchange != "ulysses"]
         same = [part for part in own if part not in late]
-        lines = [[(_line(one, same, rows), _line(one, late, rows)) for one in rates] for rates in by_rank]
+        lines = [[(line_of(one, same, rows), line_of(one, late, rows)) for one in rates] for rates in by_rank]
         total = max(FINEST, 4 * len(by_rank))
 
         def cost(index: int, start: int, end: int) -> float:
             share, seen = (end - start) / total, (end**2 - start**2) / total**2
-            return max(_at(one, share) + _at(other, seen) for one, other in lines[index])
+            return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in lines[index])
 
         return partition(total, len(by_rank), cost, "token")
 
@@ -342,7 +364,7 @@ class Planner:
 
     def _rowed(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
         """Rows by how long replicas take for one."""
-        if plan.dp == 1 or layout.dp is None:
+        if plan.dp == 1 or layout.dp is None or plan.ep > 1:
             return layout
         clock, rows = self.clocks[again], self.work.rows
         known: dict[object, tuple[float, int]] = {}
@@ -373,26 +395,3 @@ class Planner:
 def _within(each: float, most: int, count: int) -> float:
     """Seconds of so many rows; infinite beyond the most."""
     return each * count if count <= most else math.inf
-
-
-# ---------------------------------------------------------------- small things
-
-
-def _line(rates: Rates, parts: Sequence[Part], rows: float) -> tuple[float, float]:
-    """Seconds of both passes of some parts on a device, that are there for any share, and those of the
-    whole."""
-    ways = [
-        way for part in parts for one in (line(rates, part, rows),) for way in (one.forward, one.backward)
-    ]
-    return sum(fixed for fixed, _ in ways), sum(slope for _, slope in ways)
-
-
-def _at(one: tuple[float, float], share: float) -> float:
-    return one[0] + share * one[1]
-
-
-def _by_tokens(part: Part, cut: Cut) -> bool:
-    """Whether ranks of a cut have a part for tokens of their own."""
-    if part.place in ("connection", "ladder"):
-        return True
-    return cut.layout("mlp" if part.place == "mlp" else "attention") == "sequence"

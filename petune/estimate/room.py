@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from petune.estimate.activations import Saved
-from petune.estimate.footprint import MOMENTS, Held, first_trained, held_by, saved_in
+from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_by, saved_in
 from petune.estimate.forecast import PROCESS, Sketch
 from petune.models.spec import Family
 from petune.models.stack import Stack
@@ -91,6 +92,7 @@ class Room:
         self.slices: dict[object, _Slice] = {}
         self.process = PROCESS[drawn.device]
         shape = self.family.shape(drawn.config)
+        self.experts = shape.experts
         # of a block's input, for each row and each block that goes back
         self.input = shape.width * drawn.work.itemsize * max(drawn.work.tokens.values())
 
@@ -104,6 +106,28 @@ class Room:
         done = sum(_part(one, index) for one in lists) / len(lists)
         table = _part(cut.vocabulary, index) if cut.vocabulary else 1.0
         return self._needed(cut, (held, done, table), rest, again)
+
+    def of_experts(self, held: float, copies: float, rest: Rest, again: bool) -> float:
+        """What a rank needs that holds such a part of all experts. copies: of tokens that these see, for each
+        that its own tokens make."""
+        number, whole, (twice, four) = self.experts, self._slice(None), self.spread
+        at = (held * number - 1) / (number - 1), copies * number / 2 - 1
+        span = rest.start, rest.end
+        own = _mixed(whole.stretch(*span), twice.stretch(*span), four.stretch(*span), *at)
+        largest = _mixed(whole.largest, twice.largest, four.largest, *at)
+        return self._kept_and_standing(own, largest, rest, again, 1.0, 1.0)
+
+    @cached_property
+    def spread(self) -> tuple[_Slice, _Slice]:
+        """What a rank holds that has one expert of each mixture, where these see the copies of twice and of
+        four times as many tokens as are its own."""
+        plan = ParallelPlan(dp=2, shares=(1, 1), ep=2, experts=(1, self.experts - 1))
+        held = held_by(self.drawn.model, self.family, plan, Coordinate())
+        work = replace(self.drawn.work, rows=4)
+        return (
+            self._sums(held, plan, work),
+            self._sums(held, replace(plan, shares=(1, 3)), work),
+        )
 
     def most(self, cut: Cut, rest: Rest, again: bool, memory: float) -> float:
         """The largest share of a cut that so much memory holds, at most 1."""
@@ -125,9 +149,16 @@ class Room:
                 (whole.largest, half.largest),
             )
         )
+        tokens = done if cut and cut.connection == "sequence" else 1.0
+        return self._kept_and_standing(own, largest, rest, again, tokens, table)
+
+    def _kept_and_standing(
+        self, own: Bytes, largest: Bytes, rest: Rest, again: bool, tokens: float, table: float
+    ) -> float:
+        """Bytes of a rank with such blocks, tokens between them, and a part of the vocabulary."""
+        whole = self._slice(None)
         kept = own.row * rest.rows + own.once
         if again:
-            tokens = done if cut and cut.connection == "sequence" else 1.0
             kept = min(kept, (rest.end - rest.start) * self.input * tokens * rest.rows)
             kept = kept * rest.passes + largest.row * rest.rows + largest.once
         else:
@@ -155,7 +186,7 @@ class Room:
         if key not in self.slices:
             plan = ALONE if cut is None else ParallelPlan(tp=2, cut=self._halved(cut))
             held = held_by(self.drawn.model, self.family, plan, Coordinate())
-            self.slices[key] = self._sums(held, plan)
+            self.slices[key] = self._sums(held, plan, self.drawn.work)
         return self.slices[key]
 
     def _halved(self, cut: Cut) -> Cut:
@@ -174,9 +205,9 @@ class Room:
             vocabulary=(1, 1) if cut.vocabulary else (),
         )
 
-    def _sums(self, held: Held, plan: ParallelPlan) -> _Slice:
+    def _sums(self, held: Held, plan: ParallelPlan, work: Pass) -> _Slice:
         (model,) = held.modules
-        work, config = self.drawn.work, self.drawn.config
+        config = self.drawn.config
         blocks: list[Bytes] = []
         inside: set[int] = set()
         for order, stack in enumerate(part for part in model.modules() if isinstance(part, Stack)):
@@ -234,6 +265,13 @@ def _between(whole: Bytes, half: Bytes, held: float, done: float) -> Bytes:
     at = [1 - 2 * (1 - part) for part in (held, held, held, held, done, done)]
     pairs = zip(whole.all, half.all, at, strict=True)
     return Bytes(*(max(0.0, its + (all_ - its) * how) for all_, its, how in pairs))
+
+
+def _mixed(whole: Bytes, twice: Bytes, four: Bytes, held: float, copies: float) -> Bytes:
+    """What a rank has of experts: of their tensors on the line through those of one, 0, and of all, 1; of
+    what they keep on the line through copies of twice as many tokens, 0, and of four times as many, 1."""
+    tensors, kept = twice + (whole - twice) * held, twice + (four - twice) * copies
+    return replace(tensors, row=kept.row, once=kept.once)
 
 
 def _part(shares: tuple[int, ...], index: int) -> float:

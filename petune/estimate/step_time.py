@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 from petune.estimate.cluster import Cluster, Link
-from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
+from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
+from petune.estimate.rank_shares import held_experts, held_of, numbers_of, share_of, span
 from petune.estimate.timeline import timed
 from petune.estimate.workload import Part, Region, Workload, line
 from petune.models.spec import StackName
@@ -192,7 +193,10 @@ class Clock:
     def of(self, plan: ParallelPlan) -> StepTime:
         """A step of `plan`, whose world is the cluster's."""
         rows = apportion(self.work.rows, plan.shares)
-        passes = [self._pass(plan, dp, rows[dp]) for dp in self.replicas(plan)]
+        if plan.ep > 1:
+            passes = [self._together(plan, first, rows) for first in range(0, plan.dp, plan.ep)]
+        else:
+            passes = [self._pass(plan, dp, rows[dp]) for dp in self.replicas(plan)]
         slowest = max(passes, key=lambda one: one.total)
         once, times = self._update(plan), self.work.accumulate
         return StepTime(
@@ -205,6 +209,9 @@ class Clock:
         """Seconds in which the ranks of an even plan would all be done if any work could go to any of
         them, with what a pipeline of equal stages waits."""
         rows = apportion(self.work.rows, plan.shares)
+        if plan.ep > 1:
+            every = [self._together(plan, first, rows, whole=False) for first in range(0, plan.dp, plan.ep)]
+            return self.work.accumulate * min(one.total for one in every)
         pace = 0.0
         for dp, count in self.replicas(plan).items():
             for pp in range(plan.pp):
@@ -242,6 +249,60 @@ class Clock:
         compute, said = busiest
         return StepTime(compute, said, max(0.0, self.known[key] - compute - said))
 
+    # ------------------------------------------------------------ replicas that share experts
+
+    def _together(self, plan: ParallelPlan, first: int, rows: Sequence[int], whole: bool = True) -> StepTime:
+        """A pass of the replicas that share experts from `first` on. They meet around every mixture, so the
+        slowest counts twice: outside experts, and within them. whole: else as if work went to whoever is
+        free."""
+        own = rows[first : first + plan.ep]
+        kinds, parts = self.kinds[first : first + plan.ep], held_experts(plan)
+        outside = [self.outside(kind, count) for kind, count in zip(kinds, own, strict=True)]
+        within = [self.within(kind, sum(own), part) for kind, part in zip(kinds, parts, strict=True)]
+        if not whole:
+            pace = (1 / (one + other) for one, other in zip(outside, within, strict=True))
+            return StepTime(plan.ep / sum(pace), 0.0, 0.0)
+        return StepTime(max(outside) + max(within), self._scattering(plan, first, own), 0.0)
+
+    def outside(self, kind: int, rows: float) -> float:
+        """Seconds of a pass of so many rows, but for those of experts."""
+        alone = Group((kind,), self.cluster.link((0,)))
+        every = self.stretch(alone, None, 0, len(self.work.blocks), rows)[0]
+        return every.total - self.within(kind, rows, 1.0)
+
+    def within(self, kind: int, rows: float, part: float) -> float:
+        """Seconds of a part of the experts of all mixtures, if all are chosen as often, for all copies of the
+        tokens of so many rows."""
+        found = Both()
+        for one, times in self.work.parts(0, len(self.work.blocks)).items():
+            if one.place == "experts":
+                ways = line(self.rates[kind], one, rows)
+                ahead, back = (fixed + part * slope for fixed, slope in (ways.forward, ways.backward))
+                found += Both(ahead, back + ahead * (self.again and back > 0)) * times
+        return found.total
+
+    def _scattering(self, plan: ParallelPlan, first: int, rows: Sequence[int]) -> float:
+        """Seconds in which copies of tokens go to the ranks of their experts and back."""
+        work = self.work
+        mixed = [
+            (number, part.copies)
+            for number, (_, kind) in enumerate(work.blocks)
+            for region in work.kinds[kind]
+            for part in region
+            if part.place == "experts"
+        ]
+        returned, chosen = (
+            sum(number >= work.lowest for number, _ in mixed),
+            max(dict(mixed).values(), default=0),
+        )
+        load = Load(max(rows), dict(work.tokens), work.itemsize)
+        group = replace(plan, dp=plan.ep, shares=plan.shares[first : first + plan.ep])
+        link, seconds = self.cluster.link(range(first, first + plan.ep)), 0.0
+        for one in of_experts(group, 1, chosen, rows, work.shape, load):
+            each = link.seconds(2 * messages("all-to-all", plan.ep), one.forward)  # there, and back
+            seconds = each * (len(mixed) + returned * (1 + self.again))
+        return seconds
+
     def _sends(self, plan: ParallelPlan, dp: int, rows: float) -> Iterator[Both]:
         """What travels from each stage to the next, for one micro-batch."""
         work = self.work
@@ -275,24 +336,39 @@ class Clock:
             spans = [span(plan, self.work, one) for one in numbers_of(plan, pp)]
             parts = [one for bounds in spans for one in self.work.parts(*bounds).items() if one[0].tuned]
             groups = {self.group(plan, dp, pp) for dp in range(plan.dp)}
-            for kinds in {group.kinds for group in groups}:
+            for kinds, held in {
+                (self.group(plan, dp, pp).kinds, held_experts(plan)[dp % plan.ep]) for dp in range(plan.dp)
+            }:
                 for index, kind in enumerate(kinds):
                     seconds = sum(
-                        line(self.rates[kind], part, 1.0).update * times * held_of(part, plan.cut, index)
+                        line(self.rates[kind], part, 1.0).update
+                        * times
+                        * held_of(part, plan.cut, index)
+                        * (held if part.place == "experts" else 1.0)
                         for part, times in parts
                     )
                     compute = max(compute, seconds / shards)
-            tuned = GRADIENT * sum(part.tuned * times for part, times in parts)
+            spread = plan.ep > 1
+            tuned = GRADIENT * sum(
+                part.tuned * times for part, times in parts if part.place != "experts" or not spread
+            )
             first = pp * plan.dp * plan.tp
             over_cut = max(
                 (one.link.seconds(messages(SUM, plan.tp), summed_over(plan.tp, tuned) / 2)) for one in groups
             )
             across = self.cluster.link(range(first, first + plan.dp * plan.tp, plan.tp))
             own = summed_over(plan.dp, tuned // plan.tp)
-            said = max(
-                said, over_cut + across.seconds(messages(SUM, plan.dp), own if shards == 1 else own / 2)
-            )
+            over_replicas = across.seconds(messages(SUM, plan.dp), own if shards == 1 else own / 2)
+            said = max(said, over_cut + over_replicas + self._of_spread(plan, parts))
         return StepTime(compute, said, 0.0)
+
+    def _of_spread(self, plan: ParallelPlan, parts: Sequence[tuple[Part, int]]) -> float:
+        """Seconds in which replicas with the same experts sum their gradients."""
+        if plan.ep == 1:
+            return 0.0
+        tuned = sum(part.tuned * times for part, times in parts if part.place == "experts")
+        size = summed_over(plan.edp, int(GRADIENT * tuned * max(held_experts(plan))))
+        return self.cluster.link(range(0, plan.dp, plan.ep)).seconds(messages(SUM, plan.edp), size)
 
 
 def _end(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -> float:
@@ -314,52 +390,6 @@ def _end(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -> 
 @lru_cache(maxsize=256)
 def _order(pp: int, stages: int, schedule: str, pieces: int) -> tuple[tuple[Step, ...], ...]:
     return order_of(ParallelPlan(pp=pp, stages=(Stage({}),) * stages, schedule=schedule, microbatches=pieces))
-
-
-# ---------------------------------------------------------------- shares
-
-
-def share_of(part: Part, cut: Cut | None, index: int) -> float:
-    """The part of a part that rank `index` of a cut computes."""
-    if cut is None or part.place == "embedding":
-        return 1.0
-    if part.place == "head":
-        return _fraction(cut.vocabulary, index)
-    if part.place in ("connection", "ladder"):
-        return _fraction(cut.sequence, index) if cut.connection == "sequence" else 1.0
-    if cut.layout("mlp" if part.place == "mlp" else "attention") == "sequence":
-        if part.place == "scores" and cut.exchange == "ulysses":
-            return 1 / len(cut.sequence)
-        if part.place == "scores" and part.causal:
-            start, whole = sum(cut.sequence[:index]), sum(cut.sequence)
-            return ((start + cut.sequence[index]) ** 2 - start**2) / whole**2
-        return _fraction(cut.sequence, index)
-    return _fraction(cut.columns if part.place == "mlp" else cut.heads, index)
-
-
-def held_of(part: Part, cut: Cut | None, index: int) -> float:
-    """The part of a part's tensors that the rank holds."""
-    if cut is None or part.place in ("connection", "ladder"):
-        return 1.0
-    by_sequence = part.place in ("attention", "mlp") and cut.layout(part.place) == "sequence"
-    return 1.0 if by_sequence else share_of(part, cut, index)
-
-
-def _fraction(shares: Sequence[int], index: int) -> float:
-    return shares[index] / sum(shares) if shares else 1.0
-
-
-def numbers_of(plan: ParallelPlan, pp: int) -> range:
-    """The stages of a rank of the pipeline."""
-    return range(pp, max(1, len(plan.stages)), plan.pp)
-
-
-def span(plan: ParallelPlan, work: Workload, number: int) -> tuple[int, int]:
-    """The blocks [start, end) of a stage, counted over all stacks."""
-    if not plan.stages:
-        return 0, len(work.blocks)
-    counts = [sum(end - first for first, end in stage.blocks.values()) for stage in plan.stages[: number + 1]]
-    return sum(counts[:-1]), sum(counts)
 
 
 def messages(operation: str, ranks: int) -> int:

@@ -9,7 +9,7 @@ those of `Rates`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, cast
@@ -30,35 +30,53 @@ from petune.kernels.memory.op_cost import (
     attention_backward,
     costing,
     cross_entropy_,
+    grouped,
     low_rank,
     matmul,
     rms_norm,
     rms_norm_backward,
 )
+from petune.models.experts import sizes_of, weights_of
 from petune.models.gated_delta import keys_of
-from petune.models.spec import Attention, Family, LinearAttention, Shape, StackName, StackRule, child_of
+from petune.models.spec import (
+    Attention,
+    Family,
+    LinearAttention,
+    RoutedMlp,
+    Shape,
+    StackName,
+    StackRule,
+    child_of,
+)
 from petune.models.stack import Stack, own_stacks
 
-Place = Literal["attention", "scores", "mlp", "connection", "ladder", "embedding", "head"]
+Place = Literal["attention", "scores", "mlp", "experts", "connection", "ladder", "embedding", "head"]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix that tokens are multiplied by. narrow: low-rank factors and bottlenecks; across: it reads the
-    encoder's tokens."""
+    """A matrix that tokens are multiplied by, or as many as there are `experts`. narrow: low-rank factors and
+    bottlenecks; across: it reads the encoder's tokens."""
 
     inner: int
     columns: int
     trained: bool
     narrow: bool = False
     across: bool = False
+    experts: int = 1
+
+    @property
+    def numbers(self) -> int:
+        """How many it has."""
+        return self.experts * self.inner * self.columns
 
 
 @dataclass(frozen=True)
 class Part:
     """What ranks share by one rule. tokens: of a row; keys: those that attention sees. returned: whether the
     backward pass comes here. heads: of attention, with those of keys and their width; columns: of an
-    activation; norms: over `width` features; vocabulary: of a loss; rows: of a table that is looked up."""
+    activation; norms: over `width` features; vocabulary: of a loss; rows: of a table that is looked up;
+    copies: of each token, one for every expert that it goes through."""
 
     place: Place
     tokens: int
@@ -75,16 +93,17 @@ class Part:
     table: int = 0
     returned: bool = True
     forward: bool = True
+    copies: int = 1
 
     @property
     def weights(self) -> int:
         """Numbers of its matrices."""
-        return sum(one.inner * one.columns for one in self.products)
+        return sum(one.numbers for one in self.products)
 
     @property
     def tuned(self) -> int:
         """Numbers that train."""
-        return self.table + sum(one.inner * one.columns for one in self.products if one.trained)
+        return self.table + sum(one.numbers for one in self.products if one.trained)
 
 
 Region = tuple[Part, ...]  # after which the ranks that share it meet
@@ -217,11 +236,12 @@ class _Reader:
         """Attention, MLP, and what lies between them."""
         inside: set[int] = set()
         norms = 0
-        for core in rule.cores:
+        for core in (sublayer.core for sublayer in rule.sublayers_in(block)):
             region = core.region
-            if (enter := child_of(block, region.enter)) is None:
-                continue
             norms += 1
+            if isinstance(core, RoutedMlp):
+                yield self._mixture(block, core, plain, inside)
+                continue
             keys = self.drawn.work.tokens.get("encoder", 0) if region.cross else plain.tokens
             products: list[Product] = []
             gated = False
@@ -234,19 +254,38 @@ class _Reader:
             kind: Place = "connection" if region.kind == "mixer" else region.kind  # which is whole too
             part = replace(plain, place=kind, products=tuple(products), keys=keys)
             if isinstance(core, LinearAttention):
-                mixer = cast("Any", enter[1])
+                mixer = cast("Any", block.get_submodule(core.at))
                 states = mixer.num_v_heads, mixer.num_v_heads, mixer.head_v_dim
                 yield part, replace(plain, keys=keys_of(mixer.head_k_dim), heads=states)
             elif isinstance(core, Attention):
                 causal = core.causal and not region.cross
                 yield part, replace(plain, place="scores", keys=keys, heads=sizes, causal=causal)
             else:
-                yield (replace(part, columns=columns, gated=gated),)
+                own = columns * getattr(self.shape, region.columns) // self.shape.columns
+                yield (replace(part, columns=own, gated=gated),)
         others = [
             one for one in block.modules() if isinstance(one, nn.Linear) and id(one) not in inside
         ]  # bottlenecks
         products = [replace(item, narrow=True) for one in others for item in _products(one)]
         yield (replace(plain, products=tuple(products), norms=norms),)
+
+    def _mixture(self, block: nn.Module, core: RoutedMlp, plain: Part, inside: set[int]) -> Region:
+        """Experts, the shared one, and the router beside both, whose modules are put `inside`."""
+        whole, router = block.get_submodule(core.at), cast("Any", block.get_submodule(core.router))
+        module = block.get_submodule(core.experts)
+        inside.update(map(id, whole.modules()))
+        products = tuple(_of_experts(module))
+        experts = replace(plain, place="experts", products=products, copies=int(router.top_k), gated=True)
+        beside = [router] if core.gate is None else [router, block.get_submodule(core.gate)]
+        found = [
+            replace(experts, columns=self.shape.columns),
+            replace(plain, products=tuple(item for one in beside for item in _products(one))),
+        ]
+        if core.shared is not None:
+            linears = (block.get_submodule(path) for path in core.shared.region.sites.values())
+            own = tuple(item for one in linears for item in _products(one))
+            found.append(replace(plain, place="mlp", products=own, columns=self.shape.shared, gated=True))
+        return tuple(found)
 
     def _level(self, ladder: Any, index: int, tokens: int) -> Region:
         """A level of a ladder: its narrow block, and the way down to it. All ranks compute it in full, or on
@@ -268,6 +307,17 @@ def _products(layer: nn.Module) -> Iterator[Product]:
             yield Product(value.shape[1], value.shape[0], value.requires_grad, narrow=name != "weight")
 
 
+def _of_experts(module: nn.Module) -> Iterator[Product]:
+    """The matrices of all experts and of what tunes them."""
+    for weight in weights_of(module):
+        experts, outputs, inputs = sizes_of(module, weight)
+        value = module.get_parameter(weight)
+        yield Product(inputs, outputs, value.requires_grad, experts=experts)
+    for name, value in module.named_parameters():
+        if value.dim() == 3 and name not in weights_of(module):
+            yield Product(value.shape[2], value.shape[1], value.requires_grad, True, experts=len(value))
+
+
 # ---------------------------------------------------------------- seconds
 
 
@@ -286,8 +336,22 @@ def line(rates: Rates, part: Part, rows: float) -> Line:
     return Line(way(ahead), way(back), update)
 
 
+def line_of(rates: Rates, parts: Sequence[Part], rows: float) -> tuple[float, float]:
+    """Seconds of both passes of some parts on a device, that are there for any share, and those of the
+    whole."""
+    ways = [
+        way for part in parts for one in (line(rates, part, rows),) for way in (one.forward, one.backward)
+    ]
+    return sum(fixed for fixed, _ in ways), sum(slope for _, slope in ways)
+
+
+def seconds_at(one: tuple[float, float], share: float) -> float:
+    """Seconds of a share on such a line."""
+    return one[0] + share * one[1]
+
+
 def _forward(part: Part, rows: float) -> tuple[Operation, ...]:
-    tokens, size = rows * part.tokens, part.itemsize
+    tokens, size = rows * part.tokens * part.copies, part.itemsize
     found = [_product(one, rows * part.keys if one.across else tokens, size) for one in part.products]
     if part.heads:
         keys = None if part.keys == part.tokens else part.keys
@@ -304,7 +368,7 @@ def _forward(part: Part, rows: float) -> tuple[Operation, ...]:
 
 def _backward(part: Part, rows: float) -> tuple[Operation, ...]:
     """Gradients of what came in, and of what trains."""
-    tokens, size = rows * part.tokens, part.itemsize
+    tokens, size = rows * part.tokens * part.copies, part.itemsize
     found: list[tuple[Kind, Cost]] = []
     for one in part.products:
         found += [_product(one, rows * part.keys if one.across else tokens, size)] * (1 + one.trained)
@@ -321,6 +385,9 @@ def _backward(part: Part, rows: float) -> tuple[Operation, ...]:
 
 
 def _product(one: Product, tokens: float, itemsize: int) -> tuple[Kind, Cost]:
+    if one.experts > 1:
+        kind: Kind = "narrow" if one.narrow else "grouped"
+        return kind, grouped(tokens, one.inner, one.columns, one.experts, itemsize)
     if one.narrow:
         wide, low = max(one.inner, one.columns), min(one.inner, one.columns)
         return "narrow", low_rank(tokens, wide, low, itemsize)

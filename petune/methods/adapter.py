@@ -182,10 +182,16 @@ class AdapterNorm(AdapterOfAnyClass):
 class AdapterMixture(AdapterOfAnyClass):
     """A mixture of experts followed by a bottleneck adapter, behind the first of what the module gives."""
 
+    def after_sum(self) -> nn.Module:
+        """Where what the mixture gives passes before the bottleneck sees it."""
+        return self.linear_part
+
     def forward(self, *args: Any, **settings: Any) -> Any:
         """The mixture, then the bottleneck with its own residual."""
         found = cast("Any", super()).forward(*args, **settings)
-        return (self.adapted(found[0]), *found[1:]) if isinstance(found, tuple) else self.adapted(found)
+        first, *rest = found if isinstance(found, tuple) else (found,)
+        y = self.adapted(self.linear_part(first))
+        return (y, *rest) if isinstance(found, tuple) else y
 
 
 def _unmergeable() -> UsageError:

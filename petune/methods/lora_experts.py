@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.kernels.grouped import Routes, combine, dispatch, grouped, routes_of
 from petune.methods.configs import LoraConfig
-from petune.models.experts import TunedExperts, sizes_of, weights_of
+from petune.models.experts import TunedExperts, along, sizes_of, weights_of
+from petune.models.spec import Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, WeightChange, summed
 
 
@@ -83,6 +84,15 @@ class LoraExperts(TunedExperts):
             weight: LowRank(self.get_parameter(weight), None, *self.factors(weight), scale)
             for weight, scale in self.scales.items()
         }
+
+    def tuned_splits(self) -> dict[str, Split]:
+        """See TunedExperts: A of down with its inputs, B of the others with their outputs."""
+        found: dict[str, Split] = {}
+        for weight in self.scales:
+            down = weight == "down_proj"
+            found[f"{weight}_lora_A"] = along(self, weight, 2) if down else None
+            found[f"{weight}_lora_B"] = None if down else along(self, weight, 1)
+        return found
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """The factors of each weight."""

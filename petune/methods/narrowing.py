@@ -15,13 +15,15 @@ def narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
     """The config of the side blocks. Raises UsageError naming every size that `reduction` does not divide."""
     config: Any = model.config
     small = family.narrow(config, reduction)
-    given = {**config.to_dict(), "head_dim": family.shape(config).head_dim}
-    sizes = {
-        name: value
-        for name, value in given.items()
-        if isinstance(value, int) and getattr(small, name, value) != value
-    }
-    sizes["head_dim"] = given["head_dim"]
+    given = {"head_dim": family.shape(config).head_dim}
+    sizes = dict(given)
+    for stack in family.stacks:
+        part, narrow = family.part(config, stack), family.part(small, stack)
+        sizes |= {
+            name: value
+            for name, value in (part.to_dict() | given).items()
+            if isinstance(value, int) and getattr(narrow, name, value) != value
+        }
     problems = [
         Problem(f"side.reduction {reduction} does not divide the model's {name}", found=f"{name} {value}")
         for name, value in sizes.items()
@@ -38,9 +40,10 @@ def narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
         )
     if problems:
         raise UsageError(problems)
-    for name in ("layer_types", "no_rope_layers"):
-        if getattr(small, name, None):
-            setattr(small, name, list(getattr(small, name)) * 2)  # side blocks are numbered past the others
+    for narrow in {id(one): one for stack in family.stacks for one in (family.part(small, stack),)}.values():
+        for name in ("layer_types", "no_rope_layers"):
+            if getattr(narrow, name, None):  # side blocks are numbered past the others
+                setattr(narrow, name, list(getattr(narrow, name)) * 2)
     return small
 
 

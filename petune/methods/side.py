@@ -301,9 +301,9 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     for name, path in paths.items():
         around = model.get_submodule(path.rpartition(".")[0])
         blocks = cast("nn.ModuleList", model.get_submodule(path))
-        own = copy.deepcopy(small)
+        own = copy.deepcopy(family.part(small, name))
         own.is_decoder = (name == "decoder" and family.kind == "encoder-decoder") or bool(
-            getattr(small, "is_decoder", False)
+            getattr(own, "is_decoder", False)
         )
         feeds = name == "encoder" and "decoder" in paths
         weight, width = next(blocks.parameters()), family.shape(model.config).width

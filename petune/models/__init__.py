@@ -28,6 +28,7 @@ from petune.models import (
     phi3,
     qwen3_next,
     t5,
+    t5gemma,
     vit,
     whisper,
 )
@@ -48,6 +49,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mbart": bart.MBART,
         "t5": t5.FAMILY,
         "mt5": t5.FAMILY,
+        "t5gemma": t5gemma.FAMILY,
         "opt": opt.FAMILY,
         "gpt2": gpt2.FAMILY,
         "llama": llama.FAMILY,

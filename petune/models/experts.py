@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from petune.models.spec import Pieces, Split
 from petune.models.tuned_linear import LowRank, TunedLayer, TunedOfAnyClass
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -39,6 +40,10 @@ class TunedExperts(TunedOfAnyClass):
     @abstractmethod
     def low_ranks(self) -> dict[str, LowRank]:
         """Each weight with its update, of an expert dim in front each, by name."""
+
+    @abstractmethod
+    def tuned_splits(self) -> dict[str, Split]:
+        """How each tensor of the tuning is cut when experts are, each by its columns."""
 
 
 class RoutesHook:
@@ -158,6 +163,30 @@ def low_ranks_of(module: nn.Module) -> tuple[LowRank, LowRank] | None:
         for name in weights_of(module)
     )
     return up, down
+
+
+def splits_of(module: nn.Module) -> dict[str, Split]:
+    """How each tensor of experts is cut when ranks have some columns of every expert: what gates and what
+    goes up by its outputs, down by its inputs; its bias is one rank's."""
+    up, down = weights_of(module)
+    found: dict[str, Split] = {up: columns_of(module, up), down: columns_of(module, down)}
+    if cast("Any", module).has_bias:
+        found |= {f"{up}_bias": along(module, up, 1), f"{down}_bias": "owner"}
+    return found | (module.tuned_splits() if isinstance(module, TunedExperts) else {})
+
+
+def columns_of(module: nn.Module, name: str) -> Split:
+    """Where the columns of a weight are."""
+    turned, down = bool(cast("Any", module).is_transposed), name == "down_proj"
+    return along(module, name, 1 if turned == down else 2)
+
+
+def along(module: nn.Module, name: str, dim: int) -> Pieces:
+    """The columns in a dim of a weight or of a tensor beside it: those of gate and of up are one behind the
+    other, or two and two."""
+    if name != "gate_up_proj":
+        return Pieces(dim)
+    return Pieces(dim, number=2) if getattr(module, "is_concatenated", True) else Pieces(dim, places=2)
 
 
 def sizes_of(module: nn.Module, name: str) -> tuple[int, int, int]:

@@ -11,18 +11,25 @@ from petune.models import llama
 from petune.models.spec import Config, Family, Mlp, Norm, RoutedMlp, Shape, SubLayer, linears
 
 ROUTED = RoutedMlp(
-    at="mlp", experts="mlp.experts", router="mlp.gate", dense=llama.MLP, normed="norm_topk_prob"
+    at="mlp",
+    experts="mlp.experts",
+    router="mlp.gate",
+    dense=replace(llama.MLP, columns="dense"),
+    normed="norm_topk_prob",
 )
 SHARED = Mlp(
     at="mlp.shared_expert",
     up=linears(gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj"),
     down="mlp.shared_expert.down_proj",
+    columns="shared",
 )
 
 
 def shape(config: Config, columns: str) -> Shape:
     """Sizes of a config; `columns` is the field with those of an expert."""
-    return replace(llama.shape(config, columns), experts=config.num_experts)
+    shared = getattr(config, "shared_expert_intermediate_size", 0)
+    dense = getattr(config, "intermediate_size", 0) * (columns != "intermediate_size")
+    return replace(llama.shape(config, columns), experts=config.num_experts, dense=dense, shared=shared)
 
 
 def narrow(config: Config, reduction: int) -> Config:

@@ -1,11 +1,11 @@
 """What sub-layers are described with: sizes, regions, roles, norms, groups of linears, positions that
-attention scores. The vocabulary's other words, and these again, are in spec.py."""
+attention scores, how tensors are sliced. The vocabulary's other words, and these again, are in spec.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -34,40 +34,6 @@ Role = Literal[
 OPTIONAL: tuple[Role, ...] = ("gate", "q_pos", "k_pos")  # that a block may lack
 # of a few rows, whose rounding a state would gather over all tokens: these are not quantised
 FINE: tuple[Role, ...] = ("b", "a", "ba")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
-    where there are experts), hidden width; the number of experts, 0 without, and of blocks with a mixer."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    columns: int
-    width: int
-    experts: int = 0
-    mixers: int = 0
-
-
-@dataclass(frozen=True)
-class Region:
-    """Attention, MLP or a mixer, which no plan cuts, inside a block: the module it enters by, the row site it
-    leaves by, its linears by role.
-
-    Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
-    may be absent from a block. gated: q has twice the features of its heads, see Attention.
-    """
-
-    kind: Literal["attention", "mlp", "mixer"]
-    enter: str
-    leave: str
-    sites: Mapping[Role, str]
-    inputs: tuple[str, ...] = ("hidden_states",)
-    head_counts: tuple[str, ...] = ()
-    by_head: Mapping[str, int] = field(default_factory=dict)
-    cross: bool = False
-    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,3 +77,72 @@ class Positions:
     makers: tuple[str, ...]
     half: str
     own: Mapping[str, type[nn.Module]]
+
+
+CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
+Columns = Literal["columns", "dense", "shared"]  # the field of Shape with those of an MLP
+
+
+class Pieces(NamedTuple):
+    """A dim that is several equal pieces one behind the other, as gate | up, each of which is sliced; or
+    where a column takes several places in a row."""
+
+    dim: int
+    number: int = 1
+    places: int = 1
+
+
+# The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum;
+# None: whole, inside the cut
+Split = int | Pieces | Literal["owner", "after"] | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
+    where there are experts), hidden width; the number of experts, 0 without, and beside them the columns of a
+    dense block's MLP and of a shared expert; the number of blocks with a mixer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    width: int
+    experts: int = 0
+    dense: int = 0
+    shared: int = 0
+    mixers: int = 0
+
+
+@dataclass(frozen=True)
+class Region:
+    """Attention, MLP or a mixer, which no plan cuts, inside a block: the module it enters by, the row site it
+    leaves by, its linears by role.
+
+    Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
+    may be absent from a block. gated: q has twice the features of its heads, see Attention. columns: see
+    Columns. mixture: whether it is one of experts.
+    """
+
+    kind: Literal["attention", "mlp", "mixer"]
+    enter: str
+    leave: str
+    sites: Mapping[Role, str]
+    inputs: tuple[str, ...] = ("hidden_states",)
+    head_counts: tuple[str, ...] = ()
+    by_head: Mapping[str, int] = field(default_factory=dict)
+    cross: bool = False
+    gated: bool = False
+    columns: Columns = "columns"
+    mixture: bool = False
+
+    @property
+    def summed(self) -> str:
+        """The module that gives one term of a sum where ranks share the region: of a mixture the whole, in
+        which what its experts and the shared one give has met."""
+        return self.enter if self.mixture else self.leave
+
+    @property
+    def within(self) -> bool:
+        """Whether it is inside another region, that of a mixture, by which ranks enter and leave it."""
+        return self.columns == "shared"

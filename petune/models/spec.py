@@ -20,22 +20,22 @@ from petune.errors import UsageError, nearest
 from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
 from petune.models.parts import OPTIONAL
+from petune.models.parts import Columns as Columns
+from petune.models.parts import CutKind as CutKind
 from petune.models.parts import LinearGroup as LinearGroup
 from petune.models.parts import Norm as Norm
+from petune.models.parts import Pieces as Pieces
 from petune.models.parts import Positions as Positions
 from petune.models.parts import Region as Region
 from petune.models.parts import Role as Role
 from petune.models.parts import Shape as Shape
+from petune.models.parts import Split as Split
 from petune.models.parts import linears as linears
 from petune.models.signal import Input as Input
 from petune.models.signal import Signal as Signal
 
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
-CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
-# The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum;
-# None: whole, inside the cut
-Split = int | Literal["owner", "after"] | None
 Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
 
@@ -78,6 +78,7 @@ class Attention:
     def region(self) -> Region:
         """Where it is entered and left."""
         groups = self.groups if self.positions is None else (*self.groups, self.positions.linears)
+        by_head = {} if self.bias is None else {f"{self.bias}.weight": 1}
         return Region(
             kind="attention",
             enter=self.at,
@@ -85,7 +86,7 @@ class Attention:
             sites=dict(member for group in groups for member in group.members) | {"o": self.out},
             inputs=("hidden_states",) if self.memory is None else ("hidden_states", self.memory),
             head_counts=self.head_counts,
-            by_head={} if self.bias is None else {f"{self.bias}.weight": 1},
+            by_head=by_head if self.sinks is None else by_head | {self.sinks: 0},
             cross=self.memory is not None,
             gated=self.gated,
         )
@@ -112,19 +113,19 @@ class LinearAttention(Attention):
 @dataclass(frozen=True)
 class Mlp:
     """An MLP, entered by the module `at`: act(up) or, where the block has a gate, act(gate) * up. drop: the
-    dropout before `down`."""
+    dropout before `down`. columns: see Columns."""
 
     at: str
     up: LinearGroup
     down: str
     drop: str | None = None
+    columns: Columns = "columns"
 
     @cached_property
     def region(self) -> Region:
         """Where it is entered and left."""
-        return Region(
-            kind="mlp", enter=self.at, leave=self.down, sites=dict(self.up.members) | {"down": self.down}
-        )
+        sites = dict(self.up.members) | {"down": self.down}
+        return Region(kind="mlp", enter=self.at, leave=self.down, sites=sites, columns=self.columns)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class RoutedMlp:
     @cached_property
     def region(self) -> Region:
         """Where it is entered and left, and its one site: all the experts."""
-        return Region(kind="mlp", enter=self.at, leave=self.experts, sites={"experts": self.experts})
+        sites: dict[Role, str] = {"experts": self.experts}
+        return Region(kind="mlp", enter=self.at, leave=self.experts, sites=sites, mixture=True)
 
     def stands_in(self, block: nn.Module) -> bool:
         """Whether this block has experts."""
@@ -282,7 +284,8 @@ class Family:
     is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
     the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
     that is false where a head over the vocabulary asks the embedding for its table. `signal`: how it
-    reads pictures or sounds; None for a model of text."""
+    reads pictures or sounds; None for a model of text. `part(config, stack)`: the config that blocks of a
+    stack are made of."""
 
     name: str
     kind: Kind
@@ -296,6 +299,7 @@ class Family:
     bounded: bool = True
     packs: bool = True
     tied: str | None = None
+    part: Callable[[Config, StackName], Config] = lambda config, stack: config
     signal: Signal | None = None
 
     @property

@@ -183,6 +183,13 @@ class TunedLayer(TunedModule):
         of the modules in it."""
         return None
 
+    def after_sum(self) -> nn.Module:
+        """The module whose output ranks that share the layer must sum before anything else acts on it.
+
+        It is the layer itself where nothing does, else a child that passes on what `plain()` computes.
+        """
+        return self
+
     @abstractmethod
     def kept_features(self) -> KeptFeatures:
         """What a forward pass keeps for the backward pass of the tuning; the base layer itself keeps

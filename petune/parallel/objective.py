@@ -35,7 +35,7 @@ def _no_select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("a vocabulary cut across ranks needs Objective.select")
 
 
-def _sum(losses: Tensor, batch: Batch) -> Tensor:
+def _sum(losses: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
     return losses.sum()
 
 
@@ -64,7 +64,8 @@ class Objective:
 
     select: (outputs with logits [b, s, any width], batch) -> the logits [n, width] of the positions that
     count and their labels [n], for a vocabulary cut across ranks; finish: (the cross-entropies [n] of those,
-    batch) -> what `loss` would give. texts: rows of a batch that belong together, which no pipeline parts.
+    outputs, batch) -> what `loss` would give. texts: rows of a batch that belong together, which no pipeline
+    parts.
     fused_loss: (model, batch, labels that count at most) -> what `loss` would give, for a model that makes it
     without logits, or None for one that does not. pieces: see Pieces; None for batches that go through whole.
     meets: replicas tell one another something in every pass. tuned: what trains in a model, by name.
@@ -74,7 +75,7 @@ class Objective:
     forward: Callable[[nn.Module, Batch], Outputs]
     loss: Callable[[Outputs, Batch], Tensor]
     select: Callable[[Outputs, Batch], tuple[Tensor, Tensor]] = _no_select
-    finish: Callable[[Tensor, Batch], Tensor] = _sum
+    finish: Callable[[Tensor, Outputs, Batch], Tensor] = _sum
     texts: int = 1
     fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = no_fused_loss
     tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = trainable

@@ -18,7 +18,7 @@ done before is done to shapes, and each rank reads its own part.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -133,21 +133,46 @@ def _read(
 
     with room_for(contents.place):
         made = allocate(modules, make)
-        bad = contents.fill(Part(name, local(one), start_of(name, one, placed, mesh)) for name, one in made)
+        bad = contents.fill(
+            Part(name, box, start)
+            for name, one in made
+            for box, start in place_of(name, one, placed, mesh).boxes(local(one))
+        )
     for module in modules if mesh.plan.sharding is not None else ():
         settle(module)
     return bad
 
 
-def start_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> list[int]:
-    """Where this rank's part of a tensor begins in the whole: cut over tp or ep, then sharded over dp."""
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's part of a tensor lies in the whole: a box from `start` on, or where the dim `dim` is
+    several pieces a box of each, `apart` from one to the next."""
+
+    start: list[int]
+    dim: int = 0
+    pieces: int = 1
+    apart: int = 0
+
+    def boxes(self, part: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
+        """The boxes of a tensor that lies so, as views, each with where it begins in the whole."""
+        if self.pieces == 1:
+            yield part, self.start
+            return
+        for at, box in enumerate(part.detach().chunk(self.pieces, self.dim)):
+            yield box, [n + at * self.apart * (dim == self.dim) for dim, n in enumerate(self.start)]
+
+
+def place_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> Place:
+    """Where this rank's part of a tensor lies: cut over tp or ep, then sharded over dp."""
     start = [0] * value.dim()
     cut_by = placed.slices.get(name)
+    found = Place(start)
     if cut_by is not None and cut_by.dim != "owner":
         start[cut_by.dim] = sum(cut_by.sizes[: mesh.index(cut_by.axis)])
+        found = Place(start, cut_by.dim, cut_by.pieces, sum(cut_by.sizes))
     if start:
         start[0] += first_row(value)
-    return start
+    return found
 
 
 def refuse_together(bad: list[str], place: str) -> None:

@@ -41,8 +41,8 @@ class Cut:
     """How blocks are cut over the ranks of the tp axis. Lists have one entry per rank; empty where that
     layout does not occur.
 
-    heads, kv_heads, columns: exact counts. sequence, vocabulary: ratios, scaled by `apportion` to every batch
-    and to the rows of embedding and head.
+    heads, kv_heads, columns: exact counts, of an expert where there are experts (see `features_of`).
+    sequence, vocabulary: ratios, scaled by `apportion` to every batch and to the rows of embedding and head.
     """
 
     attention: Layout
@@ -446,12 +446,14 @@ class _Cutting:
             self._divisible(family)
         self._stateless(family, row)
         self._undivided(family, row, model_config)
-        if config.exchange == "ring" and (cap := getattr(model_config, "attn_logit_softcapping", None)):
+        parts = (family.part(model_config, stack) for stack in family.stacks)
+        caps = {cap for one in parts if (cap := getattr(one, "attn_logit_softcapping", None))}
+        for cap in caps if config.exchange == "ring" else ():
             remedy = "use exchange: gather or ulysses"
             self.fault("exchange", "a ring does not cap attention scores", "no cap", f"{cap:g}", remedy)
-        if row.mlp == "heads" and shape.experts:
-            remedy = "use dp (with shard: true where memory is short), pp or sp"
-            self.fault("size", "experts are not cut by columns", "an MLP of linears", "experts", remedy)
+        if row.mlp == "heads" and shape.experts and config.overlap:
+            what = "overlap hides communication behind products of linears, and experts are none"
+            self.fault("overlap", what, remedy="remove overlap")
         if config.exchange == "ring" and (dropout := attention_dropout(model_config)):
             remedy = "use exchange: gather or ulysses, or set that dropout to 0 in the model's config"
             self.fault(
@@ -468,7 +470,7 @@ class _Cutting:
             exchange=config.exchange,
             heads=tuple(count * group for count in kv_heads),
             kv_heads=kv_heads,
-            columns=self._columns(shape.columns) if row.mlp == "heads" else (),
+            columns=self._columns(shape) if row.mlp == "heads" else (),
             sequence=self._sequence() if row.connection == "sequence" else (),
             vocabulary=self._vocabulary(row, family, model_config, vocabulary_head),
             overlap=config.overlap,
@@ -512,21 +514,26 @@ class _Cutting:
             )
         return tuple(count // group for count in heads)
 
-    def _columns(self, columns: int) -> tuple[int, ...]:
-        if self.ranks > columns:
-            self.fault(
-                "size", "every rank needs a column of the MLP", f"at most {columns} ranks", str(self.ranks)
-            )
+    def _columns(self, shape: Shape) -> tuple[int, ...]:
+        """MLP columns per rank, of each expert where there are experts; a shared one, and the MLP of a block
+        without, are cut in their ratio."""
+        columns, unit = shape.columns, columns_together(shape)
+        fewest = min(filter(None, (columns // unit, shape.dense, shape.shared)))
+        if self.ranks > fewest:
+            several = f"every rank needs {unit} columns of an expert"
+            what = "every rank needs a column of the MLP" if unit == 1 else several
+            self.fault("size", what, f"at most {fewest} ranks", str(self.ranks))
         given = self.config.columns
         if not given:
-            return apportion(columns, self._shares())
-        if (
-            _entries(given, f"{self.where}.columns", self.faults)
-            and len(given) == self.ranks
-            and sum(given) != columns
-        ):
-            found, near = f"{list(given)}: {sum(given)}", suggested_list(columns, given)
+            return tuple(unit * count for count in apportion(columns // unit, self._shares()))
+        fine = _entries(given, f"{self.where}.columns", self.faults) and len(given) == self.ranks
+        if fine and sum(given) != columns:
+            found, near = f"{list(given)}: {sum(given)}", suggested_list(columns // unit, given, unit)
             self.fault("columns", "columns do not add up to the model's", str(columns), found, near)
+        elif fine and any(count % unit for count in given):
+            what = "grouped products of experts read rows of whole 16 bytes"
+            near = suggested_list(columns // unit, given, unit)
+            self.fault("columns", what, f"multiples of {unit}", str(list(given)), near)
         return given
 
     def _sequence(self) -> tuple[int, ...]:
@@ -600,6 +607,12 @@ class _Cutting:
             return ()
         lists = (self.config.shares, self.config.columns, self.config.heads)
         return next((one for one in lists if self._one_each(one)), (1,) * self.ranks)
+
+
+def columns_together(shape: Shape) -> int:
+    """Of how many columns a rank takes all or none: where there are experts, of as many as 16 bytes are in
+    two-byte floats."""
+    return math.gcd(shape.columns, 8) if shape.experts else 1
 
 
 def meets(rule: StackRule, model_config: Config) -> str | None:

@@ -27,7 +27,7 @@ from petune.parallel.launch import process_group
 from petune.parallel.mesh import Axis
 from petune.parallel.objective import Batch, Objective, Outputs
 from petune.parallel.pipeline.schedule import Pipeline
-from petune.parallel.placement import Placement, start_of
+from petune.parallel.placement import Place, Placement, place_of
 from petune.parallel.plan import apportion
 from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_losses
 from petune.rng.context import Running
@@ -71,7 +71,7 @@ class Runner:
 
         def loss(outputs: Outputs, batch: Batch) -> Tensor:
             losses = vocabulary_losses(*objective.select(outputs, batch), group, first)
-            return objective.finish(losses, batch)
+            return objective.finish(losses, outputs, batch)
 
         return replace(objective, loss=loss)
 
@@ -376,16 +376,15 @@ class Runner:
             here = [
                 name for name in names if self.mesh.at.pp in self.holders[name] and self._over(name, axis)
             ]
-            cuts = {
-                name: (cut.sizes, int(cut.dim))
-                for name in here
-                if (cut := self.placed.slices[name]).dim != "owner"
-            }
-            parts |= zip(
-                cuts,
-                gather_dims([parts[name] for name in cuts], list(cuts.values()), self.mesh.groups[axis]),
-                strict=True,
+            cuts = {name: cut for name in here if (cut := self.placed.slices[name]).dim != "owner"}
+            found = gather_dims(
+                [cut.apart(parts[name]) for name, cut in cuts.items()],
+                [(cut.sizes, int(cut.dim) + 1) for cut in cuts.values()],
+                self.mesh.groups[axis],
             )
+            parts |= {
+                name: cut.together(value) for (name, cut), value in zip(cuts.items(), found, strict=True)
+            }
             parts |= self._sent([name for name in here if name not in cuts], parts, 0, axis)
         for stage in range(self.plan.pp) if self.plan.pp > 1 else ():
             there = [
@@ -413,13 +412,13 @@ class Runner:
         whole, dtype = self.shapes[name]
         shape, cut = list(whole), self.placed.slices.get(name)
         if cut is not None and cut.dim != "owner":
-            shape[cut.dim] = cut.sizes[self.mesh.index(cut.axis)]
+            shape[cut.dim] = cut.pieces * cut.sizes[self.mesh.index(cut.axis)]
         return torch.zeros(shape, dtype=dtype, device=self.mesh.device)
 
-    def start(self, name: str) -> list[int]:
-        """Where what this rank holds of a tuned tensor begins in the whole: with its shape, the box that it
-        reads and writes of files."""
-        return start_of(name, self.tuned[name], self.placed, self.mesh)
+    def place(self, name: str) -> Place:
+        """Where what this rank holds of a tuned tensor lies in the whole: the boxes that it reads and writes
+        of files."""
+        return place_of(name, self.tuned[name], self.placed, self.mesh)
 
     def writes(self, name: str) -> bool:
         """Whether, of the ranks that hold this very box of a tuned tensor, this is the first."""

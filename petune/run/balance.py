@@ -4,7 +4,8 @@
 
 (Fedus et al. 2021, arXiv:2101.03961), both over the real tokens of all layers. On one process transformers
 makes it. Of replicas each makes the probabilities' part of its own tokens, with the counts of all, so that
-the parts, and their gradients, add up to it.
+the parts, and their gradients, add up to it. Ranks that share every expert by columns have the scores of the
+same tokens each, and sum the gradients of these: each adds its share of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.parallel import Batch, Mesh, Outputs
+from petune.parallel import Batch, Mesh, Outputs, ParallelPlan
 from petune.parallel.collectives import Group, all_sum_
 
 # (outputs, batch, trained tokens of its rows) -> what is added to their summed loss
@@ -29,6 +30,11 @@ def balance_of(model: nn.Module) -> float:
     return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
 
 
+def routes_are_whole(plan: ParallelPlan) -> bool:
+    """Whether the routers of all layers are on every rank, and see all tokens of its replica."""
+    return plan.pp == 1 and (plan.cut is None or plan.cut.mlp == "heads")
+
+
 def balance_in(model: nn.Module, mesh: Mesh) -> Balance | None:
     """The loss of a pass under the plan of `mesh`, which weighs as much as the tokens of its rows do; None
     where nobody asks for it. Raises UsageError for a plan whose ranks do not have all layers of their
@@ -36,18 +42,26 @@ def balance_in(model: nn.Module, mesh: Mesh) -> Balance | None:
     coefficient, plan = balance_of(model), mesh.plan
     if not coefficient:
         return None
-    if plan.tp > 1 or plan.pp > 1:
+    if not routes_are_whole(plan):
         what = "the routers' auxiliary loss is made of all layers' scores, which a rank of this plan has not"
-        remedy = "set output_router_logits: false in the model's config.json, or use dp, ep or none"
+        remedy = "set output_router_logits: false in the model's config.json, or use dp, tp, ep or none"
         raise UsageError(what, where="parallel", remedy=remedy)
     if plan.dp == 1:
-        return lambda outputs, batch, trained: coefficient * trained * cast("Any", outputs).aux_loss
+        return lambda outputs, batch, trained: _shared(
+            coefficient * trained * cast("Any", outputs).aux_loss, plan.tp
+        )
     chosen, group = int(cast("Any", model).config.num_experts_per_tok), mesh.groups["dp"]
 
     def own_part(outputs: Outputs, batch: Batch, trained: int) -> Tensor:
-        return coefficient * part_of(cast("Any", outputs).router_logits, batch, trained, chosen, group)
+        scores = cast("Any", outputs).router_logits
+        return _shared(coefficient * part_of(scores, batch, trained, chosen, group), plan.tp)
 
     return own_part
+
+
+def _shared(loss: Tensor, ranks: int) -> Tensor:
+    """The loss with its share of the gradient for each of the ranks that make the same."""
+    return loss if ranks == 1 else torch.lerp(loss.detach(), loss, 1 / ranks)
 
 
 def part_of(scores: tuple[Tensor, ...], batch: Batch, trained: int, chosen: int, group: Group) -> Tensor:

@@ -41,14 +41,13 @@ def prefer_objective(
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         return outputs_of(model, batch)
 
-    def finish(losses: Tensor, batch: Batch) -> Tensor:
+    def finish(losses: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         _, rows = real_rows(batch["labels"], batch)
-        return judged(losses, rows, config, mean).loss.sum()
+        found = judged(losses, rows, config, mean).loss
+        return found.sum() + (0 if balance is None else balance(outputs, batch, len(found)))
 
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
-        kept, rows = real_rows(outputs.logits, batch)
-        found = judged(token_losses(kept, rows), rows, config, mean).loss
-        return found.sum() + (0 if balance is None else balance(outputs, batch, len(found)))
+        return finish(token_losses(*real_rows(outputs.logits, batch)), outputs, batch)
 
     def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         kept, rows = real_rows(outputs.logits, batch)
@@ -148,6 +147,9 @@ def objective_of(
         found, trained = loss_sum(*real_rows(outputs.logits, batch), task.name, weights)
         return found if balance is None else found + balance(outputs, batch, int(trained))
 
+    def finish(losses: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        return losses.sum() + (0 if balance is None else balance(outputs, batch, len(losses)))
+
     def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         kept, rows = real_rows(outputs.logits, batch)
         return trained_positions(kept, rows["labels"], task.name)
@@ -158,4 +160,4 @@ def objective_of(
         return head_loss(model, batch, ask, shift=task.shifts, trained=trained)
 
     meets = balance is not None
-    return Objective(ask, loss, select, fused_loss=fused_loss, tuned=tuned_parameters, meets=meets)
+    return Objective(ask, loss, select, finish, fused_loss=fused_loss, tuned=tuned_parameters, meets=meets)

@@ -3,7 +3,7 @@ read from one checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from petune.files.json_fields import Anything, Fields, Kind, ListOf, MapOf, Numb
 from petune.files.range_writer import RangeWriter
 from petune.files.ranges import RangeReader, sources
 from petune.files.safetensors import check_dtypes, is_finite, read_header, tensor_kinds
-from petune.parallel import Runner, is_sharded, local
+from petune.parallel import Place, Runner, is_sharded, local
 from petune.recipe import Recipe
 from petune.rng.generators import rng_state, set_rng_state
 from petune.run.progress import Progress, read_progress
@@ -103,11 +103,11 @@ def write_packed(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
 @dataclass(frozen=True)
 class HeldState:
     """The state of a whole run as one rank holds it. tensors, facts: what `pack_state` gives, on the meta
-    device what lies over the ranks. parts: what this rank writes of those, each with where it begins."""
+    device what lies over the ranks. parts: what this rank writes of those, each with where it lies."""
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    parts: Mapping[str, tuple[Tensor, list[int]]]
+    parts: Mapping[str, tuple[Tensor, Place]]
 
     def begin(self, folder: Path) -> None:
         """Make the files of the state in an empty folder."""
@@ -117,9 +117,10 @@ class HeldState:
         """Write this rank's parts into them. `check`, called before each, may raise."""
         if self.parts:
             with RangeWriter(folder / TENSORS) as writer:
-                for name, (value, start) in self.parts.items():
-                    check()
-                    writer.write(name, value, start)
+                for name, (value, place) in self.parts.items():
+                    for box, start in place.boxes(value):
+                        check()
+                        writer.write(name, box, start)
 
     @property
     def here(self) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ class HeldState:
     def of(self, copies: Mapping[str, Tensor]) -> HeldState:
         """The same state, with `copies` in the place of what is `here`."""
         tensors = {name: value if value.is_meta else copies[name] for name, value in self.tensors.items()}
-        parts = {name: (copies[name], start) for name, (_, start) in self.parts.items()}
+        parts = {name: (copies[name], place) for name, (_, place) in self.parts.items()}
         return HeldState(tensors, self.facts, parts)
 
 
@@ -145,12 +146,12 @@ def held_state(runner: Runner, optimizer: torch.optim.Optimizer, make: Make) -> 
         made.state[value] = {"step": torch.tensor(step)} | {key: torch.empty_like(value) for key in MOMENTS}
     first = optimizer.param_groups[0]
     set_rate(made, first["lr"] / first.get("lr_ratio", 1.0))
-    parts: dict[str, tuple[Tensor, list[int]]] = {}
+    parts: dict[str, tuple[Tensor, Place]] = {}
     for name, value in runner.tuned.items():
         if runner.writes(name):
             held = {"tuned": value.detach()}
             held |= {f"optimizer/{key}": states[name][key] for key in MOMENTS if step}
-            parts |= {f"{key}/{name}": (local(one), runner.start(name)) for key, one in held.items()}
+            parts |= {f"{key}/{name}": (local(one), runner.place(name)) for key, one in held.items()}
     return HeldState(*pack_state(tuned, made), parts)
 
 
@@ -225,7 +226,7 @@ def read_tuned(folder: Path, runner: Runner) -> None:
     """Put the tuned tensors of the state in `folder`, which fits, into this rank's."""
     with _reader(folder) as reader:
         for name, value in runner.tuned.items():
-            _read(reader, f"tuned/{name}", local(value.detach()), runner.start(name))
+            _read(reader, f"tuned/{name}", local(value.detach()), runner.place(name))
 
 
 def _read_moments(
@@ -239,10 +240,10 @@ def _read_moments(
             for key in saved[name]["tensors"]:
                 if key in MOMENTS:
                     made = torch.empty_like(value.detach())
-                    _read(reader, f"optimizer/{key}/{name}", local(made), runner.start(name))
+                    _read(reader, f"optimizer/{key}/{name}", local(made), runner.place(name))
                 else:
                     made = torch.empty((), device=value.device if on_device else None)
-                    _read(reader, f"optimizer/{key}/{name}", made, [])
+                    _read(reader, f"optimizer/{key}/{name}", made, Place([]))
                 optimizer.state[value][key] = made
 
 
@@ -250,8 +251,9 @@ def _reader(folder: Path) -> RangeReader:
     return RangeReader(sources({folder / TENSORS: read_header(folder / TENSORS)}))
 
 
-def _read(reader: RangeReader, name: str, out: Tensor, start: Sequence[int]) -> None:
-    reader.read(name, out, start)
+def _read(reader: RangeReader, name: str, out: Tensor, place: Place) -> None:
+    for box, start in place.boxes(out):
+        reader.read(name, box, start)
     if not is_finite(out):
         raise FileError(
             "holds a NaN or an infinity",

@@ -29,6 +29,7 @@ from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
 from petune.run.audit import Audit
+from petune.run.balance import routes_are_whole
 from petune.run.build import Prepared, build, run_on
 from petune.run.control import untouched_base
 from petune.run.evaluate import scoring
@@ -114,8 +115,8 @@ class Step:
             self.make_optimizer = partial(state.make_optimizer, recipe, rates=learning_rates(model))
             self.runner = run_on(model, prepared, mesh, self.weights)
         self.model, self.tuned = self.runner.model, self.runner.tuned
-        plan = self.runner.plan  # a rank of others than replicas sees other tokens, or other blocks
-        self.load = ExpertLoad(self.runner.modules if plan.tp == plan.pp == 1 else ())
+        # of several stages, or where experts see tokens of one rank, a rank counts some alone
+        self.load = ExpertLoad(self.runner.modules if routes_are_whole(self.runner.plan) else ())
         self.steps = self._plan_steps(recipe.batch_size * recipe.accumulate)
         self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)

@@ -142,9 +142,10 @@ class TunedFiles:
         value, shape = local(self.runner.tuned[name].detach()), writer.sources[key].shape
         more = value.dim() - len(shape)  # one of several, an expert
         piece = Piece(key, tuple(at), (*(1,) * more, *shape))
-        if (own := overlap(piece, self.runner.start(name), value.shape)) is not None:
-            box = box_of(value, own.inside, own.size)
-            writer.write(key, box.flatten(0, more) if more else box, own.there[more:])
+        for part, start in self.runner.place(name).boxes(value):
+            if (own := overlap(piece, start, part.shape)) is not None:
+                box = box_of(part, own.inside, own.size)
+                writer.write(key, box.flatten(0, more) if more else box, own.there[more:])
 
     def _hashed_object(self, model: nn.Module) -> str | None:
         """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its

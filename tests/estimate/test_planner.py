@@ -22,7 +22,7 @@ from petune.estimate.layouts import layouts, plain
 from petune.estimate.planner import Planner
 from petune.kernels.memory.block_cost import CPU
 from petune.parallel import ParallelConfig
-from petune.parallel.configs import CutConfig, DpConfig, PpConfig
+from petune.parallel.configs import CutConfig, DpConfig, EpConfig, PpConfig
 from petune.recipe import load_recipe
 from petune.run import distributed
 from tests.methods.zoo import tiny
@@ -92,6 +92,50 @@ def test_no_plan_that_could_be_written_is_faster(
     assert planner.search().choices[0].time.total <= brute * (1 + 1e-6)
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Sketch:
+    return drawn_of(tmp_path_factory.mktemp("mixed"), "qwen2moe-causal")
+
+
+def every_spread(ranks: int, rows: int, experts: int) -> Iterator[ParallelConfig]:
+    """All plans in which replicas share experts."""
+    for shares in parted(rows, ranks):
+        for held in parted(experts, ranks):
+            yield ParallelConfig(ep=EpConfig(size=ranks, shares=shares, experts=held))
+
+
+@pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
+def test_no_shares_of_experts_are_faster(mixed: Sketch, speeds: tuple[float, ...], link: Link) -> None:
+    planner = Planner(mixed, cluster_of(speeds, link))
+    clock = planner.clocks[False]
+    brute = min(clock.of(planner.plan(one)).total for one in every_spread(2, 8, 5))
+    own = planner.search([ParallelConfig(ep=EpConfig(size=2))]).choices[0]
+    assert own.time.total == pytest.approx(brute, rel=1e-6)
+    assert planner.search().choices[0].time.total <= brute * (1 + 1e-6)
+
+
+def test_replicas_share_experts_where_their_memory_or_their_speed_asks_for_it(mixed: Sketch) -> None:
+    fast = Planner(mixed, cluster_of((1, 3))).search().choices[0].parallel.ep
+    assert fast is not None and fast.experts == (1, 4) and fast.shares == (1, 3)
+    spread = [one for one in layouts(4, 8, 2, 5) if one.ep is not None]
+    assert [(str(one), one.dp and one.dp.size) for one in spread] == [("dp 2 x ep 2", 2), ("ep 4", None)]
+    assert not [one for one in layouts(4, 8, 2) if one.ep is not None]
+
+
+def test_experts_go_where_memory_is(tmp_path: Path) -> None:
+    drawn = drawn_of(tmp_path, "mixtral-causal", method="full")
+    only = [ParallelConfig(ep=EpConfig(size=2, shares=(1, 1)))]
+    roomy = Planner(drawn, cluster_of((1, 1), memory=10**12))
+    needs = [roomy.bytes_of(roomy.plan(only[0]), 0, 0, 4, False, dp) for dp in (0, 1)]
+    small = replace(
+        cluster_of((1, 1)), devices=tuple(Device("a", CPU, int(size)) for size in (needs[0] - 1e5, 1e12))
+    )
+    found = Planner(drawn, small).search([ParallelConfig(ep=EpConfig(size=2))]).choices[0]
+    assert found.plan.experts[0] < found.plan.experts[1] or found.plan.shares[0] < found.plan.shares[1]
+    assert found.fullest <= 1
+
+
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(speeds=st.lists(st.floats(0.3, 4), min_size=2, max_size=4), bandwidth=st.floats(1e6, 1e11))
 def test_the_even_plan_is_never_faster(drawn: Sketch, speeds: list[float], bandwidth: float) -> None:
@@ -142,20 +186,32 @@ PLANS = {
     "sp": ParallelConfig(sp=CutConfig(size=2, shares=(3, 1))),
     "pp": ParallelConfig(pp=PpConfig(size=2, microbatches=4)),
 }
+OF_EXPERTS = {
+    "ep": ParallelConfig(ep=EpConfig(size=2, shares=(1, 3), experts=(3, 1))),
+    "tp": ParallelConfig(tp=CutConfig(size=2)),
+    "galaxy": ParallelConfig(galaxy=CutConfig(size=2)),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full", "side"])
-@pytest.mark.parametrize("name", ["llama-causal", "t5-gated"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *itertools.product(["llama-causal", "t5-gated"], ["lora", "full", "side"]),
+        ("mixtral-causal", "lora"),
+        ("mixtral-causal", "full"),
+    ],
+)
 def test_memory_is_the_footprint(name: str, method: str, tmp_path: Path) -> None:
     how = {"name": "side", "reduction": 4} if method == "side" else method
     recipe = recipe_of(name, tmp_path, batch_size=8, method=how)
     planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
-    for parallel in PLANS.values():
+    for parallel in (OF_EXPERTS if name == "mixtral-causal" else PLANS).values():
         plan = planner.plan(parallel)
         ranks = forecast(recipe, 2, [10**12], parallel).ranks
         for rank in ranks:
-            own = planner.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again=False) - rank.process
+            place = rank.at.pp, rank.at.tp, rank.rows
+            own = planner.bytes_of(plan, *place, again=False, dp=rank.at.dp) - rank.process
             assert own == pytest.approx(rank.memory.total, rel=0.06), (parallel, rank.rank)
 
 
@@ -251,6 +307,12 @@ def test_blocks_move_to_the_rank_with_memory(tmp_path: Path) -> None:
         tight = advise(recipe, (3, 1), [first.total - 120 * 10**6, 4 * 10**9])
         tight.forecast.check()
         assert 0.5 < tight.ratio < 1
+
+
+def test_advice_shares_out_experts_too(tmp_path: Path) -> None:
+    found = advise(recipe_of("qwen2moe-causal", tmp_path, parallel="ep", batch_size=8), (3, 1))
+    assert found.parallel.ep == EpConfig(size=2, shares=(3, 1), experts=(4, 1))
+    assert found.ratio == pytest.approx(0.55, abs=0.1)
 
 
 def test_speeds_are_positive_and_for_the_axes_of_a_recipe(tmp_path: Path) -> None:

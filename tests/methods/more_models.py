@@ -50,6 +50,8 @@ from transformers import (
     RobertaForMaskedLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
     WhisperConfig,
@@ -245,6 +247,18 @@ MIXERS: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+# two configs of Gemma 2's kind
+_T5GEMMA = {
+    name: value for name, value in GEMMA2.items() if name not in ("num_labels", "attn_implementation")
+}
+T5GEMMA: dict[str, Any] = {
+    **TOKENS,
+    "vocab_size": VOCAB,
+    "encoder": _T5GEMMA,
+    "decoder": _T5GEMMA,
+    "num_labels": 3,
+    "attn_implementation": "eager",
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -280,4 +294,5 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "vit-classify": (ViTForImageClassification, ViTConfig, VIT),
     "whisper-seq2seq": (WhisperForConditionalGeneration, WhisperConfig, WHISPER),
     "dinov2-classify": (Dinov2ForImageClassification, Dinov2Config, DINOV2),
+    "t5gemma-seq2seq": (T5GemmaForConditionalGeneration, T5GemmaConfig, T5GEMMA),
 }

@@ -80,7 +80,7 @@ def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> Non
     assert {site.stack for site in sites} == set(expected)
     for stack, (attention, mlp, ways_out) in expected.items():
         apart = ["q_pos", "k_pos"] if name == "deberta2-mlm" else []
-        gated = ["gate"] if name in ("t5-gated", "mt5-seq2seq") else []
+        gated = ["gate"] if name in ("t5-gated", "mt5-seq2seq", "t5gemma-seq2seq") else []
         for block in range(2):
             own = [site for site in sites if (site.stack, site.block) == (stack, block)]
             here = attention if isinstance(attention, str) else attention[block]

@@ -81,7 +81,8 @@ def can_be_cut(name: str, backend: str) -> bool:
     cut = BACKENDS[backend](name, 2).cut
     if cut is None:
         return name not in UNSTAGED or not backend.startswith("pp")
-    if cut.exchange == "ring" and ZOO[name][2].get("attn_logit_softcapping"):
+    own = ZOO[name][2]
+    if cut.exchange == "ring" and (own | own.get("decoder", {})).get("attn_logit_softcapping"):
         return False
     if scores_positions(name) and cut.attention == "sequence":
         return False
@@ -130,6 +131,11 @@ SPREAD = [
     (method, name)
     for method, name in product(METHODS, MOE)
     if method != "side" or name not in ("mixtral-causal", "gptoss-causal", "qwen3_5moe-causal")
+]
+# and every expert over ranks by its columns
+BY_COLUMNS = [
+    (method, backend, name)
+    for (method, name), backend in product(SPREAD, ("tp", "tp-whole-vocabulary", "galaxy"))
 ]
 SPREAD_FUSED = [
     ("lora", "qwen3moe-causal", 2, 2, "input"),

@@ -64,6 +64,7 @@ DROPOUTS = {
     "bart": ("dropout", "attention_dropout", "activation_dropout"),
     "t5": ("dropout_rate",),
     "llama": ("attention_dropout",),
+    "t5gemma": ("dropout_rate", "attention_dropout"),
     "gemma3": ("attention_dropout",),
     "qwen3": ("attention_dropout",),
     "opt": ("dropout", "attention_dropout"),
@@ -324,7 +325,7 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
     trace = Trace(tuple(runner.names))
     assert_only_the_tuned_train(runner)
     assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors at the start")
-    own = {name: own_box(runner, name, start[name]) for name in runner.tuned}
+    own = {name: own_part(runner, name, start[name]) for name in runner.tuned}
     assert_same(
         {name: local(value) for name, value in runner.tuned.items()},
         own,
@@ -361,11 +362,15 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
     return trace
 
 
-def own_box(runner: Runner, name: str, whole: Tensor) -> Tensor:
-    """The box of a whole tensor that a rank reads and writes of files."""
-    for dim, first in enumerate(runner.start(name)):
-        whole = whole.narrow(dim, first, local(runner.tuned[name]).shape[dim])
-    return whole
+def own_part(runner: Runner, name: str, whole: Tensor) -> Tensor:
+    """The part of a whole tensor that a rank reads and writes of files, box by box."""
+    part = torch.empty_like(local(runner.tuned[name].detach()))
+    for box, start in runner.place(name).boxes(part):
+        found = whole
+        for dim, first in enumerate(start):
+            found = found.narrow(dim, first, box.shape[dim])
+        box.copy_(found)
+    return part
 
 
 def gradient(value: nn.Parameter) -> Tensor:

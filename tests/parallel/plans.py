@@ -18,6 +18,7 @@ from tests.methods.zoo import MOE, ZOO, table, writes_beside
 
 HEADS = {2: (6, 2), 3: (4, 2, 2)}
 COLUMNS = {2: (72, 24), 3: (48, 32, 16)}
+OF_EXPERTS = {16: {2: (8, 8)}, 24: {2: (16, 8), 3: (8, 8, 8)}}  # of so many in each
 SEQUENCE = {2: (3, 1), 3: (3, 2, 1)}
 VOCABULARY = {2: (3, 1), 3: (3, 2, 1)}
 MIXED = Row("sequence", "heads", "sequence")  # what only `cut` can say
@@ -39,7 +40,7 @@ def cut(name: str, row: Row, ranks: int, exchange: str = "gather", vocabulary: b
         exchange=exchange,
         heads=heads,
         kv_heads=tuple(count // group for count in heads),
-        columns=COLUMNS[ranks] if row.mlp == "heads" else (),
+        columns=OF_EXPERTS.get(shape.columns, COLUMNS)[ranks] if row.mlp == "heads" else (),
         sequence=SEQUENCE[ranks] if row.connection == "sequence" else (),
         vocabulary=VOCABULARY[ranks] if vocabulary else (),
         overlap=False,

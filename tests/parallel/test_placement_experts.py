@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig
-from petune.models import FAMILIES
+from petune.models import FAMILIES, experts
+from petune.models.spec import Pieces
 from petune.parallel.configs import CutConfig, ParallelConfig
-from petune.parallel.plan import make_plan
+from petune.parallel.plan import ParallelPlan, make_plan
+from petune.parallel.tensor import shard_params
 from tests.methods.zoo import tiny
-from tests.parallel.cells import case
-from tests.parallel.harness import check
-from tests.parallel.plans import BACKENDS
+from tests.parallel.cells import BY_COLUMNS, case
+from tests.parallel.harness import Case, check
+from tests.parallel.plans import BACKENDS, COMPOSED
+from tests.pool import RankError
 
 # every family of experts and every plan once, with the methods in turn
 CELLS = [
@@ -27,6 +33,13 @@ CELLS = [
     ("lora", "sp-gather", "mixtral-causal"),
     ("lora", "galaxy2", "qwen3moe-causal"),
     ("adapter", "galaxy2", "qwen2moe-causal"),
+    ("lora", "tp", "qwen2moe-causal"),
+    ("full", "tp", "gptoss-causal"),
+    ("adapter", "tp", "gptoss-causal"),
+    ("lora", "galaxy", "gptoss-causal"),
+    ("full", "galaxy", "qwen3moe-causal"),
+    ("adapter", "galaxy", "mixtral-causal"),
+    ("lora", "cut", "mixtral-causal"),
 ]
 
 
@@ -44,6 +57,10 @@ FUSED = [
     ("lora", "sp-ulysses", "qwen3moe-causal", "projections"),
     ("lora", "sp-ring", "qwen2moe-causal", "attention"),
     ("lora", "galaxy2", "qwen3moe-causal", "input"),
+    ("lora", "tp", "qwen2moe-causal", "input"),
+    ("adapter", "tp", "mixtral-causal", "projections"),
+    ("full", "galaxy", "gptoss-causal", "attention"),
+    ("lora", "galaxy", "qwen3moe-causal", "all"),
 ]
 
 
@@ -59,9 +76,110 @@ def test_so_do_quantised_experts(backend: str) -> None:
     check(replace(own, blocks=MemoryConfig("input"), base_dtype="int8"))
 
 
-@pytest.mark.parametrize("row", ["tp", "galaxy"])
-def test_columns_of_experts_are_not_cut_and_that_is_said(row: str) -> None:
-    config = tiny("qwen3moe-causal").config
-    asked: Any = {row: CutConfig(size=2)}
-    with pytest.raises(UsageError, match=f"{row}.size  experts are not cut by columns"):
-        make_plan(ParallelConfig(**asked), FAMILIES[config.model_type], config, None, 8)
+def exactly(one: Case) -> Case:
+    """Three steps in float64, without transformers' grouped products, which have none."""
+    return replace(
+        one, dtype=torch.float64, steps=3, settings=(*one.settings, ("experts_implementation", "eager"))
+    )
+
+
+@pytest.mark.usefixtures("no_float32")
+@pytest.mark.parametrize(
+    ("method", "backend", "name"),
+    [("lora", "tp", "qwen2moe-causal"), ("side", "tp", "qwen3moe-causal"), ("full", "tp", "gptoss-causal")],
+)
+def test_three_steps_by_columns_leave_nothing_to_rounding(method: str, backend: str, name: str) -> None:
+    check(exactly(case(name, method, BACKENDS[backend](name, 2))))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("no_float32")
+@pytest.mark.parametrize(("method", "backend", "name"), BY_COLUMNS)
+def test_every_method_and_family_by_columns_in_float64(method: str, backend: str, name: str) -> None:
+    ladder = (("reduction", 2),) if method == "side" else ()  # heads of Qwen2-MoE here are 4 columns wide
+    own = case(name, method, BACKENDS[backend](name, 2), recompute=backend == "tp", tuning=ladder)
+    check(exactly(own))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", list(COMPOSED))
+def test_columns_of_experts_beside_other_axes(backend: str) -> None:
+    check(case("mixtral-causal", "lora", COMPOSED[backend]("mixtral-causal"), steps=1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_dropout_inside_a_shared_expert_is_that_of_one_process(fused: bool) -> None:
+    own = case("qwen2moe-causal", "lora", BACKENDS["tp"]("qwen2moe-causal", 2), steps=1, dropout=0.1)
+    own = replace(own, tuning=(("exclude", ("experts",)),))
+    check(replace(own, blocks=MemoryConfig("input")) if fused else own)
+
+
+# ------------------------------------------------------------------ faults, each of which a comparison sees
+
+
+def contiguous(module: nn.Module, name: str, dim: int) -> Pieces:
+    """gate | up is cut as if it were one."""
+    return Pieces(dim, places=2 if name == "gate_up_proj" else 1)
+
+
+def twice(module: nn.Module, leaf: str, value: Tensor) -> None:
+    """Biases that one rank adds are added by all, and train on one."""
+    del module._parameters[leaf]
+    module.register_buffer(leaf, value.detach(), persistent=False)
+
+
+def kept(*args: Any, plain: Callable[..., set[str]] = shard_params.narrow) -> set[str]:
+    """One rank's gradient of a whole tensor is taken for all of it."""
+    plain(*args)
+    return set()
+
+
+@pytest.mark.parametrize(
+    ("where", "attribute", "fault", "method", "name"),
+    [
+        (experts, "along", contiguous, "lora", "qwen2moe-causal"),
+        (shard_params, "_without", twice, "full", "gptoss-causal"),
+        (shard_params, "narrow", kept, "lora", "mixtral-causal"),
+    ],
+    ids=["gate and up as one", "a bias twice", "a factor not summed"],
+)
+def test_a_wrong_cut_is_noticed(
+    where: Any, attribute: str, fault: Any, method: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, attribute, fault)
+    with pytest.raises(AssertionError, match=r"logits in eval mode|gradients of the first step"):
+        check(case(name, method, BACKENDS["tp"](name, 2), steps=1))
+
+
+# ------------------------------------------------------------------ plans
+
+
+def planned(name: str, **asked: Any) -> ParallelPlan:
+    config = tiny(name, moe_intermediate_size=24, shared_expert_intermediate_size=40).config
+    return make_plan(ParallelConfig(**asked), FAMILIES[config.model_type], config, None, 8)
+
+
+def test_a_rank_has_columns_of_every_expert_in_eights() -> None:
+    plan = planned("qwen2moe-causal", tp=CutConfig(shares=(2, 1)))
+    assert plan.cut is not None and plan.cut.columns == (16, 8)
+    assert planned("gptoss-causal", galaxy=CutConfig(size=2)).cut.columns == (16, 8)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (CutConfig(columns=(12, 12)), "rows of whole 16 bytes\n.*multiples of 8, found .*12, 12"),
+        (CutConfig(size=4), "every rank needs 8 columns of an expert\n.*at most 3"),
+        (CutConfig(columns=(16, 16)), "do not add up to the model's\n.*24, found"),
+        (CutConfig(size=2, overlap=True), "products of linears, and experts are none"),
+    ],
+)
+def test_columns_that_experts_cannot_have_are_refused(cut: CutConfig, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned("qwen2moe-causal", tp=cut)
+
+
+def test_quantised_experts_are_not_cut_by_columns() -> None:
+    own = case("qwen3moe-causal", "lora", BACKENDS["tp"]("qwen3moe-causal", 2), steps=1, base_dtype="int8")
+    with pytest.raises(RankError, match="int8 holds experts whole, and this plan cuts their columns"):
+        check(own)

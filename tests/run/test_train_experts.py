@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
 
 OVER_TWO = {"ep": {"shares": [3, 1], "experts": [2, 3]}}
 OVER_THREE = {"ep": {"size": 3}}
+BY_COLUMNS = {"tp": {"shares": [2, 1]}}
+BY_COLUMNS_AND_TOKENS = {"galaxy": {"size": 2, "sequence": [3, 2]}}
 
 
 def recipe(place: Path, out: str, method: Any, parallel: Any, **changes: Any) -> dict[str, Any]:
@@ -63,8 +65,13 @@ def assert_alike(found: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "parallel"),
-    [pytest.param("full", OVER_TWO, marks=pytest.mark.long), ({"name": "lora", "r": 2}, OVER_THREE)],
-    ids=["full", "lora"],
+    [
+        pytest.param("full", OVER_TWO, marks=pytest.mark.long),
+        ({"name": "lora", "r": 2}, OVER_THREE),
+        ("full", BY_COLUMNS),
+        pytest.param({"name": "lora", "r": 2}, BY_COLUMNS_AND_TOKENS, marks=pytest.mark.long),
+    ],
+    ids=["full", "lora", "full by columns", "lora by columns and tokens"],
 )
 def test_a_run_over_ranks_is_that_of_one_process_and_goes_on_from_its_checkpoint(
     method: Any, parallel: Any, tmp_path: Path
@@ -76,7 +83,7 @@ def test_a_run_over_ranks_is_that_of_one_process_and_goes_on_from_its_checkpoint
     shutil.rmtree(newest(tmp_path / "there"))
     there = recipe(tmp_path, "there", method, parallel)
     assert_alike(trained(there, resume=True, allow_change=["parallel"]), whole)
-    assert "ep " in (tmp_path / "there" / "run.log").read_text()
+    assert f"{next(iter(parallel))} " in (tmp_path / "there" / "run.log").read_text()
     assert_alike(trained(recipe(tmp_path, "spread", method, parallel)), whole)
 
 
@@ -96,13 +103,17 @@ def test_ranks_without_all_layers_of_their_tokens_refuse_the_loss_of_routers() -
         balance_in(model, mesh)
 
 
-@pytest.mark.parametrize(
-    "method", ["full", pytest.param({"name": "lora", "r": 2}, marks=pytest.mark.long)], ids=["full", "lora"]
-)
-def test_a_state_and_a_tuned_folder_have_the_bytes_of_one_process(method: Any, tmp_path: Path) -> None:
+LORA = pytest.param({"name": "lora", "r": 2}, marks=pytest.mark.long, id="lora")
+
+
+@pytest.mark.parametrize("plan", [OVER_TWO, BY_COLUMNS], ids=["ep", "tp"])
+@pytest.mark.parametrize("method", ["full", LORA])
+def test_a_state_and_a_tuned_folder_have_the_bytes_of_one_process(
+    method: Any, plan: Any, tmp_path: Path
+) -> None:
     own = recipe(tmp_path, "run", method, "none", max_steps=2, warmup=0)
     saved = newest(trained(own))
-    ranks(2, rewritten, own | {"parallel": OVER_TWO}, saved, tmp_path / "again")
+    ranks(2, rewritten, own | {"parallel": plan}, saved, tmp_path / "again")
     again = tmp_path / "again" / "step-2"
     assert (again / "state.safetensors").read_bytes() == (saved / "state.safetensors").read_bytes()
     rewritten(own, saved, tmp_path / "alone")

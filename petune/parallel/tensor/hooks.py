@@ -27,7 +27,7 @@ from petune.models.boundary import Boundary, BoundaryHook, boundary_of, put_boun
 from petune.models.spec import Family, Region, Shape, child_of
 from petune.models.stack import Call, Stack
 from petune.models.transition import transition
-from petune.models.tuned_linear import TunedLinear
+from petune.models.tuned_linear import TunedLayer
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
 from petune.parallel.collectives import Group, alone, copy, gather_shared, split_shared
 from petune.parallel.mesh import Mesh
@@ -50,11 +50,10 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
     for _, stack in stacks_of(model, family):
         stack.edges.append(StackEdges(plan, group, rank))
         for index, block in stack.numbered:
-            for region in stack.rule.regions:
-                if child_of(block, region.enter) is not None:
-                    _cross_region(
-                        block, region, f"{stack.name}.{index}", StackEdges(plan, group, rank), shape, overlap
-                    )
+            for region in stack.rule.regions_in(block):
+                _cross_region(
+                    block, region, f"{stack.name}.{index}", StackEdges(plan, group, rank), shape, overlap
+                )
         ladder = stack._modules.get("side")
         if ladder is not None and plan.connection == "sequence":  # one more region in the connection's layout
             if stack.rule.positions is not None:
@@ -80,17 +79,20 @@ def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group
     )
     for _, stack in stacks_of(model, family):
         for _, block in stack.numbered:
-            for region in stack.rule.regions:
-                enter = child_of(block, region.enter)
-                if enter is not None and region.kind == "attention" and plan.attention == "sequence":
-                    _put_exchange(region, enter[1], plan, group, rank)
-                if enter is not None and plan.layout(region.kind) == "heads":
+            regions = stack.rule.regions_in(block)
+            for region in (one for one in regions if not one.within):
+                enter = module_at(block, region.enter, stack.name)[1]
+                if region.kind == "attention" and plan.attention == "sequence":
+                    _put_exchange(region, enter, plan, group, rank)
+                if plan.layout(region.kind) == "heads":
+                    # of a mixture the shared expert alone draws dropout by its features
+                    drawing = next((one for one in regions if one.within and region.mixture), region)
                     way_out = next(
-                        features_of(region, plan, shape)[role]
-                        for role, path in region.sites.items()
-                        if path == region.leave
+                        features_of(drawing, plan, shape)[role]
+                        for role, path in drawing.sites.items()
+                        if path == drawing.leave
                     )
-                    put_boundary(enter[1], kind(group, sum(way_out[:rank]), plan.overlap))
+                    put_boundary(enter, kind(group, sum(way_out[:rank]), plan.overlap))
 
 
 def _put_exchange(region: Region, enter: nn.Module, plan: Cut, group: Group, rank: int) -> None:
@@ -125,23 +127,31 @@ def _cross_region(
         if region.kind == "attention":
             _attend_across(block, region, enter, plan, group, rank)
         return
-    leave, sizes = module_at(block, region.leave, where)[1], features_of(region, plan, shape)
-    boundary = cast("Boundary", boundary_of(enter))
-    enter.register_forward_pre_hook(
-        Enter(boundary, group, f"{where}.{region.enter}", overlap), with_kwargs=True
-    )
-    out: nn.Module = leave.after_sum() if isinstance(leave, TunedLinear) else leave
-    out.register_forward_hook(
-        Leave(boundary, group, rank, overlap.row(leave) if overlap is not None else None)
-    )
+    if not region.within:
+        leave, boundary = module_at(block, region.summed, where)[1], cast("Boundary", boundary_of(enter))
+        enter.register_forward_pre_hook(
+            Enter(boundary, group, f"{where}.{region.enter}", overlap), with_kwargs=True
+        )
+        out = leave.after_sum() if isinstance(leave, TunedLayer) else leave
+        tiles = overlap.row(leave) if overlap is not None else None
+        out.register_forward_hook(Leave(boundary, group, rank, tiles))
     if region.kind == "attention":
         cast("Any", enter).first_head = sum(plan.heads[:rank])
+    _tell_features(block, region, plan, rank, shape, overlap)
+
+
+def _tell_features(
+    block: nn.Module, region: Region, plan: Cut, rank: int, shape: Shape, overlap: Overlap | None
+) -> None:
+    """Hook the linears of a region cut by heads, which tell dropout where features lie. Experts drop nothing
+    out."""
+    leave, sizes = child_of(block, region.leave), features_of(region, plan, shape)
     for role, choices in region.sites.items():
         found = child_of(block, choices)
-        if found is not None:
-            if overlap is not None and found[1] is not leave:
+        if found is not None and role != "experts":
+            if overlap is not None and found != leave:
                 overlap.column(found[1])
-            features = Features(sum(sizes[role][:rank]), row=found[1] is leave)
+            features = Features(sum(sizes[role][:rank]), row=found == leave)
             found[1].register_forward_pre_hook(features.before)
             if not features.row:
                 found[1].register_forward_hook(features.after)
@@ -239,8 +249,14 @@ class Leave(BoundaryHook):
     def __deepcopy__(self, memo: dict[int, Any]) -> Leave:
         return replace(self, tiles=deepcopy(self.tiles, memo))
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The sum over ranks, whole or this rank's tokens of it."""
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The sum over ranks, whole or this rank's tokens of it, of the first of what a module gives."""
+        if isinstance(output, tuple):
+            return self.summed(module, output[0]), *output[1:]
+        return self.summed(module, output)
+
+    def summed(self, module: nn.Module, output: Tensor) -> Tensor:
+        """The sum over ranks of a tensor."""
         now, whole = running(), self.boundary.connection == "whole"
         if self.tiles is not None:
             output = self.tiles.summed(module, output)

@@ -16,24 +16,37 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.models.spec import CutKind, Family, Region, Shape, Split, child_of
+from petune.models import experts
+from petune.models.frozen_weight import QuantisedWeight
+from petune.models.spec import CutKind, Family, Pieces, Region, Shape, Split, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
-from petune.models.tuned_linear import TunedLinear
+from petune.models.tuned_linear import TunedLayer, TunedLinear
 from petune.parallel.mesh import Axis, Coordinate
-from petune.parallel.plan import Cut, ParallelPlan
+from petune.parallel.plan import Cut, ParallelPlan, apportion
 
 
 @dataclass(frozen=True)
 class Slice:
-    """How one tensor lies across an axis: `sizes` along `dim`, in the order of ranks; "owner": whole, on
-    the first rank alone."""
+    """How one tensor lies across an axis: `sizes` along `dim`, in the order of ranks, of each of its pieces
+    (see Pieces); "owner": whole, on the first rank alone."""
 
     dim: int | Literal["owner"]
     sizes: tuple[int, ...] = ()
     axis: Axis = "tp"
+    pieces: int = 1
+
+    def apart(self, value: Tensor) -> Tensor:
+        """`value` with a dim of pieces before the one that is cut."""
+        apart: Tensor = value.unflatten(cast("int", self.dim), (self.pieces, -1))
+        return apart
+
+    def together(self, value: Tensor) -> Tensor:
+        """The way back."""
+        return value.flatten(cast("int", self.dim), cast("int", self.dim) + 1)
 
 
 @dataclass
@@ -66,7 +79,8 @@ def cut(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordinate) ->
                         block, region, f"{path}.{index}", plan.cut, shape, at.tp, placed.slices
                     )
         if plan.cut.connection == "sequence":
-            placed.partial |= inside - set(placed.slices)
+            placed.partial |= inside
+    placed.partial -= set(placed.slices)
     return placed
 
 
@@ -94,14 +108,13 @@ def _cut_region(
             whole |= narrow(layer, own, split, sizes[role], rank, f"{where}.{name}", slices)
     enter = module_at(block, region.enter, where)
     for name, dim in region.by_head.items():
-        if (owner := child_of(enter[1], name.rpartition(".")[0])) is not None:
-            heads = cut.heads
-            whole |= narrow(
-                owner[1], name.rpartition(".")[2], dim, heads, rank, f"{where}.{enter[0]}.{owner[0]}", slices
-            )
+        if child_of(enter[1], name.rpartition(".")[0]) is not None:
+            whole |= narrow(enter[1], name, dim, cut.heads, rank, f"{where}.{enter[0]}", slices)
             seen.add(f"{enter[0]}.{name}")
     for name in region.head_counts:
         setattr(enter[1], name, cut.heads[rank])
+    if isinstance(enter[1], TunedLayer):  # which acts after the sum
+        seen |= {f"{enter[0]}.{name}" for name in enter[1].tuned()}
     rest = {f"{enter[0]}.{name}" for name, _ in enter[1].named_parameters()} - seen
     return whole | {f"{where}.{name}" for name in rest}
 
@@ -109,7 +122,8 @@ def _cut_region(
 def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[int, ...]]:
     """Features per rank of what each role makes or, for the way out, takes."""
     if region.kind == "mlp":
-        return dict.fromkeys(region.sites, cut.columns)
+        number = getattr(shape, region.columns)  # of which not all MLPs have as many
+        return dict.fromkeys(region.sites, apportion(number, cut.columns))
     queries, keys = (
         tuple(count * shape.head_dim for count in counts) for counts in (cut.heads, cut.kv_heads)
     )
@@ -122,6 +136,8 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split
 
     Raises UsageError for a layer that says nothing, or nothing of one of its tensors.
     """
+    if experts.is_experts(layer):
+        return _declared(layer, experts.splits_of(layer), where)
     if type(layer) is nn.Linear:
         return {"weight": 0, "bias": 0} if kind == "column" else {"weight": 1, "bias": "owner"}
     if not isinstance(layer, TunedLinear):
@@ -129,7 +145,10 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split
         raise UsageError(
             f"{type(layer).__name__} does not say how it is cut across ranks", where=where, expected=expected
         )
-    declared = layer.splits(kind)
+    return _declared(layer, layer.splits(kind), where)
+
+
+def _declared(layer: nn.Module, declared: Mapping[str, Split], where: str) -> Mapping[str, Split]:
     if unsaid := [name for name, _ in layer.named_parameters() if name not in declared]:
         sides = {"expected": ", ".join(declared), "found": ", ".join(unsaid)}
         raise UsageError(
@@ -162,20 +181,38 @@ def narrow(
     if split == "owner":
         slices[f"{where}.{own}"] = Slice("owner", (), axis)
         if rank:
-            module.register_parameter(leaf, None)
+            _without(module, leaf, value)
         return set()
-    if sum(sizes) != value.shape[split]:
-        sides = {"expected": str(sum(sizes)), "found": f"{value.shape[split]} in dim {split}"}
+    dim, pieces, places = split if isinstance(split, Pieces) else Pieces(split)
+    sizes = tuple(size * places for size in sizes)
+    length = sum(sizes)
+    if length * pieces != value.shape[dim]:
+        sides = {"expected": str(length * pieces), "found": f"{value.shape[dim]} in dim {dim}"}
         raise UsageError(
             "the plan's shares do not add up to this tensor's size", where=f"{where}.{own}", **sides
         )
-    slices[f"{where}.{own}"] = Slice(split, sizes, axis)
-    part = value.detach().narrow(split, sum(sizes[:rank]), sizes[rank]).clone()
+    slices[f"{where}.{own}"] = Slice(dim, sizes, axis, pieces)
+    if isinstance(value, QuantisedWeight) and value.dim() == 3 and dim:  # whose columns would be dense
+        value.form.narrow(dim, 0, sizes[rank])
+    firsts = [at * length + sum(sizes[:rank]) for at in range(pieces)]
+    parts = [value.detach().narrow(dim, first, sizes[rank]) for first in firsts]
+    part = torch.cat(parts, dim) if pieces > 1 else parts[0].clone()
     setattr(module, leaf, nn.Parameter(part, requires_grad=value.requires_grad))
     for count, dim in (("out_features", 0), ("in_features", 1)):
         if leaf == "weight" and hasattr(module, count):
             setattr(module, count, part.shape[dim])
     return set()
+
+
+def _without(module: nn.Module, leaf: str, value: Tensor) -> None:
+    """Take a tensor that another rank has out of a module. Experts add their biases unasked, so zeros stand
+    there."""
+    module.register_parameter(leaf, None)
+    if experts.is_experts(module):
+        del module._parameters[leaf]
+        place = torch.device("cpu") if value.is_meta else value.device
+        zeros = torch.zeros(value.shape, dtype=value.dtype, device=place)
+        module.register_buffer(leaf, zeros, persistent=False)
 
 
 def module_at(block: nn.Module, path: str, where: str) -> tuple[str, nn.Module]:
