@@ -64,9 +64,8 @@ class Outline(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["copy"] = copy.deepcopy(module).to(
-            "meta"
-        )  # no child, whose tensors would count as here
+        # not a child, whose tensors would count as here
+        self.__dict__["copy"] = copy.deepcopy(module).to("meta")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["copy"], name)
