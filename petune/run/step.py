@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -29,9 +30,10 @@ from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
 from petune.run.audit import Audit
+from petune.run.backbone import Backbone
 from petune.run.build import Prepared, build, run_on
 from petune.run.control import untouched_base
-from petune.run.evaluate import scoring
+from petune.run.evaluate import batches, scoring
 from petune.run.expert_load import ExpertLoad
 from petune.run.objective import idle_tensors
 from petune.run.progress import Progress
@@ -100,6 +102,7 @@ class Step:
         self.keeper: Keeper = KeepsNothing()
         self.progress, self.audit = Progress(), Audit({}, {})
         self.cache: ActivationCache | None = None
+        self.backbone: Backbone | None = None
         self.check: Callable[[Anyone], None] = _nobody
         self.units, self.held_out = prepared.encoded.train, prepared.encoded.eval
         self.texts = len(self.units[0].texts)  # rows of the model that make an example
@@ -236,6 +239,15 @@ class Step:
         if self.cache is not None:
             self.cache.look(anew=anew)
 
+    def _spare_backbone(self, number: int) -> None:
+        """Let the backbone's blocks leave memory where the cache knows every row of the run, of all
+        replicas."""
+        if self.backbone is not None:
+            known = self.recipe.batch_size, self.prepared.task.name, pad_token_id(self.prepared.tokenizer)
+            trained = batches(self.units, *known, packed=self.prepared.encoded.packed)
+            rows = chain(trained, batches(self.held_out, *known))
+            self.backbone.leave_if_known(rows, number % self.steps.per_epoch == 0)
+
     def refer(self, check: Callable[[], None] = lambda: None) -> None:
         """Ask the untouched model about every text of the steps and of the held-out rows, where the loss
         compares with it. All ranks go together; `check` runs between passes and may raise."""
@@ -268,6 +280,7 @@ class Step:
         micro = self.micro_batches(number)
         total = self._count(micro, self.check)
         self.look_at_cache()
+        self._spare_backbone(number)
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
         state.set_rate(self.optimizer, lr)
