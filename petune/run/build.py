@@ -46,6 +46,7 @@ from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, m
 from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
 from petune.run.balance import balance_in
+from petune.run.fisher import weigh_by_rows
 from petune.run.objective import embed_objective, objective_of, rerank_objective
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.rows import rows_of
@@ -189,8 +190,7 @@ def load_base(
     whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.float32 if whole else choose_place(recipe).dtype
     ends = (source, cast("Head", task.head), task.outputs(labels), dtype)
-    own = (*ends, deepcopy(config), recipe.seed)
-    loaded = load_model(*own) if given is None else adopt_model(given, *ends)
+    loaded = load_model(*ends, deepcopy(config), recipe.seed) if given is None else adopt_model(given, *ends)
     loaded.model.config.pad_token_id = tokenizer.pad_token_id
     for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
         loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
@@ -220,6 +220,7 @@ def build(prepared: Prepared) -> nn.Module:
         else:
             if recipe.method.reads_weights:
                 model, contents = loaded.read(), None
+            weigh_by_rows(model, prepared)
             torch.manual_seed(recipe.seed)  # components of weights are found from random ones
             tune(model, _with_new(recipe.method, model, loaded))
     refuse_unwritable(model)
@@ -364,8 +365,7 @@ def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:
 def _checkpoint_activations(model: nn.Module) -> None:
     """Recompute activations in the backward pass, in the form that does not need inputs to require
     gradients."""
-    # the second is the older transformers'
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # the older transformers'
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is None:
         raise UsageError(

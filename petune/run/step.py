@@ -35,6 +35,7 @@ from petune.run.build import Prepared, build, run_on
 from petune.run.control import untouched_base
 from petune.run.evaluate import batches, scoring
 from petune.run.expert_load import ExpertLoad
+from petune.run.fisher import agree_on_start
 from petune.run.objective import idle_tensors
 from petune.run.progress import Progress
 from petune.run.references import referred, refuse_unreferable
@@ -142,6 +143,7 @@ class Step:
         """What can be said of the tuned model only before it is cut."""
         self.described = describe(model), count_parameters(model)
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
+        agree_on_start(model)
         # of what the files say, whatever a plan cuts and base_dtype rounds: another plan may go on
         whole = mesh.main and (mesh.plan.world > 1 or self.recipe.base_dtype is not None)
         needed = whole or bool(self.recipe.cache)
