@@ -2,23 +2,36 @@
 
     PYTHONPATH=. python3 benchmarks/activation_cache.py [--models bert t5 llama] [--rows 32] [--tokens 64]
 
+    PYTHONPATH=. python3 benchmarks/activation_cache.py --memory [--width 768] [--blocks 12] [--bf16]
+
 Prints seconds of an epoch without a cache (median), of the first and of a later one with it, what three and
 ten epochs with it take of those without, the largest relative difference of a step's loss, and the step of a
 loss's dtype: transformers gives that of a bf16 T5 or BERT in bf16, which tells no two losses apart that are
 nearer than 0.4 to 0.8 %.
+
+With --memory: runs of a Llama of random weights by full fine-tuning, by the ladder, and by the ladder with
+its cache, each in a process of its own; what is held in the first epoch and in the last. On a GPU that is the
+peak of a step, on the CPU what is resident after one, in both with what the process holds before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import multiprocessing
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -28,6 +41,8 @@ from transformers import (
 )
 
 import petune
+from benchmarks.demo import Silent
+from petune import demo
 from petune.methods.activation_cache import Stored
 
 VOCABULARY = 4096
@@ -122,8 +137,75 @@ def measure(name: str, options: argparse.Namespace, stored: Stored) -> str:
     )
 
 
+# ---------------------------------------------------------------- memory
+
+
+class Held(petune.Callback):
+    """The bytes held in each step."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """After a step."""
+        if torch.cuda.is_available():
+            self.bytes.append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+            self.bytes.append(
+                int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            )
+
+
+def written(folder: Path, options: argparse.Namespace) -> Path:
+    """A checkpoint of random weights, with the tokenizer of the demo."""
+    if not folder.exists():
+        sizes = {"hidden_size": options.width, "intermediate_size": options.width * 8 // 3 // 64 * 64}
+        heads = {"num_hidden_layers": options.blocks, "num_attention_heads": options.width // 64}
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+        model.to(torch.bfloat16 if options.bf16 else torch.float32).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(demo.model_path("tiny-llama")).save_pretrained(folder)
+    return folder
+
+
+def held(folder: Path, method: str, cache: bool, options: argparse.Namespace) -> None:
+    """Print a line of the table."""
+    recipe = {"model": str(folder / "model"), "task": "causal", "method": method, "cache": cache}
+    recipe |= {
+        "data": {"path": "demo:docstrings-domain", "max_rows": options.rows, "max_length": options.tokens}
+    }
+    recipe |= {"epochs": 3, "batch_size": BATCH, "dtype": "bf16" if options.bf16 else "fp32", "report": False}
+    seen = Held()
+    run = petune.train(
+        recipe | {"out": str(folder / f"{method}-{cache}")},
+        callbacks=[seen],
+        reporter=Silent(),
+        save_every=10000,
+    )
+    each = len(seen.bytes) // 3
+    first, last = (max(part) / 2**20 for part in (seen.bytes[:each], seen.bytes[-each + 1 :]))
+    name = f"{method} with cache" if cache else method
+    print(f"| {name} | {first:,.0f} | {last:,.0f} | {run.summary['loss'][1]:.4f} |", flush=True)
+
+
+def memory(options: argparse.Namespace) -> None:
+    """The table of memory."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as place:
+        model = written(Path(place) / "model", options)
+        blocks = sum(value.nbytes for value in load_file(model / "model.safetensors").values())
+        print(
+            f"weights {blocks / 2**20:,.0f} MiB\n\n| | first epoch, MiB | last | loss |\n" + "|---" * 4 + "|"
+        )
+        for method, cache in (("side", False), ("side", True), ("full", False)):
+            child = context.Process(target=held, args=(Path(place), method, cache, options))
+            child.start()
+            child.join()
+
+
 def main() -> None:
-    """The table, a line a model and dtype of the cache."""
+    """The table, a line a model and dtype of the cache; or that of memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     models, dtypes = ["bert", "t5", "llama"], ["auto", "fp32", "bf16", "fp8"]
     parser.add_argument("--models", nargs="+", default=models, choices=models)
@@ -132,8 +214,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--bf16", action="store_true", help="a bf16 backbone")
+    parser.add_argument("--memory", action="store_true", help="what runs hold instead of their seconds")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--blocks", type=int, default=12)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.memory:
+        memory(options)
+        return
     heads = "model", "stored", "epoch s", "first, cached", "later", "x epoch", "x first", "3 epochs", "10"
     print("|", " | ".join((*heads, "cache", "loss differs", "its step")), "|")
     print("|---" * (len(heads) + 3) + "|", flush=True)

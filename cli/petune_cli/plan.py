@@ -264,6 +264,9 @@ def _closing(found: Forecast, fused: bool) -> Iterator[str]:
     process = found.ranks[0].process
     activations = "what the peak above has besides the rest" if fused else "an estimate for the longest rows"
     yield f"memory   {human(process)} a process for itself is in the sums; activations are {activations}"
+    if leaving := max(rank.memory.leaving for rank in found.ranks):
+        later = max(rank.total - rank.memory.leaving for rank in found.ranks)
+        yield f"cache    all rows known, {human(leaving)} of blocks leave memory: {human(later)} in all"
     if all(rank.fits for rank in found.ranks):
         unknown = any(rank.limit is None for rank in found.ranks)
         yield "fits     not known: these devices are not here, give --memory" if unknown else "fits     yes"

@@ -36,7 +36,7 @@ class Pass:
     """A forward pass of all replicas: rows, tokens of each stack, bytes of an activation, dropout on
     probabilities and on hidden states, whether activations are computed again, whether the output is over the
     vocabulary, whether blocks stream from host memory: None for no, else whether their states are float32
-    whatever the weights are."""
+    whatever the weights are; whether they leave memory once an activation cache knows all rows."""
 
     rows: int
     tokens: Mapping[StackName, int]
@@ -45,12 +45,13 @@ class Pass:
     recompute: bool = False
     vocabulary_head: bool = False
     streamed: bool | None = None
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of one rank on its device. gathered: what FSDP puts together while a block runs; at_rest: what
-    lies in host memory."""
+    lies in host memory; leaving: of `frozen`, what is there until an activation cache knows all rows."""
 
     frozen: int = 0
     tuned: int = 0
@@ -59,6 +60,7 @@ class Footprint:
     activations: int = 0
     gathered: int = 0
     at_rest: int = 0
+    leaving: int = 0
 
     @property
     def total(self) -> int:
@@ -104,7 +106,9 @@ def footprint(
     the rank's part of it."""
     activations = _activations(held, model, family, plan, at, work)
     activations += _cast_weights(held.tensors(), work.itemsize)
-    return replace(standing(held, plan, work.streamed), activations=activations)
+    blocks = (value for block in _blocks(held) for value in block.parameters() if not value.requires_grad)
+    leaving = _bytes(_once(blocks)) if work.leaves else 0
+    return replace(standing(held, plan, work.streamed), activations=activations, leaving=leaving)
 
 
 def standing(held: Held, plan: ParallelPlan, streamed: bool | None = None) -> Footprint:

@@ -181,6 +181,8 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
         recompute=recipe.gradient_checkpointing,
         vocabulary_head=task.over_vocabulary,
         streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
+        # what is read whole is not read again
+        leaves=bool(recipe.cache) and not (recipe.init_adapter or recipe.method.reads_weights),
     )
     return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)
 

@@ -68,6 +68,10 @@ class StackLevels:
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model has no cache: nobody would tell it of its rows."""
 
+    def has(self, rows: Sequence[Row]) -> bool:
+        """Whether all `rows` are there. Their bytes are not looked at."""
+        return self.store is not None and all(row.key in self.store.places for row in rows)
+
     # ------------------------------------------------------------ a pass
 
     def begin(self, rows: Sequence[Row], shape: tuple[int, int], device: torch.device) -> None:
@@ -88,7 +92,7 @@ class StackLevels:
 
     @property
     def reads(self) -> bool:
-        """Whether the blocks do not run in this pass."""
+        """See petune.models.stack.Levels."""
         return self.known is not None
 
     @property
@@ -245,10 +249,18 @@ class ActivationCache:
             if sources is None:
                 level.begin((), (0, 0), torch.device("cpu"))
                 continue
-            rows, ids = sources["decoder" if stack.name == "decoder" and "decoder" in sources else "input"]
+            rows, ids = sources[_kind(stack, sources)]
             level.begin(rows, (ids.shape[0], ids.shape[1]), ids.device)
             self.counts.read += len(rows) * level.reads
             self.counts.computed += len(rows) * (not level.reads)
+
+    def knows(self, model: nn.Module, call: Mapping[str, Any]) -> bool:
+        """Whether a call of `model` with these arguments would run no block: all its rows are there, as far
+        as was last looked at."""
+        sources = sources_of(model, call)
+        return sources is not None and all(
+            level.has(sources[_kind(stack, sources)][0]) for stack, level in self.levels[model].items()
+        )
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         for level in self.levels.get(model, {}).values():
@@ -300,6 +312,11 @@ class ActivationCache:
                 if level.store is not None:
                     level.store.close()
         self.levels.clear()
+
+
+def _kind(stack: Stack, sources: Mapping[str, Any]) -> str:
+    """Which of the rows of a call go through a stack."""
+    return "decoder" if stack.name == "decoder" and "decoder" in sources else "input"
 
 
 def refuse_moving(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Literal, cast
 
@@ -26,6 +26,11 @@ class MethodConfig:
     def reads_weights(self) -> bool:
         """Whether what trains is made of weights of the base, which have to be there before it is."""
         return False
+
+    @property
+    def filled(self) -> MethodConfig:
+        """The settings by which a model is tuned whose tuned tensors are then read from a file."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -187,9 +192,16 @@ class SideConfig(MethodConfig):
     start: str = field(
         default="random",
         metadata={
-            "choices": ("random", "pruned"),
-            "doc": "start of the side blocks; pruned: what is left of the backbone's, by the size of weights",
+            "choices": ("random", "pruned", "fisher"),
+            "doc": (
+                "start of the side blocks; what is left of the backbone's, pruned: by the size of weights,"
+                " fisher: by their Fisher information"
+            ),
         },
+    )
+    fisher_rows: int | None = field(
+        default=None,
+        metadata={"ge": 1, "doc": "fisher: training rows that it is the mean of; null: 128, or all of fewer"},
     )
     temperature: float = field(default=0.1, metadata={"gt": 0, "doc": "temperature of the sigmoid gates"})
     dropout: float = field(
@@ -201,6 +213,11 @@ class SideConfig(MethodConfig):
     def reads_weights(self) -> bool:
         """See MethodConfig."""
         return self.start != "random"
+
+    @property
+    def filled(self) -> SideConfig:
+        """See MethodConfig."""
+        return replace(self, start="random", fisher_rows=None)
 
 
 # the files of a tuned folder: whose library reads them besides petune

@@ -5,7 +5,7 @@
 
 At the start B A = 0, so a wrapped model computes exactly what the base did. Factors are float32 whatever the
 base's dtype; the input is cast to them and the sum back to the base's output dtype. For an embedding the
-roles swap: A [r, vocab] = 0, B [dim, r] ~ N(0, 1).
+roles swap: A [r, vocab] = 0, B [dim, r] ~ N(0, 1). Beside a convolution: petune/methods/lora_conv.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
-from petune.methods import lora_experts, pissa, token_rows
+from petune.methods import lora_conv, lora_experts, pissa, token_rows
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora_experts import LoraExperts
 from petune.methods.lora_node import fits, lora_linear
@@ -33,7 +33,7 @@ from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedL
 
 
 class LoraLayer(TunedLinear):
-    """What the three LoRA layers share."""
+    """What the LoRA layers of single modules share."""
 
     additions: ClassVar[tuple[str, ...]] = (
         *("lora_A", "lora_B", "scale", "dropout", "lr_ratio"),
@@ -51,6 +51,8 @@ class LoraLayer(TunedLinear):
     def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor that trains beside `layer`, by name."""
         weight = cast("Tensor", layer.weight)
+        if isinstance(layer, nn.Conv2d):
+            return lora_conv.shapes(weight, r)
         outputs, inputs = weight.shape if isinstance(layer, nn.Linear) else weight.T.shape
         return {"lora_A": (r, inputs), "lora_B": (outputs, r)}
 
@@ -94,7 +96,7 @@ class LoraLayer(TunedLinear):
         if pissa.has_start(self):
             factor.copy_(self.start_A if name == "lora_A" else self.start_B)
         elif name == "lora_A" and not embeds:
-            bound = 1 / math.sqrt(factor.shape[1])
+            bound = 1 / math.sqrt(factor[0].numel())
             factor.uniform_(-bound, bound)
         elif name == "lora_B" and embeds:
             factor.normal_()
@@ -227,12 +229,33 @@ class LoraEmbedding(LoraLayer, nn.Embedding):
         return (y + F.linear(F.embedding(ids, self.lora_A.T), self.lora_B) * self.scale).to(y.dtype)
 
 
+class LoraConv2d(LoraLayer, nn.Conv2d):
+    """nn.Conv2d with a LoRA update: x [batch, in, height, width] -> [batch, out, ...]. See lora_conv."""
+
+    base = nn.Conv2d
+
+    def delta(self) -> Tensor:
+        """The update in the convolution's layout, [out, in, height, width]."""
+        return self.scale * (self.lora_B.flatten(1) @ self.lora_A.flatten(1)).view_as(self.weight)
+
+    def update(self, x: Tensor) -> Tensor:
+        """scale * B A dropout(x), in the factors' dtype."""
+        x = F.dropout(x.to(self.lora_A.dtype), self.dropout, self.training)
+        return F.conv2d(F.conv2d(x, self.lora_A, None, self.stride, self.padding), self.lora_B) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map plus the update."""
+        y: Tensor = nn.Conv2d.forward(self, x)
+        return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
+
+
 # the form of each class of layer that can be tuned; Experts: of a weight of experts
 Layers = Mapping[type[nn.Module], type[TunedLayer]]
 LAYERS: Layers = {
     nn.Linear: LoraLinear,
     Conv1D: LoraConv1D,
     nn.Embedding: LoraEmbedding,
+    nn.Conv2d: LoraConv2d,
     Experts: LoraExperts,
 }
 
@@ -321,8 +344,10 @@ def apply(
         raise UsageError("init_iterations is of init: pissa", remedy="set init: pissa, or leave it out")
     ranks = by_layer(model, family, layers, config.rank_pattern, "rank_pattern")
     alphas = by_layer(model, family, layers, config.alpha_pattern, "alpha_pattern")
-    for name in (name for name, layer in layers.items() if kind_of(layer) is Experts):
-        lora_experts.refuse_unfit(name, config)
+    for name, layer in layers.items():
+        if kind_of(layer) is Experts:
+            lora_experts.refuse_unfit(name, config)
+        lora_conv.refuse_unfit(name, layer)
     if config.init == "pissa":
         pissa.refuse_unfit(layers, dict.fromkeys(layers, config.r) | ranks, model)
     put(

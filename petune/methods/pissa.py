@@ -58,6 +58,8 @@ def refuse_unfit(layers: Mapping[str, nn.Module], ranks: Mapping[str, int], mode
         weight, reason = cast("Tensor", layer.weight), None
         if isinstance(layer, nn.Embedding):
             reason = "an embedding has no components to start from"
+        elif isinstance(layer, nn.Conv2d):
+            reason = "a convolution has no components to start from"
         elif held[id(weight)] > 1:
             reason = "its weight is tied to another module's, which would lose the components"
         elif ranks[name] > min(weight.shape):

@@ -2,16 +2,19 @@
 section 3.3, after Li et al. 2017, arXiv:1608.08710).
 
 A weight W [out, in] loses the columns whose inputs the layer before has lost, and keeps of its rows those
-that matter most, I = sum_j |W_ij|, in their order. Weights whose rows belong together (q, k and v; gate and
-up) keep the same ones: I is of the product of their entries. A chain goes through a stack: it begins with the
-features of the embedding of tokens that matter most, residual sums are no link of it, and norms keep what
-their input has. Each head keeps as many of its own, and where positions turn pairs, pairs; of heads that
-share a key, q counts as their mean.
+that matter most, I = sum_j |W_ij|, or by Fisher information sum_j F_ij, in their order. Weights whose rows
+belong together (q, k and v; gate and up) keep the same ones: I is of the product of their entries. A chain
+goes through a stack: it begins with the features of the embedding of tokens that matter most, residual sums
+are no link of it, and norms keep what their input has. Each head keeps as many of its own, and where
+positions turn pairs, pairs; of heads that share a key, q counts as their mean.
+
+Fisher information is that of training rows, F = 1/N sum_n (d log p(y_n | x_n) / d W)^2: a row at a time, each
+with the targets that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +25,7 @@ from petune.errors import UsageError
 from petune.models.spec import Attention, Mlp, Norm, Role, RoutedMlp, Shape, StackRule, SubLayer, child_of
 
 _ELSE = "set start: random"
+ATTRIBUTE = "petune_fisher"  # where `weigh` leaves it on a model
 
 
 def kept(importance: Tensor, reduction: int) -> Tensor:
@@ -33,37 +37,41 @@ def kept(importance: Tensor, reduction: int) -> Tensor:
 @dataclass
 class Chain:
     """The way through one stack. features: those of the hidden states that the weight before has kept;
-    memory: of an encoder's last, None without one."""
+    memory: of an encoder's last, None without one; fisher: by the names of the model, None for weights that
+    matter by their size."""
 
     shape: Shape
     rule: StackRule
     reduction: int
     features: Tensor
     memory: Tensor | None = None
+    fisher: Mapping[str, Tensor] | None = None
     found: dict[str, Tensor] = field(default_factory=dict)
+    where: str = ""
 
     def block(self, block: nn.Module, where: str) -> dict[str, Tensor]:
         """The pruned tensors of the next block, by their names in it. Raises UsageError for a block of which
         the table does not say all."""
         self.found, self.own = {}, {name: _wide(value) for name, value in block.named_parameters()}
+        self.where = where
         for one in self.rule.sublayers_in(block):
             self._sublayer(block, one, where)
         if left := [name for name in self.own if name not in self.found]:
-            what = "start: pruned knows no place for this tensor"
+            what = "a pruned start knows no place for this tensor"
             raise UsageError(what, where=f"{where}.{left[0]}", remedy=_ELSE)
         return self.found
 
     def _sublayer(self, block: nn.Module, one: SubLayer, where: str) -> None:
         self._norm(one.norm_in)
         if isinstance(one.core, RoutedMlp):
-            raise UsageError("start: pruned knows no experts", where=where, remedy=_ELSE)
+            raise UsageError("a pruned start knows no experts", where=where, remedy=_ELSE)
         inner = (
             self._attention(block, one.core)
             if isinstance(one.core, Attention)
             else self._mlp(block, one.core)
         )
         out = one.core.out if isinstance(one.core, Attention) else one.core.down
-        self.features = kept(self._rows(out)[:, inner].abs().sum(1), self.reduction)
+        self.features = kept(self._matter(out)[:, inner].sum(1), self.reduction)
         self._take(out, self.features, inner)
         for norm in (one.norm_out, one.norm_after_sum):
             self._norm(norm)
@@ -72,13 +80,13 @@ class Chain:
         """What the way out reads of it."""
         members = dict(_present(block, core))
         if core.gated or not {"q", "k", "v"} <= members.keys():
-            raise UsageError("start: pruned knows q, k and v apart alone", where=core.at, remedy=_ELSE)
+            raise UsageError("a pruned start knows q, k and v apart alone", where=core.at, remedy=_ELSE)
         sources = {role: self.features for role in members}
         if core.memory is not None and self.memory is not None:
             sources |= {"k": self.memory, "v": self.memory}
         shape = self.shape
         groups = shape.heads // shape.kv_heads
-        parts = {role: self._rows(path)[:, sources[role]].abs() for role, path in members.items()}
+        parts = {role: self._matter(path)[:, sources[role]] for role, path in members.items()}
         shared = parts["q"].unflatten(0, (shape.kv_heads, groups, shape.head_dim)).mean(1).flatten(0, 1)
         each = (shared * parts["k"] * parts["v"]).sum(1).unflatten(0, (shape.kv_heads, shape.head_dim))
         if self.rule.rotary is not None:  # feature i turns with i + head_dim / 2
@@ -98,7 +106,7 @@ class Chain:
     def _mlp(self, block: nn.Module, core: Mlp) -> Tensor:
         """What the way out reads of it."""
         members = [path for role, path in _present(block, core) if role != "down"]
-        product = torch.stack([self._rows(path)[:, self.features].abs() for path in members]).prod(0)
+        product = torch.stack([self._matter(path)[:, self.features] for path in members]).prod(0)
         columns = kept(product.sum(1), self.reduction)
         for path in members:
             self._take(path, columns, self.features)
@@ -106,6 +114,12 @@ class Chain:
 
     def _rows(self, path: str) -> Tensor:
         return self.own[f"{path}.weight"]
+
+    def _matter(self, path: str) -> Tensor:
+        """How much each entry of a weight matters. Products of Fisher information leave float32's range."""
+        if self.fisher is None:
+            return self._rows(path).abs()
+        return self.fisher[f"{self.where}.{path}.weight"].double()
 
     def _take(self, path: str, rows: Tensor, columns: Tensor) -> None:
         self.found[f"{path}.weight"] = self._rows(path)[rows][:, columns]
@@ -129,17 +143,69 @@ def _present(block: nn.Module, core: Attention | Mlp) -> Iterator[tuple[Role, st
             yield role, hit[0]
 
 
-def of_embedding(model: nn.Module, width: int, reduction: int) -> Tensor:
-    """The features of the embedding of tokens that matter most. Raises UsageError for one of another
-    width."""
+# ---------------------------------------------------------------- Fisher information
+
+
+def fisher_of(model: nn.Module, losses: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The Fisher information of the weights of `model` by name, in float32 or more.
+
+    losses: of each row, -log p of its targets, made when it is asked for."""
+    named = {name: value for name, value in model.named_parameters() if value.dim() > 1}
+    trained = [value.requires_grad for value in named.values()]
+    found, rows = {name: torch.zeros_like(_wide(value)) for name, value in named.items()}, 0
+    for value in named.values():
+        value.requires_grad_(True)
+    for loss in losses:
+        rows += 1
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        for total, grad in zip(found.values(), grads, strict=True):
+            if grad is not None:
+                total += _wide(grad).square()
+    for value, before in zip(named.values(), trained, strict=True):
+        value.requires_grad_(before)
+    return {name: total / rows for name, total in found.items()}
+
+
+def weigh(model: nn.Module, fisher: Mapping[str, Tensor]) -> None:
+    """Leave on `model` what `start: fisher` asks for when it is wrapped.
+
+    >>> from petune.methods.pruning import fisher_of, weigh
+    >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model").eval()
+    >>> rows = [torch.tensor([[1, 9, 10, 11, 2]]), torch.tensor([[1, 12, 9, 2]])]
+    >>> weigh(base, fisher_of(base, (base(row, labels=row).loss * (row.numel() - 1) for row in rows)))
+    >>> model = petune.wrap(base, "side", start="fisher", reduction=4)
+    """
+    setattr(model, ATTRIBUTE, fisher)
+
+
+def weighed(model: nn.Module) -> Mapping[str, Tensor]:
+    """What `weigh` has left, which the model forgets. Raises UsageError where it was not called."""
+    found: Mapping[str, Tensor] | None = model.__dict__.pop(ATTRIBUTE, None)
+    if found is None:
+        raise UsageError(
+            "start: fisher needs gradients of training rows, which nobody has measured",
+            where="start",
+            remedy="train by a recipe, or call weigh of petune.methods.pruning before",
+        )
+    return found
+
+
+def of_embedding(
+    model: nn.Module, width: int, reduction: int, fisher: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """The features of the embedding of tokens that matter most, see Chain. Raises UsageError for one of
+    another width."""
     table = getattr(cast("Any", model).get_input_embeddings(), "weight", None)
     if table is None or table.dim() != 2:
-        what = f"start: pruned begins with an embedding of tokens, and {type(model).__name__} has none"
+        what = f"a pruned start begins with an embedding of tokens, and {type(model).__name__} has none"
         raise UsageError(what, remedy=_ELSE)
     if table.shape[1] != width:
         found = f"{table.shape[1]} features, and {width} in the blocks"
-        raise UsageError("start: pruned begins with the embedding of tokens", found=found, remedy=_ELSE)
-    return kept(_wide(table).abs().sum(0), reduction)
+        raise UsageError("a pruned start begins with the embedding of tokens", found=found, remedy=_ELSE)
+    if fisher is None:
+        return kept(_wide(table).abs().sum(0), reduction)
+    name = next(name for name, value in model.named_parameters() if value is table)
+    return kept(fisher[name].double().sum(0), reduction)
 
 
 @torch.no_grad()
@@ -151,6 +217,6 @@ def prune_into(side: nn.ModuleList, blocks: Mapping[str, nn.Module], chain: Chai
         made = chain.block(block, f"{path}.{at}")
         for name, value in side[index].named_parameters():
             if name not in made or made[name].shape != value.shape:
-                what = "start: pruned knows no place for this tensor of a side block"
+                what = "a pruned start knows no place for this tensor of a side block"
                 raise UsageError(what, where=f"{path}.{at}.{name}", remedy=_ELSE)
             value.copy_(made[name])

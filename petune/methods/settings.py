@@ -74,6 +74,7 @@ class SideSettings(Shared, total=False):
     reduction: int
     end: str
     start: str
+    fisher_rows: int | None
     temperature: float
     dropout: float
     also_train: Names

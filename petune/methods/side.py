@@ -8,9 +8,9 @@ h_i is the output of backbone block i, block_i the family's own block class with
 `reduction` and as many heads, a_i one scalar that starts at 0. End `residual`: h_L + up(s_L) with up = 0, so
 a wrapped model computes exactly what the base did. End `paper`: up(dropout(norm(s_L))) in place of the
 backbone's normed output. The backbone runs in eval mode under no_grad. Side blocks start at random or,
-`start: pruned`, as what is left of the backbone's (petune/methods/pruning.py). An encoder's side state
-reaches the decoder's ladder beside encoder_hidden_states on the hidden dim, so generate's expansion for beams
-carries it along. Side keys and values live in the model's own cache, past the backbone's layers.
+`start: pruned` and `fisher`, as what is left of the backbone's (petune/methods/pruning.py). An encoder's side
+state reaches the decoder's ladder beside encoder_hidden_states on the hidden dim, so generate's expansion for
+beams carries it along. Side keys and values live in the model's own cache, past the backbone's layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
 from petune.methods.narrowing import narrow_block, narrow_config, narrow_norm
-from petune.methods.pruning import Chain, of_embedding, prune_into
+from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.linear_attention import GatedDelta
 from petune.models.port import Call, Pass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
@@ -295,6 +295,9 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     """Give every stack its ladder. Raises UsageError, with the model as it was, for a reduction the model's
     sizes do not allow."""
     assert family is not None
+    if config.fisher_rows is not None and config.start != "fisher":
+        remedy = "set start: fisher, or leave it out"
+        raise UsageError("fisher_rows is of start: fisher", where="fisher_rows", remedy=remedy)
     small = narrow_config(model, family, config.reduction)
     paths = stack_paths(model, family)
     ladders = {}
@@ -318,7 +321,7 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
         if not weight.is_meta:
             cast("nn.Module", ladder).to(weight.device)
         ladders[name] = ladder.train(around.training)
-    if config.start == "pruned":
+    if config.start != "random":
         _start_pruned(model, family, config, ladders, paths)
     for name, stack in own_stacks(model, family).items():
         around = model.get_submodule(paths[name].rpartition(".")[0])
@@ -343,10 +346,11 @@ def _start_pruned(
     shape, memory = family.shape(cast("Any", model).config), None
     if next(model.parameters()).is_meta:  # of a model that is only planned
         return
-    first = of_embedding(model, shape.width, config.reduction)
+    fisher = weighed(model) if config.start == "fisher" else None
+    first = of_embedding(model, shape.width, config.reduction, fisher)
     for name, path in paths.items():
         ladder, rule = cast("Any", ladders[name]), family.stacks[name]
-        chain = Chain(shape, rule, config.reduction, first, memory)
+        chain = Chain(shape, rule, config.reduction, first, memory, fisher)
         prune_into(ladder.blocks, dict(model.get_submodule(path).named_children()), chain, path)
         tail = tail_of(model.get_submodule(path.rpartition(".")[0]), rule)
         for own, value in ladder.norm.named_parameters() if ladder.norm is not None else ():

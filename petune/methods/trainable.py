@@ -89,14 +89,11 @@ def learning_rates(model: nn.Module) -> dict[str, float]:
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer that must not move, by name, detached."""
+    """Every parameter and persistent buffer that must not move, by name."""
     tuned = tuned_parameters(model)
     trained = {id(value) for value in tuned.values()}  # a tied tensor has several names
-    return {
-        name: value.detach()
-        for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) not in trained
-    }
+    every = model.state_dict(keep_vars=True).items()
+    return {name: value for name, value in every if id(value) not in trained}
 
 
 def frozen_digest(model: nn.Module) -> str:

@@ -147,6 +147,11 @@ class Levels(Protocol):
         ...
 
     @property
+    def reads(self) -> bool:
+        """Whether no block runs in this pass."""
+        ...
+
+    @property
     def writes(self) -> bool:
         """Whether what blocks give in this pass is wanted."""
         ...

@@ -18,7 +18,7 @@ done before is done to shapes, and each rank reads its own part.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -58,7 +58,7 @@ class Placement:
     rank's parts of them, a subset where a stage lacks some. owned: whether stacks own the loop over blocks,
     so that recomputing and dropout are ours: where the family is known and its blocks can all be handed the
     same arguments. vocabulary: rows of embedding and head per rank of the tp axis, empty where they are
-    whole.
+    whole. contents: what was read by ranges of files; None for a model that was in memory.
     """
 
     modules: list[nn.Module]
@@ -71,6 +71,7 @@ class Placement:
     owned: bool
     placed: Placed = field(default_factory=Placed)
     vocabulary: tuple[int, ...] = ()
+    contents: Contents | None = None
 
 
 def parallelize(
@@ -115,7 +116,8 @@ def parallelize(
     bad += read() if plan.sharding is not None else []
     refuse_together(bad, "" if contents is None else contents.place)
     here = _tuned_here(modules, tuned, aliases, tuple(whole))
-    return Placement(modules, family, plan, mesh, tuple(whole), shapes, here, owned, placed, vocabulary)
+    names = tuple(whole)
+    return Placement(modules, family, plan, mesh, names, shapes, here, owned, placed, vocabulary, contents)
 
 
 def _read(
@@ -133,11 +135,7 @@ def _read(
 
     with room_for(contents.place):
         made = allocate(modules, make)
-        bad = contents.fill(
-            Part(name, box, start)
-            for name, one in made
-            for box, start in place_of(name, one, placed, mesh).boxes(local(one))
-        )
+        bad = contents.fill(parts_of(made, placed, mesh))
     for module in modules if mesh.plan.sharding is not None else ():
         settle(module)
     return bad
@@ -160,6 +158,15 @@ class Place:
             return
         for at, box in enumerate(part.detach().chunk(self.pieces, self.dim)):
             yield box, [n + at * self.apart * (dim == self.dim) for dim, n in enumerate(self.start)]
+
+
+def parts_of(named: Iterable[tuple[str, Tensor]], placed: Placed, mesh: Mesh) -> Iterator[Part]:
+    """What this rank holds of tensors of the model, by name, as what is to be filled."""
+    return (
+        Part(name, box, start)
+        for name, value in named
+        for box, start in place_of(name, value, placed, mesh).boxes(local(value))
+    )
 
 
 def place_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> Place:

@@ -16,18 +16,19 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from petune.files.range_writer import ALONE, Crew
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
+from petune.models.damage import refuse_not_finite
 from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portions
-from petune.parallel.fsdp import copies, is_sharded, local, wholes
+from petune.parallel.fsdp import allocated, copies, is_sharded, local, wholes
 from petune.parallel.in_pieces import backward_in_pieces
 from petune.parallel.launch import process_group
 from petune.parallel.mesh import Axis
 from petune.parallel.objective import Batch, Objective, Outputs
 from petune.parallel.pipeline.schedule import Pipeline
-from petune.parallel.placement import Place, Placement, place_of
+from petune.parallel.placement import Place, Placement, parts_of, place_of
 from petune.parallel.plan import apportion
 from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_losses
 from petune.rng.context import Running
@@ -43,7 +44,7 @@ class Runner:
     model: whole or the first of this rank's stages. names, shapes, tuned, owned: see Placement. streamed:
     what updates a model whose blocks rest in host memory, inside `backward`; such a model is left where it is
     until `stream` is called. unfused_stage: whether a stage here cannot be fused, as ranks have told one
-    another when they fused; None where they have not.
+    another when they fused; None where they have not. contents: see Placement.
     """
 
     def __init__(self, placement: Placement, objective: Objective) -> None:
@@ -51,6 +52,7 @@ class Runner:
         self.modules, self.names, self.shapes = placement.modules, placement.names, placement.shapes
         self.tuned, self.placed, self.owned = placement.tuned, placement.placed, placement.owned
         self.vocabulary, self.model = placement.vocabulary, placement.modules[0]
+        self.contents = placement.contents
         self.streamed: StreamedAdamW | None = None
         self.unfused_stage: bool | None = None
         self.holders = self._holders()
@@ -119,6 +121,17 @@ class Runner:
         there is whole."""
         self.streamed = optimizer
         optimizer.register_step_post_hook(lambda *_: optimizer.settle())
+
+    def read_again(self, values: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Parameters like those of `modules`, by name, that are on the meta device, read from the files that
+        they came from. Raises FileError where those hold a value that is not finite, or are not what their
+        headers said."""
+        assert self.contents is not None, "what was in memory has no files"
+        made = {name: allocated(value, self.mesh.device) for name, value in values.items()}
+        refuse_not_finite(
+            self.contents.fill(parts_of(made.items(), self.placed, self.mesh)), self.contents.place
+        )
+        return made
 
     # ------------------------------------------------------------ rows
 

@@ -14,6 +14,7 @@ from petune.files.lock import RunLock
 from petune.log import human
 from petune.methods.activation_cache import ActivationCache, Stored
 from petune.models.stack import Stack
+from petune.run.backbone import Backbone
 from petune.run.folder import ACTIVATIONS
 from petune.run.step import Step
 from petune.saving import checkpoint
@@ -62,10 +63,13 @@ def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]
         if runner.mesh.main:
             checkpoint.require_free(folder, max(0, most - step.cache.nbytes))
         runner.barrier()  # every rank knows the same rows, and writes from here on
-        say(f"cache: blocks run once for each row; at most {human(most)} in {folder}")
+        step.backbone = Backbone(runner, step.cache, say)
+        stack.callback(step.backbone.close)
+        leaves = "then leave memory" if (stays := step.backbone.stays) is None else f"stay in memory: {stays}"
+        say(f"cache: blocks run once for each row, and {leaves}; at most {human(most)} in {folder}")
         yield
         say(said(step.cache))
-        step.cache = None
+        step.cache = step.backbone = None
         runner.barrier()
     if runner.mesh.main and not kept:
         shutil.rmtree(folder, ignore_errors=True)

@@ -43,6 +43,7 @@ from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.recipe import Recipe
 from petune.run.balance import balance_in
+from petune.run.fisher import weigh_by_rows
 from petune.run.fusing import fuse
 from petune.run.objective import embed_objective, objective_of, rerank_objective
 from petune.run.objects import NO_OBJECTS, Objects
@@ -229,6 +230,7 @@ def build(prepared: Prepared) -> nn.Module:
         else:
             if recipe.method.reads_weights:
                 model, contents = loaded.read(), None
+            weigh_by_rows(model, prepared)
             torch.manual_seed(recipe.seed)  # components of weights are found from random ones
             tune(model, _with_new(recipe.method, model, loaded))
     refuse_unwritable(model)
@@ -344,8 +346,7 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
 def _checkpoint_activations(model: nn.Module) -> None:
     """Recompute activations in the backward pass, in the form that does not need inputs to require
     gradients."""
-    # the second is the older transformers'
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # the older transformers'
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is None:
         raise UsageError(

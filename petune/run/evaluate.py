@@ -26,22 +26,32 @@ from petune.tasks.rerank_loss import JUDGED, LISTED, RankingScorer
 
 
 def batches(
-    examples: Sequence[Example], size: int, task: str, pad_token_id: int, shortest: int = 1
+    examples: Sequence[Example],
+    size: int,
+    task: str,
+    pad_token_id: int,
+    shortest: int = 1,
+    packed: bool = False,
 ) -> Iterator[Batch]:
     """Padded batches of `size` examples, in order, none shorter than `shortest` tokens; tensors on the
     CPU."""
     for start in range(0, len(examples), size):
-        yield collate(examples[start : start + size], task, pad_token_id, shortest=shortest)
+        yield collate(examples[start : start + size], task, pad_token_id, packed=packed, shortest=shortest)
 
 
 BESIDE = ("labels", "rows", "reference", "good")  # of a batch, what no model reads
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """What the model answers, its logits in its output dtype: [batch, seq, vocab], or [batch, classes].
+    """What the model answers, its logits in its output dtype: [batch, seq, vocab], or [batch, classes]."""
+    outputs: Any = model(**inputs_of(model, batch))
+    if not hasattr(outputs, "logits"):  # a model without a head, for embeddings
+        outputs.logits = outputs.last_hidden_state
+    return cast("Outputs", outputs)
 
-    Labels never reach the model's own loss.
-    """
+
+def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The arguments by which a model is asked about a batch. Labels never reach its own loss."""
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in BESIDE}
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
@@ -49,10 +59,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
     family = family_of(model)
     if family is None or family.caches:  # a cache would let packed samples see one another
         inputs["use_cache"] = False
-    outputs: Any = model(**inputs)
-    if not hasattr(outputs, "logits"):  # a model without a head, for embeddings
-        outputs.logits = outputs.last_hidden_state
-    return cast("Outputs", outputs)
+    return inputs
 
 
 def _read_while_writing(model: nn.Module, labels: Tensor) -> Tensor:

@@ -157,6 +157,7 @@ class Loop:
         step = self.step
         self.stop.at_once("while a rank was replaced", self._way_on())
         self.saver.let_go()
+        self._complete_backbone()
         assert step.fingerprint is not None
         distributed.rejoin(self.runner, self.folder, self.prepared, step.fingerprint)
         known = step.audit.frozen_before
@@ -180,10 +181,17 @@ class Loop:
         best = self._evaluation_due() and self._evaluate_and_compare()
         save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0
         ends = step == self.steps.total or bool(self._ended_early())
+        if ends:
+            self._complete_backbone()
         if best or save_due or ends:
             self.saver.save(beside=not ends)
         elif self.recipe.snapshot_every and step % self.recipe.snapshot_every == 0:
             self.saver.snapshot()
+
+    def _complete_backbone(self) -> None:
+        """Have all of the model in memory, for the last look at what is frozen and what comes after."""
+        if self.step.backbone is not None:
+            self.step.backbone.come_back()
 
     def _evaluation_due(self) -> bool:
         step = self.progress.step

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -29,11 +30,13 @@ from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
 from petune.run.audit import Audit
+from petune.run.backbone import Backbone
 from petune.run.balance import routes_are_whole
 from petune.run.build import Prepared, build, run_on
 from petune.run.control import untouched_base
-from petune.run.evaluate import scoring
+from petune.run.evaluate import batches, scoring
 from petune.run.expert_load import ExpertLoad
+from petune.run.fisher import agree_on_start
 from petune.run.objective import idle_tensors
 from petune.run.progress import Progress
 from petune.run.references import referred, refuse_unreferable
@@ -101,6 +104,7 @@ class Step:
         self.keeper: Keeper = KeepsNothing()
         self.progress, self.audit = Progress(), Audit({}, {})
         self.cache: ActivationCache | None = None
+        self.backbone: Backbone | None = None
         self.check: Callable[[Anyone], None] = _nobody
         self.units, self.held_out = prepared.encoded.train, prepared.encoded.eval
         self.texts = len(self.units[0].texts)  # rows of the model that make an example
@@ -140,6 +144,7 @@ class Step:
         """What can be said of the tuned model only before it is cut."""
         self.described = describe(model), count_parameters(model)
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
+        agree_on_start(model)
         # of what the files say, whatever a plan cuts and base_dtype rounds: another plan may go on
         whole = mesh.main and (mesh.plan.world > 1 or self.recipe.base_dtype is not None)
         needed = whole or bool(self.recipe.cache)
@@ -237,6 +242,15 @@ class Step:
         if self.cache is not None:
             self.cache.look(anew=anew)
 
+    def _spare_backbone(self, number: int) -> None:
+        """Let the backbone's blocks leave memory where the cache knows every row of the run, of all
+        replicas."""
+        if self.backbone is not None:
+            known = self.recipe.batch_size, self.prepared.task.name, pad_token_id(self.prepared.tokenizer)
+            trained = batches(self.units, *known, packed=self.prepared.encoded.packed)
+            rows = chain(trained, batches(self.held_out, *known))
+            self.backbone.leave_if_known(rows, number % self.steps.per_epoch == 0)
+
     def refer(self, check: Callable[[], None] = lambda: None) -> None:
         """Ask the untouched model about every text of the steps and of the held-out rows, where the loss
         compares with it. All ranks go together; `check` runs between passes and may raise."""
@@ -269,6 +283,7 @@ class Step:
         micro = self.micro_batches(number)
         total = self._count(micro, self.check)
         self.look_at_cache()
+        self._spare_backbone(number)
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
         state.set_rate(self.optimizer, lr)

@@ -103,6 +103,10 @@ def read_adapter(
     if experts := next((name for name in adapter.layers if weight_at(model, name)), None):
         what = f"{experts} is a weight of experts, whose updates are not combined"
         raise UsageError(what, where=str(folder), remedy="merge one into the base first")
+    kinds = {plain_name(name): type(layer) for name, layer in model.named_modules()}
+    if conv := next((name for name in adapter.layers if kinds.get(name) is nn.Conv2d), None):
+        what = f"{conv} is a convolution, whose updates are not combined"
+        raise UsageError(what, where=str(folder), remedy="merge one into the base first")
     return adapter
 
 

@@ -268,7 +268,7 @@ def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
     check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))
     devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
-        methods.tune(model, replace(cast("Any", record.config), also_train=record.also_train))
+        methods.tune(model, replace(cast("Any", record.config.filled), also_train=record.also_train))
     wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
     shapes = {name: tuple(value.shape) for name, value in wanted.items()}
     check_tensors(

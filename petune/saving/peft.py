@@ -36,7 +36,7 @@ from petune.files.json_fields import (
 )
 from petune.files.patterns import Pattern, compile_pattern
 from petune.log import say
-from petune.methods import dora, lora, pissa, tuning
+from petune.methods import dora, lora, lora_conv, pissa, tuning
 from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.lora_experts import LoraExperts
@@ -685,6 +685,7 @@ def _keys(
             expected=kinds,
             remedy=_FLATTEN,
         )
+    lora_conv.refuse_unfit(name, layer)
     ends = _ends(isinstance(layer, nn.Embedding))
     shapes = cast("type[LoraLayer]", forms[type(layer)]).shapes(layer, own.r)
     return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}

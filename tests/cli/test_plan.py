@@ -106,6 +106,13 @@ def test_plan_says_what_blocks_beside_a_ladder_keep(type_: Type) -> None:
     )
 
 
+def test_plan_says_what_leaves_memory_with_a_whole_cache(type_: Type) -> None:
+    lines = type_("plan", "t5_side_cache").out.splitlines()
+    (line,) = (line for line in lines if line.startswith("cache "))
+    assert "of blocks leave memory" in line
+    assert not any("leave memory" in line for line in type_("plan", "llama_side").out.splitlines())
+
+
 def test_a_memory_setting_that_does_not_fit_is_exit_2(type_: Type) -> None:
     shown = type_("plan", "llama_lora", "memory.budget=0.01", "--device", "H200")
     assert shown.code == 2 and shown.err.startswith(

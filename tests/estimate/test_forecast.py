@@ -267,6 +267,18 @@ def test_a_large_model_needs_no_memory(tmp_path: Path) -> None:
     assert [rank.memory.frozen / GB for rank in found.ranks] == [pytest.approx(8.03, abs=0.02)] * 2
 
 
+def test_the_blocks_that_leave_with_a_whole_cache_are_all_but_embedding_and_ladder(tmp_path: Path) -> None:
+    method = {"name": "side", "reduction": 4}
+    drawn = sketch(recipe_of("bert-classify", tmp_path, method=method, cache=True))
+    names = [name for name in sizes(drawn.model) if ".encoder.layer." in name and ".side." not in name]
+    expected = sum(4 * drawn.model.get_parameter(name).numel() for name in names)
+    (rank,) = forecast(drawn.recipe).ranks
+    assert rank.memory.leaving == expected < rank.memory.frozen
+    for changes in ({"cache": False}, {"method": method | {"start": "pruned"}, "cache": True}):
+        (rank,) = forecast(recipe_of("bert-classify", tmp_path, **{"method": method, **changes})).ranks
+        assert rank.memory.leaving == 0
+
+
 # ------------------------------------------------------------------ what does not fit
 
 

@@ -13,9 +13,10 @@ from petune.methods import tuned_state, wrap
 from petune.methods.configs import DoraConfig
 from petune.methods.dora import DoraLinear
 from petune.methods.ia3 import Ia3Linear
+from petune.methods.pruning import fisher_of, weigh
 from petune.models.fresh import draw_tuned
 from petune.models.stack import Stack
-from tests.methods.zoo import stir, tiny
+from tests.methods.zoo import batch, stir, tiny
 
 PARALLEL: dict[str, Any] = {"kind": "parallel", "reduction": 4, "activation": "relu", "also_train": ()}
 
@@ -125,7 +126,7 @@ def parallel_adapters_follow_the_paper(name: str, given: dict[str, float], scale
 
 def most(importance: Tensor, count: int) -> list[int]:
     """The places of the greatest, in their order."""
-    order = sorted(range(len(importance)), key=lambda place: -float(importance[place]))
+    order = sorted(range(len(importance)), key=lambda place: -float(importance[place].detach()))
     return sorted(order[:count])
 
 
@@ -133,21 +134,44 @@ def stacks(model: nn.Module) -> list[Stack]:
     return [module for module in model.modules() if isinstance(module, Stack)]
 
 
-def pruned_start_follows_the_paper() -> None:
-    """Rows by sum_j |W_ij|, columns by the rows that the weight before has kept; by loops, for BERT and 2 of
-    its 8 features of each head, 8 heads."""
-    base = tiny("bert-tokens").double()
-    model = wrap(tiny("bert-tokens").double(), "side", reduction=4, start="pruned", also_train=())
+def fisher_by_hand(base: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The mean over rows of the squared gradient of log p of their tags, by name, in float64."""
+    found = {name: torch.zeros_like(value) for name, value in base.named_parameters()}
+    rows = len(inputs["labels"])
+    for row in range(rows):
+        base.zero_grad()
+        own = {name: value[row : row + 1] for name, value in inputs.items()}
+        tags = own.pop("labels")[0]
+        chances = base(**own).logits[0].softmax(-1)
+        sum(chances[at, tag].log() for at, tag in enumerate(tags) if tag >= 0).backward()
+        for name, value in base.named_parameters():
+            found[name] += 0 if value.grad is None else value.grad**2 / rows
+    return found
+
+
+def pruned_start_follows_the_paper(start: str = "pruned") -> None:
+    """Rows by sum_j |W_ij|, or by the sum of their Fisher information, columns by the rows that the weight
+    before has kept; by loops, for BERT and 2 of its 8 features of each head, 8 heads."""
+    base, tuned = tiny("bert-tokens").double().eval(), tiny("bert-tokens").double().eval()
+    matters = {name: value.abs() for name, value in base.named_parameters()}
+    if start == "fisher":
+        inputs = batch("bert-tokens")
+        matters = fisher_by_hand(base, inputs)
+        rows_of = [{name: value[row : row + 1] for name, value in inputs.items()} for row in range(3)]
+        losses = (tuned(**row).loss * (row["labels"] >= 0).sum() for row in rows_of)
+        weigh(tuned, fisher_of(tuned, losses))
+    model = wrap(tuned, "side", reduction=4, start=start, also_train=())
     narrow, heads, wide = 16, 8, 8
-    stream = most(base.bert.embeddings.word_embeddings.weight.abs().sum(0), narrow)
+    stream = most(matters["bert.embeddings.word_embeddings.weight"].sum(0), narrow)
     for index, block in enumerate(base.bert.encoder.layer):
         own = dict(block.named_parameters())
+        matter = {name: matters[f"bert.encoder.layer.{index}.{name}"] for name in own}
         side = dict(stacks(model)[0].side.blocks[index].named_parameters())
         expected: dict[str, Tensor] = {}
         at = [f"attention.self.{name}" for name in ("query", "key", "value")]
         product = torch.ones(64, narrow, dtype=torch.float64)
         for path in at:
-            product = product * own[f"{path}.weight"][:, stream].abs()
+            product = product * matter[f"{path}.weight"][:, stream]
         rows: list[int] = []
         for head in range(heads):
             first = head * wide
@@ -162,7 +186,7 @@ def pruned_start_follows_the_paper() -> None:
         ):
             inner = rows if norm else stream
             weight = own[f"{path}.weight"][:, inner]
-            rows = most(weight.abs().sum(1), len(weight) // 4)
+            rows = most(matter[f"{path}.weight"][:, inner].sum(1), len(weight) // 4)
             expected[f"{path}.weight"], expected[f"{path}.bias"] = weight[rows], own[f"{path}.bias"][rows]
             if norm:
                 stream = rows

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import petune
 import petune.models.stack
 from petune.errors import UsageError
-from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
+from petune.methods import tuned_parameters, tuned_state, tuning, without_tuning, wrap
+from petune.methods.pruning import fisher_of, weigh
 from petune.methods.side import Ladder
 from petune.models.stack import Stack
 from tests.methods import references
@@ -457,8 +458,37 @@ def test_a_width_that_leaves_odd_heads_is_refused_where_positions_turn() -> None
 # ------------------------------------------------------------------ a pruned start
 
 
-def test_a_pruned_start_follows_the_paper_in_float64() -> None:
-    references.pruned_start_follows_the_paper()
+@pytest.mark.parametrize("start", ["pruned", "fisher"])
+def test_a_pruned_start_follows_the_paper_in_float64(start: str) -> None:
+    references.pruned_start_follows_the_paper(start)
+
+
+def test_fisher_information_leaves_the_base_as_it_was() -> None:
+    base, inputs = tiny("t5-seq2seq"), batch("t5-seq2seq")
+    base.shared.requires_grad_(False)
+    found = fisher_of(base, (base(**inputs).loss for _ in range(2)))
+    assert not base.shared.weight.requires_grad and base.lm_head.weight.grad is None
+    assert found["decoder.block.1.layer.2.DenseReluDense.wo.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [({"start": "fisher"}, "nobody has measured"), ({"fisher_rows": 4}, "of start: fisher")],
+)
+def test_a_start_that_lacks_what_it_needs_is_refused(settings: Any, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        wrap(tiny("llama-causal"), "side", reduction=4, **settings)
+
+
+def test_a_ladder_from_fisher_information_comes_back_without_measuring(tmp_path: Path) -> None:
+    base, inputs = tiny("llama-causal"), batch("llama-causal")
+    weigh(base, fisher_of(base, (base(**inputs).loss for _ in range(1))))
+    model = wrap(base, "side", reduction=4, start="fisher", also_train=())
+    stir(model)
+    petune.save(model, tmp_path / "tuned")
+    found = petune.load(tiny("llama-causal"), tmp_path / "tuned")
+    assert torch.equal(found(**inputs).logits, model(**inputs).logits)
+    assert tuning(found).config == tuning(model).config
 
 
 def test_pruned_heads_that_turn_keep_pairs_and_share_keys_as_the_backbones_do() -> None:

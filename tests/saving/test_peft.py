@@ -363,10 +363,10 @@ def test_a_head_trained_apart_from_its_tie_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_petune_cannot_tune_is_named(tmp_path: Path) -> None:
     def convolution() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4))
+        return nn.Sequential(nn.Conv1d(3, 4, 3), nn.Linear(4, 4))
 
     get_peft_model(convolution(), LoraConfig(r=2, target_modules=["0", "1"])).save_pretrained(tmp_path / "a")
-    with pytest.raises(FileError, match="tunes a Conv2d"):
+    with pytest.raises(FileError, match="tunes a Conv1d"):
         load(convolution(), tmp_path / "a")
 
 

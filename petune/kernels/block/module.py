@@ -211,6 +211,13 @@ class FusedBlock(nn.Module):
                 self.spec.banks[at] = bank.again(self.spec.layers[at])
         return found
 
+    def bank_again(self) -> None:
+        """Have banks of the weights as they are now, also where they went to the meta device or came back."""
+        self.spec.banks = [
+            None if bank is None else bank.again(layers)
+            for bank, layers in zip(self.spec.banks, self.spec.layers, strict=True)
+        ]
+
     def tensors(self, parts: Parts) -> list[Tensor | None]:
         """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
