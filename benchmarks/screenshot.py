@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,7 +54,7 @@ class Browser:
     def __enter__(self) -> Browser:
         found = program()
         assert found is not None, "there is no chromium here"
-        self._home = tempfile.TemporaryDirectory()
+        self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         (reads, self._to), (self._from, writes) = _pipe(), _pipe()
         words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
         words += ["--remote-debugging-pipe", f"--user-data-dir={self._home.name}", "about:blank"]
@@ -87,6 +87,10 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._session = ""
+        with suppress(AssertionError, OSError, subprocess.TimeoutExpired):  # it ends its own processes first
+            self.call("Browser.close")
+            self._process.wait(TIMEOUT_S)
         self._process.kill()
         self._process.wait(TIMEOUT_S)
         os.close(self._to)
