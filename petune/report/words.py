@@ -35,9 +35,10 @@ def figure(value: object, digits: int = 4) -> str:
 
 
 def tick(value: float) -> str:
-    """A number beside an axis: as few digits as it has."""
+    """A number beside an axis: as few digits as it has, three at most."""
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
     return f"{value:,.4f}".rstrip("0").rstrip(".") or "0"
 
 

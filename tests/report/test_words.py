@@ -45,6 +45,7 @@ def test_sizes_times_and_shares() -> None:
     assert (share(1, 8), share(1, 0)) == ("12.5%", "-")
     assert (moment(0), moment(1.75e9), moment(1e300)) == ("-", "2025-06-15 15:06 UTC", "-")
     assert [tick(one) for one in (0.5, 2e-5, 1500.0, 3e7, 0.0)] == ["0.5", "2e-5", "1,500", "3e7", "0"]
+    assert [tick(one) for one in (1e-4, 1.5e-4, 120_000.0)] == ["1e-4", "1.5e-4", "1.2e5"]
 
 
 def test_settings_are_said_as_they_are_written() -> None:
