@@ -80,6 +80,13 @@ def test_a_run_in_progress_shows_how_its_ranks_are_as_far_as_that_is_known(told:
     assert "cuda:0" not in parsed(folder).text
 
 
+def test_the_loss_of_a_task_with_several_stands_beside_its_name(tmp_path: Path) -> None:
+    recipe = load_recipe({"model": "m", "data": "d", "method": "lora", "task": "prefer", "prefer": "ipo"})
+    facts = {"task": "prefer"}
+    run = write_run(tmp_path / "run", settings=recipe.resolved(), facts=facts, came_out=facts)
+    assert "m · lora · prefer: ipo · one process" in parsed(run).text
+
+
 def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path / "run"))
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
