@@ -142,10 +142,15 @@ def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*heads, box=SIMPLE_HEAD)
+    console = Console()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    names = max(len(printable(row[0])) for row in (heads, *rows))  # what a row is called is never cut
+    table.add_column(heads[0], overflow="fold", width=min(names, console.width // 3))
+    for head in heads[1:]:
+        table.add_column(head)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # not as markup, which a name may hold
-    Console().print(table)
+    console.print(table)
 
 
 def show_json(value: object) -> None:

@@ -8,10 +8,15 @@ from petune.report.curves import curve, smoothed
 from petune.report.files import RunFiles, names_of
 from petune.report.markup import Markup, element, join, section, table
 from petune.report.svg import POINTS, Line, chart, legend
-from petune.report.words import NONE, duration, figure, flat, is_number, moment, size
+from petune.report.words import NONE, duration, figure, flat, is_number, moment, size, titled
 
 # of metrics.jsonl: the key and its title
-_STEPS = (("lr", "Learning rate"), ("grad_norm", "Gradient norm"), ("tokens_per_s", "Tokens per second"))
+_STEPS = (
+    ("lr", "Learning rate"),
+    ("grad_norm", "Gradient norm"),
+    ("tokens_per_s", "Tokens per second"),
+    ("expert_load", "Load of the busiest expert, of the mean one's"),
+)
 _NAMES_OF_A_RUN = ("name", "out")  # settings in which runs always differ
 
 
@@ -55,7 +60,7 @@ def came_out(runs: Sequence[RunFiles]) -> Markup:
 
 def differences(runs: Sequence[RunFiles]) -> Markup:
     """The settings that are not the same in all runs, a column for each run."""
-    settings = [flat(run.settings) for run in runs]
+    settings = [{key: value for key, value in flat(run.settings).items() if value != "{}"} for run in runs]
     keys = list(dict.fromkeys(key for one in settings for key in one))
     rows = [
         (key, *(one.get(key, NONE) for one in settings))
@@ -119,7 +124,7 @@ def _scores(runs: Sequence[RunFiles], names: Sequence[str], most: int) -> list[M
     colour = 1 if len(runs) == 1 else 0
     return [
         chart(
-            f"{key.removeprefix('eval_').replace('_', ' ')}, held out".capitalize(),
+            f"{titled(key.removeprefix('eval_'))}, held out",
             [
                 Line(curve(run.records, key, name or "held out"), at + colour, "dotted")
                 for at, (name, run) in _numbered(names, runs)

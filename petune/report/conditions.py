@@ -90,7 +90,9 @@ def _bars(title: str, bars: Sequence[tuple[str, int]]) -> Markup:
     rows = [
         (
             str(name),
-            element("span", class_="bar", style=f"--w:{100 * count / most:.1f}%", aria_hidden="true"),
+            element("span", class_="bar", style=f"--w:{100 * count / most:.1f}%", aria_hidden="true")
+            if count
+            else "",
             figure(count),
         )
         for name, count in bars

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from petune.report.words import duration, figure, flat, is_number, moment, setting, share, size, tick
+from petune.report.words import duration, figure, flat, is_number, moment, setting, share, size, tick, titled
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,8 @@ def test_settings_are_said_as_they_are_written() -> None:
         "data": "{}",
     }
     assert [setting(one) for one in (True, None, [], 0.5)] == ["true", "null", "none", "0.5"]
+
+
+def test_a_metric_has_a_title() -> None:
+    names = ("mrr", "mrr_at_10", "ndcg_at_10", "recall_at_1", "f1_macro")
+    assert [titled(name) for name in names] == ["MRR", "MRR@10", "nDCG@10", "Recall@1", "F1 macro"]
