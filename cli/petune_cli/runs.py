@@ -41,9 +41,10 @@ def runs(
     if json:
         show_json(found)
     elif found:
-        heads, rows, alike = listing.KEYS, [listing.cells(one) for one in found], ""
-        if sys.stdout.isatty():
-            heads, rows, alike = without_what_is_alike(heads, rows)
+        table = listing.KEYS, [listing.cells(one) for one in found]
+        if not sys.stdout.isatty():
+            return show_table(*table)
+        heads, rows, alike = without_what_is_alike(*table)
         show_table(heads, rows)
         if alike:
             echo(alike)

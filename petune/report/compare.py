@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from petune.report.conditions import chosen
 from petune.report.curves import curve, smoothed
 from petune.report.files import RunFiles, names_of
 from petune.report.markup import Markup, element, join, section, table
@@ -43,7 +44,7 @@ def came_out(runs: Sequence[RunFiles]) -> Markup:
             (
                 name,
                 run.state + (", damaged" if run.faults else ""),
-                moment(run.began),
+                element("time", moment(run.began)),
                 figure(run.step) + (f" of {run.planned:,}" if run.planned not in (None, run.step) else ""),
                 run.metric,
                 figure(run.score("before")),
@@ -59,13 +60,15 @@ def came_out(runs: Sequence[RunFiles]) -> Markup:
 
 
 def differences(runs: Sequence[RunFiles]) -> Markup:
-    """The settings that are not the same in all runs, a column for each run."""
+    """The settings that are not the same in all runs, a column for each run. Of those that some methods alone
+    have, the ones that somebody chose."""
     settings = [{key: value for key, value in flat(run.settings).items() if value != "{}"} for run in runs]
-    keys = list(dict.fromkeys(key for one in settings for key in one))
+    asked = [dict(chosen(run)) or one for run, one in zip(runs, settings, strict=True)]
+    told = set(settings[0]).intersection(*settings).union(*asked)
     rows = [
         (key, *(one.get(key, NONE) for one in settings))
-        for key in keys
-        if len({one.get(key) for one in settings}) > 1 and key not in _NAMES_OF_A_RUN
+        for key in dict.fromkeys(key for one in settings for key in one)
+        if key in told and len({one.get(key) for one in settings}) > 1 and key not in _NAMES_OF_A_RUN
     ]
     shown = table(("setting", *names_of(runs)), rows) if rows else element("p", "All settings are the same.")
     return section("What differs", shown)
