@@ -25,6 +25,7 @@ from petune.preflight.meanings import (
     off,
     one_of,
     share,
+    single,
     split,
     steps,
     switch,
@@ -132,10 +133,7 @@ AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
     "datasets.0.path": to("data.path", text),
     "datasets.0.name": to("data.config", text),
     "datasets.0.split": split,
-    "datasets.0.data_files": to(
-        "data.files",
-        lambda value: value if isinstance(value, str) else value[0] if value and len(value) == 1 else None,
-    ),
+    "datasets.0.data_files": to("data.files", single),
     "datasets.0.ds_type": already("json", "csv", "parquet", "text"),
     "datasets.0.type": one_of(
         alpaca={"data.format": "alpaca"},
@@ -206,9 +204,7 @@ LLAMA_FACTORY: Table = (
         "pissa_init": switch({"method.init": "pissa"}),
         "pissa_iter": steps("method.init_iterations"),
         "loraplus_lr_ratio": to("method.lr_ratio"),
-        "dataset": lambda value: (
-            {"data.path": found[0]} if (found := names(value)) and len(found) == 1 else None
-        ),
+        "dataset": to("data.path", single),
         "eval_dataset": to("data.eval", text),
         "cutoff_len": to("data.max_length"),
         "max_samples": to("data.max_rows"),
