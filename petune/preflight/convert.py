@@ -171,11 +171,13 @@ def _put_together(values: dict[str, Any]) -> None:
 
 def _fault(path: str, value: Any, values: Mapping[str, Any]) -> str | None:
     """Why a recipe does not take `value` at `path`; None where it does."""
-    method = values.get("method.name", "lora")
-    if path.startswith("prefer.") and values.get("task") != "prefer":
-        return "is of task prefer, which the file does not ask for"
+    beside = _BARE | {"method.name": values.get("method.name", "lora")}
+    if path.startswith("prefer."):
+        if values.get("task") != "prefer":
+            return "is of task prefer, which the file does not ask for"
+        beside["prefer.loss"] = values.get("prefer.loss", "dpo")
     try:
-        load_recipe({}, _BARE | {"method.name": method, path: value})
+        load_recipe({}, beside | {path: value})
     except RecipeError as error:
         return error.problems[0].what
     return None

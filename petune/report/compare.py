@@ -16,7 +16,7 @@ _STEPS = (
     ("lr", "Learning rate"),
     ("grad_norm", "Gradient norm"),
     ("tokens_per_s", "Tokens per second"),
-    ("expert_load", "Load of the busiest expert, of the mean one's"),
+    ("expert_load", "Load of the busiest expert over the mean"),
 )
 _NAMES_OF_A_RUN = ("name", "out")  # settings in which runs always differ
 

@@ -20,7 +20,11 @@ CROWDED = 2.0  # programs that want to compute, for each core
 def crowded() -> list[str]:
     """A line of the header where other programs keep the cores of this machine busy: the threads of an
     operation wait for one another, so several can be many times as slow as one."""
-    cores, threads, load = os.cpu_count() or 1, torch.get_num_threads(), os.getloadavg()[0]
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # this system does not tell
+        return []
     if threads < 2 or load < CROWDED * cores:
         return []
     busy = f"other programs keep the {cores} cores busy (load {load:.0f})"

@@ -364,7 +364,11 @@ PREFERENCES = {
         (),
         ("dpo", 0.3),
     ),
-    "llamafactory, kto": (LLAMA_FACTORY.replace("sft", "kto"), ("batch_size=2",), ("kto", 0.1)),
+    "llamafactory, kto": (
+        LLAMA_FACTORY.replace("sft", "kto") + "kto_chosen_weight: 1.5\n",
+        ("batch_size=2",),
+        ("kto", 0.1),
+    ),
     "trl": (TRL + "loss_type: sigmoid\nbeta: 0.4\n", ("data.packing=false",), ("dpo", 0.4)),
 }
 
@@ -379,6 +383,8 @@ def test_what_learns_from_preferences_there_does_so_here(program: str, tmp_path:
     )
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert (recipe.task, recipe.prefer.loss, recipe.prefer.beta) == ("prefer", loss, beta)
+    assert recipe.prefer.desirable_weight == (1.5 if loss == "kto" else 1.0)
+    assert not any("weight" in one.key or "beta" in one.key for one in converted.left)
 
 
 def test_a_setting_of_preferences_alone_makes_no_task_of_them(tmp_path: Path) -> None:
