@@ -1,5 +1,6 @@
 """A picture of a page, by a real browser: `python -m benchmarks.screenshot RUN|FILE OUT.png [WIDTH [dark]]`.
-Those of the documents: `python -m benchmarks.screenshot docs RUN`, of a run that is done.
+Those of the documents: `python -m benchmarks.screenshot docs RUN`, of a run that is done, and
+`python -m benchmarks.screenshot compared`, of three that it trains.
 
 The browser is chromium (Debian: apt install chromium), without a window, spoken to through a pipe; nothing is
 installed for it and no port is opened. Tests of pages use the same.
@@ -17,11 +18,13 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from petune.report.files import RunFiles
+from petune.report.page import write_report
 from petune.report.watch import Watch
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
@@ -54,7 +57,7 @@ class Browser:
     def __enter__(self) -> Browser:
         found = program()
         assert found is not None, "there is no chromium here"
-        self._home = tempfile.TemporaryDirectory()
+        self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         (reads, self._to), (self._from, writes) = _pipe(), _pipe()
         words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
         words += ["--remote-debugging-pipe", f"--user-data-dir={self._home.name}", "about:blank"]
@@ -87,6 +90,10 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._session = ""
+        with suppress(AssertionError, OSError, subprocess.TimeoutExpired):  # it ends its own processes first
+            self.call("Browser.close")
+            self._process.wait(TIMEOUT_S)
         self._process.kill()
         self._process.wait(TIMEOUT_S)
         os.close(self._to)
@@ -159,8 +166,12 @@ def shot(
 
 
 DOCS = Path(__file__).parent.parent / "docs"
+SCHEMES = (("", False), ("-dark", True))
+TRAIN = [sys.executable, "-c", "from petune_cli.main import app; app()", "train"]
 GOING = ["bert_lora", "model=demo:tiny-llama", "max_steps=80", "eval_every=20", "data.max_length=32"]
 GOING += ["batch_size=8", "parallel=dp:2", "out=runs/docstrings"]
+METHODS = ("lora", "adapter", "side")
+SHORT = ["max_steps=60", "eval_every=15", "data.max_length=32", "batch_size=8"]
 
 
 def docs(run: Path) -> None:
@@ -168,16 +179,15 @@ def docs(run: Path) -> None:
     it and another that two processes train meanwhile, in this folder, and what its page says of them."""
     shutil.copytree(run, Path("runs") / run.name)
     page = (Path("runs") / run.name / "report.html").resolve().as_uri()
-    for name, dark in (("", False), ("-dark", True)):
+    for name, dark in SCHEMES:
         shot(page, DOCS / f"report{name}.png", dark=dark)
-    words = [sys.executable, "-c", "from petune_cli.main import app; app()", "train", *GOING]
     metrics = Path("runs/docstrings/metrics.jsonl")
-    with subprocess.Popen(words) as going, Watch(Path("runs")) as server:
+    with subprocess.Popen([*TRAIN, *GOING]) as going, Watch(Path("runs")) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             while going.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 50):
                 time.sleep(0.5)
-            for name, dark in (("", False), ("-dark", True)):
+            for name, dark in SCHEMES:
                 shot(server.address, DOCS / f"watch{name}.png", dark=dark, height=800)
                 page = f"{server.address}docstrings"
                 shot(page, DOCS / f"watch-ranks{name}.png", dark=dark, height=260, part="Parallel plan")
@@ -186,12 +196,21 @@ def docs(run: Path) -> None:
             server.shutdown()
 
 
+def compared() -> None:
+    """The picture of a page about several runs, light and dark: three methods, trained in this folder."""
+    for method in METHODS:
+        subprocess.run([*TRAIN, f"llama_{method}", *SHORT, f"out=runs/{method}"], check=True)
+    write_report([RunFiles(Path("runs") / method) for method in METHODS], Path("compared.html"))
+    for name, dark in SCHEMES:
+        shot(Path("compared.html").resolve().as_uri(), DOCS / f"compared{name}.png", dark=dark, height=1240)
+
+
 def main(words: list[str]) -> None:
     """Take the picture."""
-    if words[0] == "docs":
-        run = Path(words[1]).resolve()
+    if words[0] in ("docs", "compared"):
+        runs = [Path(word).resolve() for word in words[1:]]
         with tempfile.TemporaryDirectory(prefix="petune-") as folder, chdir(folder):
-            return docs(run)
+            return docs(*runs) if words[0] == "docs" else compared()
     source, out, *more = words
     page = Path(source) / "report.html" if Path(source).is_dir() else Path(source)
     shot(page.resolve().as_uri(), Path(out), int(more[0]) if more else 1100, dark="dark" in more)

@@ -313,6 +313,13 @@ def test_the_page_has_every_message_of_the_code(read: list[Module]) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(read), "python -m tests.test_messages_page"
 
 
+def test_messages_quoted_in_troubleshooting_are_messages() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| \*([^*]+?)(?: \.\.\.)?\*", text, re.MULTILINE)
+    known = PAGE.read_text(encoding="utf-8").lower()
+    assert len(quoted) > 3 and [words for words in quoted if words not in known] == []
+
+
 def test_words_that_cannot_be_read_off_are_those_of_others(read: list[Module]) -> None:
     unread = {one.path.as_posix() for one in read for _, words, _, _ in messages(one) if not words}
     assert unread == WORDS_OF_OTHERS

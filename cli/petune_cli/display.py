@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from petune.log import printable
+from petune.log import human, printable
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from petune.run.reporting import Reporter
+
+WIDE = 100  # columns of a terminal with room for one figure more
 
 
 @contextmanager
@@ -35,8 +37,8 @@ def reporter() -> Iterator[Reporter]:
 
 
 class Live:
-    """A progress bar with loss, learning rate, speed and time left, and below it the ranks of a plan;
-    everything else is printed above.
+    """A progress bar with loss, learning rate, speed, time left and, on a wide terminal, the most memory that
+    was held, and below it the ranks of a plan; everything else is printed above.
 
     in_ranks: where the first rank of a plan, which is a process of its own, finds the same.
     """
@@ -64,10 +66,11 @@ class Live:
         self.bar = WithRanks(
             *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
             TextColumn("loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[speed]} tokens/s"),
+            TextColumn("{task.fields[peak]}"),
             *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
             console=console,
         )
-        self.task = self.bar.add_task("training", total=None, loss="-", lr="-", speed="-")
+        self.task = self.bar.add_task("training", total=None, loss="-", lr="-", speed="-", peak="")
 
     def ranks(self, held: Sequence[Mapping[str, Any]]) -> None:
         """Show a line a rank from now on. held: what each holds."""
@@ -92,8 +95,19 @@ class Live:
             "loss": f"{record['loss']:.4f}",
             "lr": f"{record['lr']:.1e}",
             "speed": f"{record['tokens_per_s']:,.0f}",
+            "peak": self._peak(),
         }
         self.bar.update(self.task, completed=record["step"], **shown)
+
+    def _peak(self) -> str:
+        """The most memory that this process has held; empty where a rank's line says it, or room is short."""
+        if self.held or self.bar.console.width < WIDE:
+            return ""
+        import torch
+
+        from petune.run.summary import peak_memory
+
+        return f"peak {human(peak_memory(torch.device('cuda' if torch.cuda.is_initialized() else 'cpu')))}"
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Print the scores above the bar."""
@@ -142,10 +156,15 @@ def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*heads, box=SIMPLE_HEAD)
+    console = Console()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    names = max(len(printable(row[0])) for row in (heads, *rows))  # what a row is called is never cut
+    table.add_column(heads[0], overflow="fold", width=min(names, console.width // 3))
+    for head in heads[1:]:
+        table.add_column(head)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # not as markup, which a name may hold
-    Console().print(table)
+    console.print(table)
 
 
 def show_json(value: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,9 +41,31 @@ def runs(
     if json:
         show_json(found)
     elif found:
-        show_table(listing.KEYS, [listing.cells(one) for one in found])
+        table = listing.KEYS, [listing.cells(one) for one in found]
+        if not sys.stdout.isatty():
+            return show_table(*table)
+        heads, rows, alike = without_what_is_alike(*table)
+        show_table(heads, rows)
+        if alike:
+            echo(alike)
     else:
         echo(f"no run has begun in {folder} yet")
+
+
+def without_what_is_alike(
+    heads: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[Sequence[str], list[Sequence[str]], str]:
+    """A table for a narrow place: without the columns that say the same of several runs, and a line that
+    says it once."""
+    same = [
+        at
+        for at, column in enumerate(zip(*rows, strict=True))
+        if at and len(rows) > 1 and len({*column}) == 1
+    ]
+    kept = [at for at in range(len(heads)) if at not in same]
+    line = ", ".join(f"{heads[at]} {rows[0][at]}" for at in same)
+    shown: list[Sequence[str]] = [[row[at] for at in kept] for row in rows]
+    return [heads[at] for at in kept], shown, f"all of them: {line}" if same else ""
 
 
 def _verdict(path: Path) -> Any:

@@ -22,6 +22,7 @@ from petune.recipe import Recipe, load_recipe
 from petune.recipe.yaml_lines import write_scalar
 
 _APART = ("data.config", "data.split_of", "data.files", "method.also")
+_SECTIONS = {"data": "path", "method": "name", "prefer": "loss"}  # and the setting that stands first
 _BARE: dict[str, Any] = {"model": "org/model", "data.path": "org/data"}
 
 
@@ -170,9 +171,13 @@ def _put_together(values: dict[str, Any]) -> None:
 
 def _fault(path: str, value: Any, values: Mapping[str, Any]) -> str | None:
     """Why a recipe does not take `value` at `path`; None where it does."""
-    method = values.get("method.name", "lora")
+    beside = _BARE | {"method.name": values.get("method.name", "lora")}
+    if path.startswith("prefer."):
+        if values.get("task") != "prefer":
+            return "is of task prefer, which the file does not ask for"
+        beside["prefer.loss"] = values.get("prefer.loss", "dpo")
     try:
-        load_recipe({}, _BARE | {"method.name": method, path: value})
+        load_recipe({}, beside | {path: value})
     except RecipeError as error:
         return error.problems[0].what
     return None
@@ -191,10 +196,8 @@ def recipe_text(converted: Converted, source: Path, file: Path) -> str:
     lines.append(f"# petune train {file}")
     for key in values:
         paths = [path for path in given if path[0] == key]
-        if key in ("data", "method") and paths:
-            names = dict.fromkeys(
-                [{"data": "path", "method": "name"}[key], *(path[1] for path in paths if path[1:])]
-            )
+        if key in _SECTIONS and paths:
+            names = dict.fromkeys([_SECTIONS[key], *(path[1] for path in paths if path[1:])])
             lines.append(f"{key}:")
             lines += [_line(f"{key}.{name}", values[key][name], converted, "  ") for name in names]
         elif paths:

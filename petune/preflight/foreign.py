@@ -25,6 +25,7 @@ from petune.preflight.meanings import (
     off,
     one_of,
     share,
+    single,
     split,
     steps,
     switch,
@@ -56,6 +57,8 @@ SCHEDULE = one_of(
 DTYPE = {"float32": {"dtype": "fp32"}, "bfloat16": {"dtype": "bf16"}, "auto": {}, "null": {}, "none": {}}
 DTYPE |= {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
 DORA: Rule = switch({"method.name": "dora"})
+PREFER = {name: {"task": "prefer", "prefer.loss": name} for name in ("dpo", "ipo", "orpo", "kto")}
+SMOOTHING: Rule = either(already(0, 0.0), to("prefer.label_smoothing"))
 FOUR_BITS: Rule = switch({"base_dtype": "nf4"})
 INIT: Rule = either(already(True, "default", None), one_of(pissa={"method.init": "pissa"}))
 TARGET_LISTS: Table = {
@@ -130,10 +133,7 @@ AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
     "datasets.0.path": to("data.path", text),
     "datasets.0.name": to("data.config", text),
     "datasets.0.split": split,
-    "datasets.0.data_files": to(
-        "data.files",
-        lambda value: value if isinstance(value, str) else value[0] if value and len(value) == 1 else None,
-    ),
+    "datasets.0.data_files": to("data.files", single),
     "datasets.0.ds_type": already("json", "csv", "parquet", "text"),
     "datasets.0.type": one_of(
         alpaca={"data.format": "alpaca"},
@@ -159,6 +159,12 @@ AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
     "lora_fan_in_fan_out": already(None, False),
     "peft_use_dora": DORA,
     "peft_use_rslora": to("method.rslora", truth),
+    "rl": either(off, one_of(**PREFER)),
+    "rl_beta": to("prefer.beta"),
+    "orpo_alpha": to("prefer.beta"),
+    "dpo_label_smoothing": SMOOTHING,
+    "kto_desirable_weight": to("prefer.desirable_weight"),
+    "kto_undesirable_weight": to("prefer.undesirable_weight"),
     "peft_layers_to_transform": TARGET_LISTS["layers_to_transform"],
     "loraplus_lr_ratio": to("method.lr_ratio"),
     "num_epochs": to("epochs"),
@@ -180,7 +186,13 @@ LLAMA_FACTORY: Table = (
     | {
         "model_name_or_path": to("model", text),
         "adapter_name_or_path": to("init_adapter", text),
-        "stage": one_of(sft={}, pt={"task": "causal"}),
+        "stage": one_of(sft={}, pt={"task": "causal"}, dpo={"task": "prefer"}, kto=PREFER["kto"]),
+        "pref_loss": one_of(sigmoid=PREFER["dpo"], ipo=PREFER["ipo"], orpo=PREFER["orpo"]),
+        "pref_beta": to("prefer.beta"),
+        "pref_ftx": already(0, 0.0),
+        "dpo_label_smoothing": SMOOTHING,
+        "kto_chosen_weight": to("prefer.desirable_weight"),
+        "kto_rejected_weight": to("prefer.undesirable_weight"),
         "finetuning_type": one_of(lora={"method.name": "lora"}, full={"method.name": "full"}),
         "lora_rank": to("method.r"),
         "lora_alpha": to("method.alpha"),
@@ -192,9 +204,7 @@ LLAMA_FACTORY: Table = (
         "pissa_init": switch({"method.init": "pissa"}),
         "pissa_iter": steps("method.init_iterations"),
         "loraplus_lr_ratio": to("method.lr_ratio"),
-        "dataset": lambda value: (
-            {"data.path": found[0]} if (found := names(value)) and len(found) == 1 else None
-        ),
+        "dataset": to("data.path", single),
         "eval_dataset": to("data.eval", text),
         "cutoff_len": to("data.max_length"),
         "max_samples": to("data.max_rows"),
@@ -222,6 +232,11 @@ TRL: Table = (
         "packing": to("data.packing", truth),
         "assistant_only_loss": already(True),
         "completion_only_loss": already(True, None),
+        "loss_type": one_of(nll={}, sigmoid=PREFER["dpo"], ipo=PREFER["ipo"], kto=PREFER["kto"]),
+        "beta": to("prefer.beta"),
+        "label_smoothing": SMOOTHING,
+        "desirable_weight": to("prefer.desirable_weight"),
+        "undesirable_weight": to("prefer.undesirable_weight"),
         "use_peft": one_of(true={"method.name": "lora"}, false={"method.name": "full"}),
         "lora_r": to("method.r"),
         "lora_alpha": to("method.alpha"),
@@ -370,8 +385,8 @@ PROGRAMS: Mapping[str, Program] = {
     ),
 }
 WHY: Mapping[str, str] = {
-    "load_in_8bit": "see `base_dtype`: int8, on blocks that are fused",
-    "quantization_bit": "see `base_dtype`: nf4 or int8, on blocks that are fused",
+    "load_in_8bit": "see `base_dtype`: int8",
+    "quantization_bit": "see `base_dtype`: nf4 or int8",
     "deepspeed": "several devices: see `parallel`",
     "fsdp": "several devices: see `parallel`",
     "template": "the tokenizer's own chat template is used",

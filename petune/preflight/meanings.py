@@ -34,6 +34,12 @@ def names(value: Any) -> list[str] | None:
     return [name.strip() for name in found]
 
 
+def single(value: Any) -> str | None:
+    """A name, or the only one of a list; None for several and for anything else."""
+    found = names(value)
+    return found[0] if found and len(found) == 1 else None
+
+
 def text(value: Any) -> str | None:
     """A text; None for anything else."""
     return value if isinstance(value, str) and value else None

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from petune.report.conditions import chosen
 from petune.report.curves import curve, smoothed
 from petune.report.files import RunFiles, names_of
 from petune.report.markup import Markup, element, join, section, table
 from petune.report.svg import POINTS, Line, chart, legend
-from petune.report.words import NONE, duration, figure, flat, is_number, moment, size
+from petune.report.words import NONE, duration, figure, flat, is_number, moment, size, titled
 
 # of metrics.jsonl: the key and its title
-_STEPS = (("lr", "Learning rate"), ("grad_norm", "Gradient norm"), ("tokens_per_s", "Tokens per second"))
+_STEPS = (
+    ("lr", "Learning rate"),
+    ("grad_norm", "Gradient norm"),
+    ("tokens_per_s", "Tokens per second"),
+    ("expert_load", "Load of the busiest expert over the mean"),
+)
 _NAMES_OF_A_RUN = ("name", "out")  # settings in which runs always differ
 
 
@@ -38,7 +44,7 @@ def came_out(runs: Sequence[RunFiles]) -> Markup:
             (
                 name,
                 run.state + (", damaged" if run.faults else ""),
-                moment(run.began),
+                element("time", moment(run.began)),
                 figure(run.step) + (f" of {run.planned:,}" if run.planned not in (None, run.step) else ""),
                 run.metric,
                 figure(run.score("before")),
@@ -54,13 +60,15 @@ def came_out(runs: Sequence[RunFiles]) -> Markup:
 
 
 def differences(runs: Sequence[RunFiles]) -> Markup:
-    """The settings that are not the same in all runs, a column for each run."""
-    settings = [flat(run.settings) for run in runs]
-    keys = list(dict.fromkeys(key for one in settings for key in one))
+    """The settings that are not the same in all runs, a column for each run. Of those that some methods alone
+    have, the ones that somebody chose."""
+    settings = [{key: value for key, value in flat(run.settings).items() if value != "{}"} for run in runs]
+    asked = [dict(chosen(run)) or one for run, one in zip(runs, settings, strict=True)]
+    told = set(settings[0]).intersection(*settings).union(*asked)
     rows = [
         (key, *(one.get(key, NONE) for one in settings))
-        for key in keys
-        if len({one.get(key) for one in settings}) > 1 and key not in _NAMES_OF_A_RUN
+        for key in dict.fromkeys(key for one in settings for key in one)
+        if key in told and len({one.get(key) for one in settings}) > 1 and key not in _NAMES_OF_A_RUN
     ]
     shown = table(("setting", *names_of(runs)), rows) if rows else element("p", "All settings are the same.")
     return section("What differs", shown)
@@ -119,7 +127,7 @@ def _scores(runs: Sequence[RunFiles], names: Sequence[str], most: int) -> list[M
     colour = 1 if len(runs) == 1 else 0
     return [
         chart(
-            f"{key.removeprefix('eval_').replace('_', ' ')}, held out".capitalize(),
+            f"{titled(key.removeprefix('eval_'))}, held out",
             [
                 Line(curve(run.records, key, name or "held out"), at + colour, "dotted")
                 for at, (name, run) in _numbered(names, runs)

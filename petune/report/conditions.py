@@ -89,7 +89,9 @@ def _bars(title: str, bars: Sequence[tuple[str, int]]) -> Markup:
     rows = [
         (
             str(name),
-            element("span", class_="bar", style=f"--w:{100 * count / most:.1f}%", aria_hidden="true"),
+            element("span", class_="bar", style=f"--w:{100 * count / most:.1f}%", aria_hidden="true")
+            if count
+            else "",
             figure(count),
         )
         for name, count in bars
@@ -104,9 +106,9 @@ def asked(run: RunFiles) -> Markup:
     """What was chosen, then every setting, without the comments of the recipe, which may be nobody else's
     business."""
     rows = list(flat(run.settings).items())
-    chosen = _chosen(run)
+    settings = chosen(run)
     words = "Settings that are not the default; what is not here was left as it is."
-    parts = [table(("setting", "value"), chosen, caption=words)] if chosen else []
+    parts = [table(("setting", "value"), settings, caption=words)] if settings else []
     parts += (
         [folded(f"All {len(rows)} settings, defaults included", table(("setting", "value"), rows))]
         if rows
@@ -125,7 +127,7 @@ def asked(run: RunFiles) -> Markup:
     return section("What was asked", table(("", ""), facts) if facts else "", *parts)
 
 
-def _chosen(run: RunFiles) -> list[tuple[str, str]]:
+def chosen(run: RunFiles) -> list[tuple[str, str]]:
     """The settings in which the run differs from one that says only its model, data and method; none where
     this petune knows no such method."""
     method = run.settings.get("method")

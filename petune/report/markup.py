@@ -8,11 +8,13 @@ written out as in the terminal.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from petune.log import printable
 
 _VOID = {"meta", "br", "img"}
+_LONG = 24  # characters of a word
 
 
 class Markup(str):
@@ -55,15 +57,16 @@ def table(
     caption: str = "",
 ) -> Markup:
     """A table whose first column names its rows; `numbers` are the columns that are aligned on the right. It
-    scrolls by itself where the page is narrower."""
+    scrolls by itself where the page is narrower; only long words are broken."""
 
     def cells(row: Sequence[str], name: str) -> Markup:
         found = []
         for at, cell in enumerate(row):
             head = name == "th" or at == 0
             scope = "col" if name == "th" else "row" if at == 0 else None
-            number = "n" if at in numbers else None
-            found.append(element("th" if head else "td", cell, scope=scope, class_=number))
+            long = any(len(word) > _LONG for word in re.sub("<[^>]*>", "", cell).split())
+            kind = "n" if at in numbers else "long" if long else None
+            found.append(element("th" if head else "td", cell, scope=scope, class_=kind))
         return element("tr", *found)
 
     said = [element("caption", caption)] if caption else []

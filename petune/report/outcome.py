@@ -28,9 +28,7 @@ def heading(run: RunFiles) -> Markup:
     facts = [
         str(run.settings.get("model", "?")),
         run.method,
-        str(
-            run.summary.get("task") or run.setup.get("task") or run.settings.get("task") or "task by the data"
-        ),
+        _task(run),
         run.plan,
         f"begun {moment(run.began)}",
     ]
@@ -42,6 +40,14 @@ def heading(run: RunFiles) -> Markup:
             progress(run) if run.state != "finished" else "",
         )
     )
+
+
+def _task(run: RunFiles) -> str:
+    """The task, and its loss or what else its settings begin with: prefer: dpo."""
+    task = run.summary.get("task") or run.setup.get("task") or run.settings.get("task")
+    settings = run.settings.get(str(task))
+    first = next(iter(settings.values()), None) if isinstance(settings, Mapping) else None
+    return f"{task}: {setting(first)}" if first is not None else str(task or "task by the data")
 
 
 def progress(run: RunFiles) -> Markup:

@@ -107,7 +107,7 @@ def ranking(trials: Sequence[Trial]) -> Markup:
 def write_page(trials: Sequence[Trial], folder: Path) -> None:
     """Write the page about a sweep: the ranking, then its runs side by side. Raises MachineError."""
     runs = [run for trial in trials for run in trial.runs]
-    inside = join((ranking(trials), content(runs))) if runs else ranking(trials)
+    inside = join((element("h1", f"Sweep {folder.name}"), ranking(trials), content(runs) if runs else ""))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / NAME, [page(f"sweep {folder.name}", inside).encode()])

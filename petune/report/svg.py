@@ -52,7 +52,7 @@ class Scale:
         return self.length * ((value - low) / (high - low) if high > low else 0.5)
 
     def ticks(self) -> list[float]:
-        """Three to six round values within."""
+        """Round values within, three or more of them."""
         if not self.high > self.low:
             return [self.low]
         if self.log:
@@ -61,7 +61,13 @@ class Scale:
             return [10.0**power for power in range(first, last + 1, stride)]
         raw = (self.high - self.low) / 4
         power = 10.0 ** math.floor(math.log10(raw))
-        step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= raw * 0.999)
+        steps = (power, 2 * power, 5 * power, 10 * power)
+        usual = next(at for at, step in enumerate(steps) if step >= raw * 0.999)
+        found = self._multiples(steps[usual])
+        return found if len(found) > 2 else self._multiples(steps[usual - 1])
+
+    def _multiples(self, step: float) -> list[float]:
+        """Those of `step` within."""
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [at * step for at in range(first, last + 1)]
 

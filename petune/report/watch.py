@@ -147,8 +147,9 @@ def overview(server: Watch, runs: Mapping[str, Path]) -> Markup:
 
 
 def _linked(one: dict[str, Any], root: str) -> list[str]:
-    name, *rest = listing.cells(one)
-    return [element("a", name, href=root + quote(str(one["name"]), safe="/")), *rest]
+    cells = dict(zip(listing.KEYS, listing.cells(one), strict=True))
+    name = element("a", cells["name"], href=root + quote(str(one["name"]), safe="/"))
+    return [*(cells | {"name": name, "began": element("time", cells["began"])}).values()]
 
 
 def _curves(runs: list[RunFiles]) -> Markup:

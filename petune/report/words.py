@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from petune.log import human
 
 NONE = "-"
+_ABBREVIATED = {"mrr": "MRR", "ndcg": "nDCG"}
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -35,10 +36,17 @@ def figure(value: object, digits: int = 4) -> str:
 
 
 def tick(value: float) -> str:
-    """A number beside an axis: as few digits as it has."""
+    """A number beside an axis: as few digits as it has, three at most."""
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
     return f"{value:,.4f}".rstrip("0").rstrip(".") or "0"
+
+
+def titled(metric: str) -> str:
+    """The name of a metric as a title: mrr_at_10 is MRR@10, f1_macro is F1 macro."""
+    head, at, rest = metric.partition("_at_")
+    return _ABBREVIATED.get(head, head.replace("_", " ").capitalize()) + ("@" if at else "") + rest
 
 
 def size(value: object) -> str:

@@ -19,7 +19,7 @@ from petune.run.callbacks import Callbacks
 from petune.run.control import head_only_control, untouched_base
 from petune.run.evaluate import metric_of, scored, scorer_of, scoring, shortcomings, undecided
 from petune.run.folder import RunFolder
-from petune.run.pace import Pace
+from petune.run.pace import Pace, crowded
 from petune.run.progress import Progress
 from petune.run.reporting import Logged, Trackers
 from petune.run.saver import Saver
@@ -120,6 +120,7 @@ class Loop:
             self.reporter.ranks(found["plan"]["ranks"])
         step, out = self.step, self.folder.path
         facts = header_lines(self.prepared, step.described, self.steps, step.place, self.runner.plan, out)
+        facts += crowded() if step.place.device.type == "cpu" else []
         self.reporter.header([*facts, *self.saver.came_from, *self.trackers.places()], self.steps.total)
 
     def _needs_a_state(self) -> bool:

@@ -1,15 +1,34 @@
-"""Steps that have become slow for good, which is said once: a device or a link that others use, or that runs
-hot, slows every rank of a plan."""
+"""What makes steps slow, said once: cores that other programs use, before the first step; steps that have
+become slow for good, as a device or a link that others use, or that runs hot, slows every rank of a plan.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+import torch
+
 FIRST = 10  # steps whose median is what others are held to, the very first left out
 TIMES = 3.0  # as slow
 STEPS = 100  # in a row
+CROWDED = 2.0  # programs that want to compute, for each core
+
+
+def crowded() -> list[str]:
+    """A line of the header where other programs keep the cores of this machine busy: the threads of an
+    operation wait for one another, so several can be many times as slow as one."""
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # this system does not tell
+        return []
+    if threads < 2 or load < CROWDED * cores:
+        return []
+    busy = f"other programs keep the {cores} cores busy (load {load:.0f})"
+    return [f"         warning: {busy}, and {threads} threads wait for one another: try OMP_NUM_THREADS=1"]
 
 
 class Pace:

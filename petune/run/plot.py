@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from petune.log import printable
+from petune.report.files import RunFiles
 from petune.report.results import read_metrics
 
 Points = list[tuple[int, float]]
@@ -17,17 +19,25 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 56, 28
 
 
 def draw_loss(metrics: Path, picture: Path) -> bool:
-    """Draw training and evaluation loss over steps as a PNG; False without matplotlib or records."""
+    """Draw a run over its steps as a PNG: training and evaluation loss, the metric where it is another, the
+    learning rate; False without matplotlib or records."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return False
-    records = read_metrics(metrics)
+    records, run = read_metrics(metrics), RunFiles(metrics.parent)
     steps, scores = _points(records, "loss"), _points(records, "eval_loss")
     if not steps:
         return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    below = [(run.metric, _points(records, f"eval_{run.metric}"), "o")] if run.metric != "loss" else []
+    below = [one for one in (*below, ("learning rate", _points(records, "lr"), "")) if one[1]]
+    figure = Figure(figsize=(7, 4 + 1.3 * len(below)), layout="constrained")
+    title = f"{run.name}: {run.method} on {run.settings.get('model', '?')}"
+    figure.suptitle(printable(title)[:90], parse_math=False)
+    axes, *others = figure.subplots(
+        1 + len(below), sharex=True, squeeze=False, height_ratios=[3, *([1] * len(below))]
+    )[:, 0]
     axes.plot(
         *zip(*steps, strict=True),
         linewidth=0.8,
@@ -40,9 +50,15 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
     )
     if scores:
         axes.plot(*zip(*scores, strict=True), marker="o", color="tab:orange", label="evaluation loss")
-    axes.set(xlabel="step", ylabel="loss (nats)")
+    axes.set(ylabel="loss (nats)")
     axes.legend()
-    axes.grid(alpha=0.3)
+    for one, (name, points, marker) in zip(others, below, strict=True):
+        one.plot(*zip(*points, strict=True), marker=marker, color="tab:orange" if marker else "tab:blue")
+        one.set(ylabel=name)
+    for one in figure.axes:
+        one.grid(alpha=0.3)
+    figure.axes[-1].set(xlabel="step")
+    figure.axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(picture, dpi=120)
     return True
 

@@ -321,12 +321,9 @@ class MergeReport:
     logits: float | None
 
     def __str__(self) -> str:
-        text = (
-            f"merged {self.layers} layers into {self.dtype}: ||update|| {self.update:.4g},"
-            f" {self.ulps:.3g} ulp"
-        )
-        text += f", {100 * self.lost:.3g} % rounded away"
-        return text if self.logits is None else f"{text}, logits within {self.logits:.3g}"
+        text = f"merged {self.layers} layers into {self.dtype}"
+        text += f": {100 * self.lost:.3g} % of the update rounded away"
+        return text if self.logits is None else f"{text}, logits {self.logits:.3g} from the unmerged ones"
 
 
 def save_merged(

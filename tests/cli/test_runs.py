@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from petune_cli.runs import without_what_is_alike
 
 from tests.cli.conftest import Type
 from tests.made_runs import step_records, write_run
@@ -49,3 +50,10 @@ def test_no_name_is_obeyed_by_a_terminal(type_: Type, tmp_path: Path) -> None:
     shown = type_("runs").out
     assert "\x1b" not in shown and "\\x1b[31mred" in shown
     assert json.loads(type_("runs", "--json").out)[0]["name"] == "\x1b[31mred"
+
+
+def test_what_is_alike_of_all_runs_is_said_once_on_a_terminal() -> None:
+    heads, rows, line = without_what_is_alike(("name", "model", "plan"), [("a", "m", "tp"), ("b", "m", "dp")])
+    assert (heads, rows, line) == (["name", "plan"], [["a", "tp"], ["b", "dp"]], "all of them: model m")
+    alone = without_what_is_alike(("name", "model"), [("a", "m")])
+    assert alone == (["name", "model"], [["a", "m"]], "")

@@ -357,6 +357,43 @@ def test_qlora_is_lora_over_a_base_in_four_bits(program: str, tmp_path: Path) ->
     assert (converted.recipe.method_name, converted.recipe.base_dtype) == ("lora", "nf4")
 
 
+PREFERENCES = {
+    "axolotl": (AXOLOTL + "rl: ipo\nrl_beta: 0.2\n", ("data.packing=false",), ("ipo", 0.2)),
+    "llamafactory, dpo": (
+        LLAMA_FACTORY.replace("sft", "dpo") + "pref_loss: sigmoid\npref_beta: 0.3\n",
+        (),
+        ("dpo", 0.3),
+    ),
+    "llamafactory, kto": (
+        LLAMA_FACTORY.replace("sft", "kto") + "kto_chosen_weight: 1.5\n",
+        ("batch_size=2",),
+        ("kto", 0.1),
+    ),
+    "trl": (TRL + "loss_type: sigmoid\nbeta: 0.4\n", ("data.packing=false",), ("dpo", 0.4)),
+}
+
+
+@pytest.mark.parametrize("program", PREFERENCES)
+def test_what_learns_from_preferences_there_does_so_here(program: str, tmp_path: Path) -> None:
+    text, more, (loss, beta) = PREFERENCES[program]
+    (tmp_path / "a.yml").write_text(text)
+    converted = convert(tmp_path / "a.yml", more)
+    (tmp_path / "recipe.yaml").write_text(
+        recipe_text(converted, tmp_path / "a.yml", tmp_path / "recipe.yaml")
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.task, recipe.prefer.loss, recipe.prefer.beta) == ("prefer", loss, beta)
+    assert recipe.prefer.desirable_weight == (1.5 if loss == "kto" else 1.0)
+    assert not any("weight" in one.key or "beta" in one.key for one in converted.left)
+
+
+def test_a_setting_of_preferences_alone_makes_no_task_of_them(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(TRL + "loss_type: dapo\nbeta: 0.04\n")  # as of GRPO
+    converted = convert(tmp_path / "a.yml")
+    assert converted.recipe.task is None
+    assert {"loss_type", "beta"} <= {one.key for one in converted.left}
+
+
 def test_two_keys_for_one_setting_are_said(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text(TRL + "warmup_ratio: 0.5\n")
     left = {one.key: one.why for one in convert(tmp_path / "a.yml").left}

@@ -22,7 +22,7 @@ from petune.preflight.job_script import Job, script
 from petune.recipe import load_recipe
 from tests.small_runs import as_yaml, settings
 
-pytestmark = [pytest.mark.system, pytest.mark.forks]
+pytestmark = [pytest.mark.system, pytest.mark.forks, pytest.mark.timeout(900)]
 STEPS = 150
 
 
@@ -45,7 +45,8 @@ def steps(folder: Path) -> list[int]:
     return [record["step"] for line in lines if "loss" in (record := json.loads(line))]
 
 
-def until(true: Callable[[], bool], seconds: float = 90) -> None:
+def until(true: Callable[[], bool], seconds: float = 300) -> None:
+    """Wait for it; a machine that others use too is slow."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -67,7 +68,6 @@ def agents(folder: Path, file: Path, job: Job) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen(words, env=environment, start_new_session=True) for _ in range(job.nodes)]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("then", [Job(2, 1), Job(1, 3)], ids=["two", "one of three ranks"])
 def test_two_agents_of_torchrun_stop_and_go_on_on_other_nodes(then: Job, tmp_path: Path) -> None:
     file = recipe_in(tmp_path, batch_size=3, accumulate=1)
@@ -76,10 +76,10 @@ def test_two_agents_of_torchrun_stop_and_go_on_on_other_nodes(then: Job, tmp_pat
         until(lambda: len(steps(tmp_path)) > 3)
         for agent in started:
             agent.send_signal(signal.SIGTERM)
-        assert all(agent.wait(60) != 0 for agent in started)
+        assert all(agent.wait(120) != 0 for agent in started)
         assert 3 < len(steps(tmp_path)) < STEPS
         started = agents(tmp_path, file, then)
-        assert [agent.wait(240) for agent in started] == [0] * then.nodes
+        assert [agent.wait(600) for agent in started] == [0] * then.nodes
     finally:
         for agent in started:
             if agent.poll() is None:
@@ -152,13 +152,16 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, subprocess.Pope
             for node in ("n1", "n2"):
                 nodes[node] = node_daemon(node)
                 time.sleep(1.5)
-            until(lambda: " idle" in ask("sinfo", "-h"), 30)
+            until(lambda: " idle" in ask("sinfo", "-h"))
             yield nodes
         finally:
             subprocess.run(["scancel", "--full", "--user=root"], check=False)
             for daemon in (*nodes.values(), *reversed(daemons)):
                 daemon.terminate()
-                daemon.wait(20)
+                with suppress(subprocess.TimeoutExpired):
+                    daemon.wait(60)
+                daemon.kill()
+                daemon.wait(60)
 
 
 def node_daemon(node: str) -> subprocess.Popen[bytes]:
@@ -208,21 +211,20 @@ def test_a_job_of_slurm_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_pat
     subprocess.run(["scancel", "--signal=TERM", job], check=True)
     until(lambda: "Restarts=1" in ask("scontrol", "show", "job", job))
     assert 3 < len(steps(tmp_path)) < STEPS
-    until(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job), 180)
+    until(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job))
     assert whole(tmp_path)
     assert (tmp_path / "run-logs" / "rank-1.log").exists()
 
 
-@pytest.mark.timeout(600)
 def test_a_job_of_slurm_whose_node_dies_is_queued_again_and_goes_on(
     slurm: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     job = submitted(tmp_path, recipe_in(tmp_path, save_every=10))
-    until(lambda: len(steps(tmp_path)) > 25, 180)
+    until(lambda: len(steps(tmp_path)) > 25)
     assert kill_node("n2", slurm["n2"]) >= 2, "the rank and the step that started it"
-    until(lambda: "Restarts=1" in ask("scontrol", "show", "job", job), 120)
+    until(lambda: "Restarts=1" in ask("scontrol", "show", "job", job))
     assert len(steps(tmp_path)) < STEPS
     slurm["n2"] = node_daemon("n2")
-    until(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job), 300)
+    until(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job))
     assert whole(tmp_path)
     assert "resumed from" in (tmp_path / "run" / "run.log").read_text()

@@ -80,6 +80,13 @@ def test_a_run_in_progress_shows_how_its_ranks_are_as_far_as_that_is_known(told:
     assert "cuda:0" not in parsed(folder).text
 
 
+def test_the_loss_of_a_task_with_several_stands_beside_its_name(tmp_path: Path) -> None:
+    recipe = load_recipe({"model": "m", "data": "d", "method": "lora", "task": "prefer", "prefer": "ipo"})
+    facts = {"task": "prefer"}
+    run = write_run(tmp_path / "run", settings=recipe.resolved(), facts=facts, came_out=facts)
+    assert "m · lora · prefer: ipo · one process" in parsed(run).text
+
+
 def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path / "run"))
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
@@ -131,7 +138,7 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
     for page in (parsed(folder), parsed(folder, write_run(tmp_path / "other" / name))):
         assert page.unclosed == [] and name in page.text
         assert {tag for tag, _ in page.elements} <= {tag for tag, _ in plain.elements} | {
-            *("article", "h3", "h4", "circle", "section")
+            *("article", "h3", "h4", "circle", "section", "time")
         }
         assert len(page.all("script")) == 1 and not page.all("img")
         assert not [key for _, found in page.elements for key in found if key.startswith("on")]
@@ -255,6 +262,17 @@ def test_several_runs_of_different_tasks_are_compared(tmp_path: Path) -> None:
     assert "Perplexity, held out" in page.text and "Accuracy, held out" in page.text
     assert [len(page.all("path", f"line c{at} faint")) for at in range(3)] == [1, 1, 1]
     assert len(page.all("details", "run")) == 3
+
+
+def test_methods_differ_in_what_was_chosen_of_their_own_settings(tmp_path: Path) -> None:
+    folders = []
+    for method in ({"name": "lora", "alpha": 3.0}, {"name": "side"}):
+        settings = load_recipe({"model": "m", "data": "d", "method": method}).resolved()
+        folders.append(write_run(tmp_path / str(method["name"]), settings=settings))
+    text = parsed(*folders).text
+    differs = text[text.index("What differs") : text.index("Curves")]
+    assert "method.name lora side" in differs and "method.alpha 3 -" in differs
+    assert "method.r " not in differs and "method.reduction" not in differs
 
 
 def test_runs_that_are_alike_are_said_to_be(tmp_path: Path) -> None:

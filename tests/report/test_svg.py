@@ -59,7 +59,10 @@ def test_any_finite_values_can_be_drawn(values: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
-    [(0, 1, [0, 0.5, 1]), (0, 120, [0, 50, 100]), (2.7, 3.5, [2.8, 3.0, 3.2, 3.4]), (3, 3, [3])],
+    [
+        *((0, 1, [0, 0.5, 1]), (0, 120, [0, 50, 100]), (2.7, 3.5, [2.8, 3.0, 3.2, 3.4]), (3, 3, [3])),
+        (0.306, 0.399, [0.32, 0.34, 0.36, 0.38]),
+    ],
 )
 def test_ticks_are_round_and_inside(low: float, high: float, ticks: list[float]) -> None:
     assert Scale(low, high, 100).ticks() == pytest.approx(ticks)

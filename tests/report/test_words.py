@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from petune.report.words import duration, figure, flat, is_number, moment, setting, share, size, tick
+from petune.report.words import duration, figure, flat, is_number, moment, setting, share, size, tick, titled
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,7 @@ def test_sizes_times_and_shares() -> None:
     assert (share(1, 8), share(1, 0)) == ("12.5%", "-")
     assert (moment(0), moment(1.75e9), moment(1e300)) == ("-", "2025-06-15 15:06 UTC", "-")
     assert [tick(one) for one in (0.5, 2e-5, 1500.0, 3e7, 0.0)] == ["0.5", "2e-5", "1,500", "3e7", "0"]
+    assert [tick(one) for one in (1e-4, 1.5e-4, 120_000.0)] == ["1e-4", "1.5e-4", "1.2e5"]
 
 
 def test_settings_are_said_as_they_are_written() -> None:
@@ -55,3 +56,8 @@ def test_settings_are_said_as_they_are_written() -> None:
         "data": "{}",
     }
     assert [setting(one) for one in (True, None, [], 0.5)] == ["true", "null", "none", "0.5"]
+
+
+def test_a_metric_has_a_title() -> None:
+    names = ("mrr", "mrr_at_10", "ndcg_at_10", "recall_at_1", "f1_macro")
+    assert [titled(name) for name in names] == ["MRR", "MRR@10", "nDCG@10", "Recall@1", "F1 macro"]

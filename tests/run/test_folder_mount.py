@@ -31,6 +31,7 @@ pytestmark = [
     ),
 ]
 CHANGING = ("create", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "chmod", "truncate")
+FLUSH = os.fsync  # which tests leave out elsewhere
 READING = ("getattr", "readdir", "open", "read")
 
 
@@ -49,8 +50,9 @@ class Mount:
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """A disk without a fault."""
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+    """A disk without a fault, to which runs flush what they write."""
+    monkeypatch.setattr(os, "fsync", FLUSH)
     found = Mount(tmp_path / "mount", tmp_path / "source", tmp_path / "orders.json")
     found.folder.mkdir()
     found.source.mkdir()

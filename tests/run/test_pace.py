@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from petune.run.pace import FIRST, STEPS, Pace
+import pytest
+
+from petune.run.pace import FIRST, STEPS, Pace, crowded
 
 
 def said(pace: Pace, speeds: list[float]) -> list[str]:
@@ -26,3 +28,13 @@ def test_the_first_step_sets_no_pace_and_one_process_has_no_plan() -> None:
     assert said(pace, [9000.0] + [300.0] * FIRST + [150.0] * 2 * STEPS) == []
     (line,) = said(pace, [50.0] * STEPS)
     assert "plan" not in line
+
+
+@pytest.mark.parametrize(("threads", "load", "told"), [(2, 9.0, True), (1, 9.0, False), (2, 3.9, False)])
+def test_threads_on_cores_that_others_use_are_warned_of(
+    threads: int, load: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert any("OMP_NUM_THREADS=1" in line for line in crowded()) == told

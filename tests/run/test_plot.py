@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from petune.run.plot import BOTTOM, HEIGHT, LEFT, WIDTH, loss_svg, run_html
+from petune.run.plot import BOTTOM, HEIGHT, LEFT, WIDTH, draw_loss, loss_svg, run_html
+from tests.made_runs import write_run
 
 STEPS = [{"step": step, "loss": 4.0 / step} for step in range(1, 5)]
 SCORES = [{"step": 0, "eval_loss": 5.0}, {"step": 4, "eval_loss": 2.0}]
@@ -64,3 +66,19 @@ def test_a_run_shows_its_name_as_text_and_scores_of_base_and_tuned():
         and "other" not in shown
     )
     assert "<table>" not in run_html("x", {}, STEPS)
+
+
+def test_the_picture_of_a_run_has_its_title_metric_learning_rate_and_whole_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    run = write_run(tmp_path / "a $run$ \\frac", 3)
+    assert draw_loss(run / "metrics.jsonl", run / "loss.png")
+    (figure,) = drawn
+    figure.canvas.draw()
+    assert figure.get_suptitle() == "a $run$ \\frac: lora on demo:minilm"
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats)", "accuracy", "learning rate"]
+    assert all(step == round(step) for step in figure.axes[-1].get_xticks())

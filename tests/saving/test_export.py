@@ -379,6 +379,7 @@ def test_rounding_away_an_update_is_reported(tmp_path: Path, monkeypatch: pytest
     assert report.ulps < 1
     assert report.lost > 0.05
     assert "rounded away" in said[0]
+    assert f"into bfloat16: {100 * report.lost:.3g} % of the update rounded away" in str(report)
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
     assert export.save_merged(tuned(llama), tmp_path / "n").lost < 1e-5
 
