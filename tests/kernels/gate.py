@@ -14,14 +14,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "petune.kernels.triton"
 # bytes a program may have, by compute capability (CUDA programming guide, table of limits)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
+Part = Literal["all", "in turn"]
 
 
 class Compiled(NamedTuple):
@@ -45,13 +47,15 @@ def modules() -> list[str]:
     ]
 
 
-def gate(names: list[str] | None = None, path: Path = ROOT) -> list[Compiled]:
-    """Every variant of the modules for every architecture, compiled in a process of its own: the interpreter
-    is chosen at import."""
+def gate(names: list[str] | None = None, path: Path = ROOT, part: Part = "all") -> list[Compiled]:
+    """Every variant of the modules, compiled in a process of its own: the interpreter is chosen at import.
+
+    part: "all" compiles each for every architecture, "in turn" for one of them, which go round; the first
+    variant of a kernel always for all."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}:{path}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.gate", "--json", *(names or modules())],
+        [sys.executable, "-m", "tests.kernels.gate", "--json", part, *(names or modules())],
         capture_output=True,
         text=True,
         env=environment,
@@ -61,13 +65,18 @@ def gate(names: list[str] | None = None, path: Path = ROOT) -> list[Compiled]:
     return [Compiled(*row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-def compiled(names: list[str]) -> Iterator[Compiled]:
+def compiled(names: list[str], part: Part = "all") -> Iterator[Compiled]:
     """The same in this process, which must not interpret. A module without `variants` has no kernels of its
     own."""
     for name in names:
         variants = getattr(importlib.import_module(name), "variants", tuple)
+        seen = Counter[str]()
         for kernel, signature, constexprs, warps, stages in variants():
-            for arch in SHARED:
+            # in an order that follows no loop over dtypes or widths
+            turn = seen[kernel.__name__].bit_count() % len(SHARED)
+            every = part == "all" or not seen[kernel.__name__]
+            seen[kernel.__name__] += 1
+            for arch in SHARED if every else [list(SHARED)[turn]]:
                 row = Compiled(
                     f"{name.rpartition('.')[2]}.{kernel.__name__}", arch, _shown(constexprs), warps
                 )
@@ -119,7 +128,8 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def _main(arguments: list[str]) -> None:
     if arguments[:1] == ["--json"]:
-        print(json.dumps(list(compiled(arguments[1:]))))
+        part: Any = arguments[1]
+        print(json.dumps(list(compiled(arguments[2:], part))))
         return
     for row in gate([name if "." in name else f"{PACKAGE}.{name}" for name in arguments]):
         print(
