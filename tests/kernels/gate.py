@@ -14,16 +14,18 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from tests.crossings import cover
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "petune.kernels.triton"
 # bytes a program may have, by compute capability (CUDA programming guide, table of limits)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
-Part = Literal["all", "in turn"]
+Part = Literal["all", "crossed"]
 
 
 class Compiled(NamedTuple):
@@ -50,8 +52,9 @@ def modules() -> list[str]:
 def gate(names: list[str] | None = None, path: Path = ROOT, part: Part = "all") -> list[Compiled]:
     """Every variant of the modules, compiled in a process of its own: the interpreter is chosen at import.
 
-    part: "all" compiles each for every architecture, "in turn" for one of them, which go round; the first
-    variant of a kernel always for all."""
+    part: "all" compiles each for every architecture; "crossed" compiles so many that every dtype, constant
+    and number of warps of a kernel is in one (tests/crossings.py), for the architectures in turn, the first
+    of a kernel for all."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}:{path}"
     done = subprocess.run(
@@ -70,13 +73,10 @@ def compiled(names: list[str], part: Part = "all") -> Iterator[Compiled]:
     own."""
     for name in names:
         variants = getattr(importlib.import_module(name), "variants", tuple)
-        seen = Counter[str]()
-        for kernel, signature, constexprs, warps, stages in variants():
-            # in an order that follows no loop over dtypes or widths
-            turn = seen[kernel.__name__].bit_count() % len(SHARED)
-            every = part == "all" or not seen[kernel.__name__]
-            seen[kernel.__name__] += 1
-            for arch in SHARED if every else [list(SHARED)[turn]]:
+        found = list(variants())
+        for variant, archs in zip(found, _architectures(found, part), strict=True):
+            kernel, signature, constexprs, warps, stages = variant
+            for arch in archs:
                 row = Compiled(
                     f"{name.rpartition('.')[2]}.{kernel.__name__}", arch, _shown(constexprs), warps
                 )
@@ -84,6 +84,28 @@ def compiled(names: list[str], part: Part = "all") -> Iterator[Compiled]:
                     yield row._replace(**_built(kernel, signature, constexprs, warps, stages, arch))
                 except Exception as error:
                     yield row._replace(error=f"{type(error).__name__}: {error}")
+
+
+def _architectures(variants: list[Any], part: Part) -> list[list[int]]:
+    """For which architectures each variant is compiled."""
+    every = list(SHARED)
+    if part == "all":
+        return [every for _ in variants]
+    found, places = [list[int]() for _ in variants], defaultdict[str, list[int]](list)
+    for place, (kernel, *_) in enumerate(variants):
+        places[kernel.__name__].append(place)
+    for own in places.values():
+        for turn, at in enumerate(sorted(cover([_cell(*variants[place]) for place in own], 1))):
+            found[own[at]] = [every[turn % len(every)]] if turn else every
+    return found
+
+
+def _cell(
+    kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], warps: int, stages: int
+) -> tuple[str, ...]:
+    """A variant as a cell of a crossing: what each argument is."""
+    values = {**signature, **constexprs}
+    return (*(str(values.get(name)) for name in kernel.arg_names), str(warps), str(stages))
 
 
 def _shown(constexprs: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from tests.kernels.gate import SHARED, Compiled, Part, gate, modules
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", ["in turn", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", ["crossed", pytest.param("all", marks=pytest.mark.long)])
 def test_every_kernel_compiles_and_fits_and_attention_of_narrow_heads_spills_nothing(part: Part) -> None:
     found = gate(part=part)
     assert {row.kernel.partition(".")[0] for row in found} <= {name.rpartition(".")[2] for name in modules()}
