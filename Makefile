@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN := HF_HUB_OFFLINE=1 $(BIN)/petune
 DEMO := runs/bert_lora
 
-.PHONY: setup demo docs quick test test-anywhere test-long test-system lint format wheel clean
+.PHONY: setup demo docs quick test suite test-anywhere test-long test-system lint style types format wheel clean
 
 setup: $(STAMP)
 
@@ -46,7 +46,11 @@ SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 quick: setup
 	OMP_NUM_THREADS=1 $(SUITE) -n 2 -q -m "not long and not slow and not forks and not interpret and not system"
 
-test: lint
+# Types are checked on one processor, so beside the tests.
+test: style
+	$(MAKE) --jobs 2 types suite
+
+suite: setup
 	OMP_NUM_THREADS=1 $(SUITE) -n 2 -m "not long and not system"
 
 # Settings under which torch and MKL round as they do on other processors. avx512 is asked for only where there is one.
@@ -68,9 +72,13 @@ test-system: setup
 	$(PIP) --constraint constraints.txt --requirement requirements/programs.txt
 	OMP_NUM_THREADS=1 $(SUITE) -n 1 -m system
 
-lint: setup
+lint: style types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
 format: setup

@@ -39,6 +39,7 @@ settings.load_profile("same")
 PETUNE = str(Path(__file__).parent.parent / "petune")
 COMPILERS = ("/torch/_inductor/", "/torch/_dynamo/", "/torch/_functorch/")  # they read caches of their own
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+HEARD = frozenset((*STARTS, "pickle.find_class"))
 LISTING = [("fc-list",)]  # by which matplotlib finds fonts, once for a user and a machine
 _unpickled: list[str] = []
 _started: list[str] = []
@@ -47,6 +48,8 @@ _started: list[str] = []
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
     """Note which processes are started, and what is unpickled by petune or by a library that it has
     called."""
+    if event not in HEARD:  # as nearly all, every call of id() among them
+        return
     if event in STARTS and arguments[:1] not in LISTING:
         _started.append(f"{event} {arguments}")
     frame: FrameType | None = sys._getframe(1) if event == "pickle.find_class" else None

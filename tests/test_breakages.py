@@ -149,7 +149,13 @@ def _with_cache(model: nn.Module, batch: Batch) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("backend", [*SEQUENCE, "tp", "sp x pp", "galaxy x pp"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        *("sp-gather", "sp-ulysses", "sp-ring", "galaxy", "tp", "sp x pp"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("galaxy2", "cut", "galaxy x pp")),
+    ],
+)
 def test_a_cache_in_training_is_not_taken_for_generation(backend: str) -> None:
     this = case("llama-causal", "lora", backend)
 
@@ -255,6 +261,7 @@ def test_a_ladder_refuses_layer_drop_in_one_process_too(setting: str) -> None:
 # ------------------------------------------------------------------ recorded shards
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     ("backend", "what"), [("galaxy", "output_attentions"), ("sp-gather", "output_hidden_states")]
 )

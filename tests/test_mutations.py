@@ -79,6 +79,11 @@ def _id(case: Case) -> str:
     )
 
 
+def long(setting: str) -> Any:
+    """A setting of a fault that is planted in another, too."""
+    return pytest.param(setting, marks=pytest.mark.long)
+
+
 Fails = Callable[..., None]
 
 
@@ -184,12 +189,12 @@ def test_the_gradient_of_gathered_keys_and_values_comes_from_all_ranks(
     fails(cell(name, "lora", backend), exchange, "gather_seq", gather_shared, GRADIENTS)
 
 
-@pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
+@pytest.mark.parametrize("name", ["llama-causal", long("t5-seq2seq")])
 def test_a_gather_before_different_work_sums_its_gradient(name: str, fails: Fails) -> None:
     fails(cell(name, "lora", "galaxy"), boundary, "GATHER_SEQ", GATHER_SHARED, GRADIENTS)
 
 
-@pytest.mark.parametrize("backend", ["galaxy", "sp-gather"])
+@pytest.mark.parametrize("backend", ["galaxy", long("sp-gather")])
 def test_a_gather_before_the_same_loss_on_every_rank_does_not(backend: str, fails: Fails) -> None:
     """A gather that sums there gives twice the gradient."""
     fails(cell("bert-classify", "lora", backend), hooks, "gather_shared", gather_seq, GRADIENTS)
@@ -377,7 +382,7 @@ def test_a_fused_block_that_exchanges_drops_probabilities_by_their_place(
         check(one)
 
 
-@pytest.mark.parametrize("backend", ["tp", "galaxy"])
+@pytest.mark.parametrize("backend", ["tp", long("galaxy")])
 def test_the_bias_of_a_row_site_is_added_once(backend: str, fails: Fails) -> None:
     narrow = shard_params.narrow
 
@@ -412,7 +417,7 @@ def test_replicas_have_rows_of_their_own(fails: Fails) -> None:
     fails(cell("llama-causal", "lora", "dp"), Runner, "share", first, "losses of step 0")
 
 
-@pytest.mark.parametrize("backend", ["dp", "shard", "dp x pp"])
+@pytest.mark.parametrize("backend", ["dp", long("shard"), long("dp x pp")])
 def test_tokens_weigh_the_same_wherever_they_are(backend: str, fails: Fails) -> None:
     """A mean of the means of forward passes and replicas is not the mean."""
     summed = harness.summed
@@ -423,7 +428,7 @@ def test_tokens_weigh_the_same_wherever_they_are(backend: str, fails: Fails) -> 
     fails(cell("llama-causal", "lora", backend), harness, "summed", mean, "losses of step 0")
 
 
-@pytest.mark.parametrize("name", ["bert-classify", "llama-causal", "t5-seq2seq"])
+@pytest.mark.parametrize("name", ["bert-classify", long("llama-causal"), long("t5-seq2seq")])
 def test_padding_is_masked_in_attention_over_other_ranks_tokens(name: str, fails: Fails) -> None:
     plain = exchange.Gather.__call__
 
@@ -435,7 +440,7 @@ def test_padding_is_masked_in_attention_over_other_ranks_tokens(name: str, fails
     fails(cell(name, "lora", "sp-gather"), exchange.Gather, "__call__", unmasked, LOGITS)
 
 
-@pytest.mark.parametrize("name", ["bert-classify", "llama-causal", "bart-seq2seq"])
+@pytest.mark.parametrize("name", [long("bert-classify"), long("llama-causal"), "bart-seq2seq"])
 def test_every_stage_masks_padding(name: str, fails: Fails) -> None:
     plain = stage_module.Chunk.run
 
@@ -480,7 +485,7 @@ def test_micro_batches_are_not_averaged(fails: Fails) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["t5-seq2seq", "bart-seq2seq"])
+@pytest.mark.parametrize("name", ["t5-seq2seq", long("bart-seq2seq")])
 def test_what_several_stages_hold_gets_the_gradient_of_all(name: str, fails: Fails) -> None:
     """Tied embeddings are on the first stage and on the last."""
     fails(cell(name, "full", "pp-1f1b"), Runner, "_sum_over_stages", lambda self, grads: None, GRADIENTS)
@@ -498,7 +503,7 @@ def test_the_encoders_gradient_passes_through_every_stage_of_the_decoder(fails: 
 # ------------------------------------------------------------------ the vocabulary
 
 
-@pytest.mark.parametrize("name", ["llama-causal", "bart-seq2seq"])
+@pytest.mark.parametrize("name", ["llama-causal", long("bart-seq2seq")])
 def test_every_part_of_the_vocabulary_adds_to_the_gradient_of_the_last_hidden_states(
     name: str, fails: Fails
 ) -> None:
@@ -535,7 +540,7 @@ def test_a_loss_without_logits_is_that_of_all_slices(
 # ------------------------------------------------------------------ what ranks start from, and what they draw
 
 
-@pytest.mark.parametrize("backend", ["dp", "tp", "pp-1f1b"])
+@pytest.mark.parametrize("backend", [long("dp"), "tp", long("pp-1f1b")])
 def test_every_rank_starts_from_the_same_tensors(backend: str, fails: Fails) -> None:
     case = cell("llama-causal", "lora", backend)
 
@@ -549,7 +554,7 @@ def test_every_rank_starts_from_the_same_tensors(backend: str, fails: Fails) -> 
     fails(case, harness, "place", differently, "at the start")
 
 
-@pytest.mark.parametrize("backend", ["galaxy", "sp-gather", "dp"])
+@pytest.mark.parametrize("backend", ["galaxy", long("sp-gather"), "dp"])
 def test_dropout_is_drawn_by_the_place_in_the_whole(backend: str, fails: Fails) -> None:
     case = cell("bert-classify", "lora", backend, dropout=0.1)
 
@@ -562,7 +567,7 @@ def test_dropout_is_drawn_by_the_place_in_the_whole(backend: str, fails: Fails) 
     fails(case, dropping, "drop", from_the_first, "losses of step 0")
 
 
-@pytest.mark.parametrize("backend", ["tp", "galaxy", "sp-ulysses"])
+@pytest.mark.parametrize("backend", ["tp", long("galaxy"), long("sp-ulysses")])
 def test_attention_probabilities_are_dropped_by_the_number_of_their_head(backend: str, fails: Fails) -> None:
     plain = attention.drop_attention
 

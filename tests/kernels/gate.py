@@ -14,14 +14,18 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from tests.crossings import cover
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "petune.kernels.triton"
 # bytes a program may have, by compute capability (CUDA programming guide, table of limits)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
+Part = Literal["all", "crossed"]
 
 
 class Compiled(NamedTuple):
@@ -45,13 +49,16 @@ def modules() -> list[str]:
     ]
 
 
-def gate(names: list[str] | None = None, path: Path = ROOT) -> list[Compiled]:
-    """Every variant of the modules for every architecture, compiled in a process of its own: the interpreter
-    is chosen at import."""
+def gate(names: list[str] | None = None, path: Path = ROOT, part: Part = "all") -> list[Compiled]:
+    """Every variant of the modules, compiled in a process of its own: the interpreter is chosen at import.
+
+    part: "all" compiles each for every architecture; "crossed" compiles so many that every dtype, constant
+    and number of warps of a kernel is in one (tests/crossings.py), for the architectures in turn, the first
+    of a kernel for all."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}:{path}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.gate", "--json", *(names or modules())],
+        [sys.executable, "-m", "tests.kernels.gate", "--json", part, *(names or modules())],
         capture_output=True,
         text=True,
         env=environment,
@@ -61,13 +68,15 @@ def gate(names: list[str] | None = None, path: Path = ROOT) -> list[Compiled]:
     return [Compiled(*row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-def compiled(names: list[str]) -> Iterator[Compiled]:
+def compiled(names: list[str], part: Part = "all") -> Iterator[Compiled]:
     """The same in this process, which must not interpret. A module without `variants` has no kernels of its
     own."""
     for name in names:
         variants = getattr(importlib.import_module(name), "variants", tuple)
-        for kernel, signature, constexprs, warps, stages in variants():
-            for arch in SHARED:
+        found = list(variants())
+        for variant, archs in zip(found, _architectures(found, part), strict=True):
+            kernel, signature, constexprs, warps, stages = variant
+            for arch in archs:
                 row = Compiled(
                     f"{name.rpartition('.')[2]}.{kernel.__name__}", arch, _shown(constexprs), warps
                 )
@@ -75,6 +84,28 @@ def compiled(names: list[str]) -> Iterator[Compiled]:
                     yield row._replace(**_built(kernel, signature, constexprs, warps, stages, arch))
                 except Exception as error:
                     yield row._replace(error=f"{type(error).__name__}: {error}")
+
+
+def _architectures(variants: list[Any], part: Part) -> list[list[int]]:
+    """For which architectures each variant is compiled."""
+    every = list(SHARED)
+    if part == "all":
+        return [every for _ in variants]
+    found, places = [list[int]() for _ in variants], defaultdict[str, list[int]](list)
+    for place, (kernel, *_) in enumerate(variants):
+        places[kernel.__name__].append(place)
+    for own in places.values():
+        for turn, at in enumerate(sorted(cover([_cell(*variants[place]) for place in own], 1))):
+            found[own[at]] = [every[turn % len(every)]] if turn else every
+    return found
+
+
+def _cell(
+    kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], warps: int, stages: int
+) -> tuple[str, ...]:
+    """A variant as a cell of a crossing: what each argument is."""
+    values = {**signature, **constexprs}
+    return (*(str(values.get(name)) for name in kernel.arg_names), str(warps), str(stages))
 
 
 def _shown(constexprs: dict[str, Any]) -> str:
@@ -119,7 +150,8 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def _main(arguments: list[str]) -> None:
     if arguments[:1] == ["--json"]:
-        print(json.dumps(list(compiled(arguments[1:]))))
+        part: Any = arguments[1]
+        print(json.dumps(list(compiled(arguments[2:], part))))
         return
     for row in gate([name if "." in name else f"{PACKAGE}.{name}" for name in arguments]):
         print(

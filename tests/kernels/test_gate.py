@@ -3,6 +3,7 @@ computes bfloat16 as those would."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import InterpreterError
 
 from tests.kernels import interpreter
-from tests.kernels.gate import SHARED, Compiled, gate, modules
+from tests.kernels.gate import SHARED, Compiled, Part, gate, modules
 
 # ------------------------------------------------------------------ compiling
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_kernel_compiles_and_fits_and_attention_of_narrow_heads_spills_nothing() -> None:
-    found = gate()
+@pytest.mark.parametrize("part", ["crossed", pytest.param("all", marks=pytest.mark.long)])
+def test_every_kernel_compiles_and_fits_and_attention_of_narrow_heads_spills_nothing(part: Part) -> None:
+    found = gate(part=part)
     assert {row.kernel.partition(".")[0] for row in found} <= {name.rpartition(".")[2] for name in modules()}
     assert [f"{row.kernel} sm_{row.arch} {row.constexprs}: {row.error}" for row in found if row.error] == []
     assert [row for row in found if row.shared > SHARED[row.arch]] == []
@@ -107,6 +110,13 @@ def product(x, y, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out + place, tl.dot(tl.load(x + place), tl.load(y + place)))
 
 
+@triton.jit
+def total(x, out, N: tl.constexpr, FAILS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(out, tl.sum(tl.load(x + tl.arange(0, N)), 0))
+    if FAILS:
+        tl.store(out + tl.arange(0, N), tl.arange(0, 2 * N))
+
+
 def every_kind() -> Tensor:
     """float32 of every magnitude and both signs: ties between two bfloat16 numbers, numbers too small to be
     normal, infinities."""
@@ -163,6 +173,19 @@ def test_a_product_of_matrices_is_float32_of_exact_products() -> None:
     out = torch.empty(32, 32)
     product[(1,)](x, y, out, 32)
     assert torch.equal(out, x.float() @ y.float())
+
+
+@interpreted
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kernel_that_calls_a_function_leaves_the_language_as_it_was(fails: bool) -> None:
+    def language() -> list[dict[str, object]]:
+        return [dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype)]
+
+    before, x, out = language(), torch.arange(8.0), torch.zeros(1)
+    with pytest.raises(InterpreterError) if fails else nullcontext():
+        total[(1,)](x, out, 8, fails)
+    assert float(out) == 28
+    assert language() == before
 
 
 def test_mending_twice_is_mending_once() -> None:

@@ -16,7 +16,7 @@ from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.adapter import AdapterLinear, AdapterNorm, tune
 from petune.methods.configs import AdapterConfig
 from tests.methods import references
-from tests.methods.zoo import ADAPTED, MOE, batch, frozen, gradients, prompt, stir, tiny
+from tests.methods.zoo import FOUR, MOE, batch, frozen, gradients, prompt, stir, tiny
 
 BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
 BART = {"self_attn.out_proj", "fc2"}
@@ -42,7 +42,7 @@ def test_an_adapter_behind_a_transposed_weight_is_refused() -> None:
         wrap(tiny("gpt2-causal"), "adapter", reduction=4)
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", FOUR)  # tests/models/test_families.py has every model
 def test_an_adapter_starts_as_the_base_bit_for_bit(name: str) -> None:
     inputs = batch(name)
     expected = frozen(tiny(name))(**inputs)

@@ -186,6 +186,7 @@ def test_a_plan_that_cuts_rows_is_refused_by_name_before_a_model_is_loaded() -> 
 COLUMNS = {"r": 4, "targets": ["q", "k", "v", "up"]}
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     ("backend", "name", "settings"),
     [

@@ -89,6 +89,7 @@ def test_a_scaled_input_that_others_read_gives_way_and_says_so(monkeypatch: pyte
     assert any("up_proj scales an input that other linears read" in line for line in said)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("keep", [None, "all", "attention"])
 @pytest.mark.parametrize(
     ("backend", "name"), [("tp", "bert-classify"), ("galaxy", "llama-causal"), ("shard", "llama-causal")]

@@ -49,10 +49,14 @@ CASES = [
     for name in FAMILIES
     if name == "bert-classify" or ("bias" not in settings and (variant != "patterns" or name == "t5-seq2seq"))
 ]
+SHORT = ("bert-classify", "t5-seq2seq")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "name"), CASES)
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [pytest.param(*case, marks=() if case[1] in SHORT else pytest.mark.long) for case in CASES],
+)
 def test_it_trains_as_peft_and_files_go_both_ways(variant: str, name: str, tmp_path: Path) -> None:
     assert_trains_as_peft(name, tmp_path, **VARIANTS[variant])
 

@@ -103,7 +103,9 @@ def evaluations(of: Trainer) -> dict[int, float]:
 # what the method saves and whether blocks are fused do not meet in a file: a value of each is enough
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("kernels", ["off", "reference"])
-@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.long if name == "adapter" else ()) for name in SETTINGS]
+)
 def test_a_trainer_resumes_and_ends_with_its_best_as_one_that_was_not_interrupted(
     method: str, kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,7 +24,6 @@ from tests.methods.zoo import (
     FOUR,
     GENERATE,
     GENERATING,
-    ZOO,
     assert_same_gradients,
     batch,
     frozen,
@@ -53,7 +52,7 @@ def stacks(model: nn.Module) -> list[Stack]:
     return [module for module in model.modules() if isinstance(module, Stack)]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", FOUR)  # tests/models/test_families.py has every model
 def test_side_starts_as_the_base_bit_for_bit(name: str) -> None:
     inputs = batch(name)
     expected = frozen(tiny(name))(**inputs)

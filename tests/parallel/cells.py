@@ -111,7 +111,7 @@ def fitting(name: str, turn: int, backend: str) -> str:
     return "lora" if alone.get(method) else method
 
 
-# Families that are a few lines more: one cell where blocks are cut by heads if they can be; of every second
+# Families that are a few lines more: one cell where blocks are cut by heads if they can be; of every fourth
 # family, and of those that cannot be cut so, one that goes round.
 KIN = [
     (fitting(name, at + turn, backend), backend, name)
@@ -122,7 +122,7 @@ ROUND_KIN = {
     (name, backend)
     for at, name in enumerate(MORE)
     for backend in ("tp", [other for other in BACKENDS if other != "tp"][at % (len(BACKENDS) - 1)])
-    if backend == "tp" or at % 2 == 0 or not can_be_cut(name, "tp")
+    if backend == "tp" or at % 4 == 0 or not can_be_cut(name, "tp")
 }
 SHORT_KIN = [cell for cell in KIN if (cell[2], cell[1]) in ROUND_KIN]
 # Experts over ranks: every method on every family of them, in the long part. No ladder where blocks have no

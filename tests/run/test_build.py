@@ -83,6 +83,7 @@ def test_auto_means_fp32_on_a_cpu_and_cuda_is_refused_where_there_is_none(
 
 
 @pytest.mark.slow
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", TASK)
 def test_new_tensors_come_from_the_seed_whatever_was_drawn_before(family: str, method: str, tmp_path: Path):

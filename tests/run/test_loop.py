@@ -218,7 +218,12 @@ def test_the_last_step_of_an_epoch_takes_the_rows_that_are_left(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("bert", "lora"), ("bart", "adapter"), ("t5", "side"), ("t5", "full"), ("llama", "lora")],
+    [
+        ("bart", "adapter"),
+        ("t5", "side"),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("bert", "lora"), ("t5", "full"))),
+        pytest.param("llama", "lora", marks=pytest.mark.long),
+    ],
 )
 def test_gradient_checkpointing_changes_memory_and_not_the_losses(family: str, method: str, tmp_path: Path):
     config = METHODS[method] | ({"dropout": 0.0} if method != "full" else {})
@@ -236,7 +241,12 @@ def test_gradient_checkpointing_changes_memory_and_not_the_losses(family: str, m
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("bert", "side"), ("bart", "lora"), ("t5", "adapter"), ("t5", "full"), ("llama", "lora")],
+    [
+        ("bert", "side"),
+        ("t5", "full"),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("bart", "lora"), ("t5", "adapter"))),
+        ("llama", "lora"),
+    ],
 )
 def test_a_bf16_run_trains_fp32_tensors_beside_bf16_ones_and_can_be_taken_up_again(
     family: str, method: str, tmp_path: Path

@@ -125,7 +125,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.long if plan == "dp" else ()) for plan in PLANS]
+)
 def test_a_plan_compares_the_texts_of_all_replicas(plan: str, place: Path) -> None:
     shape = {"max_steps": 3, "parallel": PLANS[plan], "embed": {"cached": CACHED.get(plan)}}
     ranks(2, train_in_group, embedding(place, METHOD, out=plan, **shape))
@@ -255,7 +257,10 @@ def test_a_step_on_passages_has_loss_and_gradient_of_the_formula(loss: str, tmp_
         assert float((value.grad.double() - grad).abs().max()) <= 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("plan", RERANK_PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, marks=() if plan in ("dp", "pp") else pytest.mark.long) for plan in RERANK_PLANS],
+)
 def test_a_plan_ranks_as_one_process_does(plan: str, tmp_path: Path) -> None:
     method = {"name": "lora", "r": 2}
     write_model(tmp_path / "bert", "bert", dropout=0.1)

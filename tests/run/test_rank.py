@@ -119,8 +119,11 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "family"),
     [
-        *(("galaxy", "bert"), ("shard", "llama"), ("pp", "llama")),
-        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("tp", "llama"), ("sp", "bert"))),
+        *(("galaxy", "bert"), ("pp", "llama")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in (("tp", "llama"), ("sp", "bert"), ("shard", "llama"))
+        ),
         *(pytest.param(plan, "t5", marks=pytest.mark.long) for plan in ("galaxy", "sp", "shard", "pp")),
     ],
 )
@@ -212,7 +215,9 @@ THREE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("plan", THREE)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.long if plan == "shard" else ()) for plan in THREE]
+)
 def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_in_full(
     plan: str, tmp_path: Path, alone: Callable[..., Path]
 ):
@@ -221,7 +226,7 @@ def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_in_full
     assert_same_but_for_rounding(found, alone("bert", "lora", **shape))
 
 
-@pytest.mark.parametrize("plan", some("galaxy", "pp"))
+@pytest.mark.parametrize("plan", some("pp"))
 def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(
     plan: str, tmp_path: Path, alone: Callable[..., Path]
 ):
@@ -249,7 +254,7 @@ def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(
     assert found.eval()["tuned"] == pytest.approx(one.eval()["tuned"], rel=1e-3)
 
 
-@pytest.mark.parametrize("plan", some("dp", "pp"))
+@pytest.mark.parametrize("plan", some("pp"))
 def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(
     plan: str, tmp_path: Path, alone: Callable[..., Path]
 ):
@@ -367,10 +372,9 @@ def test_a_changed_base_is_refused_by_every_rank_whatever_the_plan(tmp_path: Pat
     recipe = small(tmp_path, "llama", "lora", parallel=PLANS["tp"])
     ends(2, at_steps(0, {2: terminate}), recipe, {})
     write_model(tmp_path / "llama", "llama", dropout=0.1, seed=1)
-    for parallel in (PLANS["pp"], PLANS["dp"]):
-        found = ends(2, train_as_a_rank, recipe | {"parallel": parallel}, {"resume": True})
-        assert "the base model is another one" in str(found[0].error)
-        assert found[0].code == 4 and found[1].code != 0
+    found = ends(2, train_as_a_rank, recipe | {"parallel": PLANS["pp"]}, {"resume": True})
+    assert "the base model is another one" in str(found[0].error)
+    assert found[0].code == 4 and found[1].code != 0
     assert newest(tmp_path / "run").name == "step-2"
 
 
@@ -378,7 +382,7 @@ def test_a_changed_base_is_refused_by_every_rank_whatever_the_plan(tmp_path: Pat
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-@pytest.mark.parametrize("plan", some("dp", "galaxy"))
+@pytest.mark.parametrize("plan", some("dp"))
 def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_saves(plan: str, rank: int, tmp_path: Path):
     recipe = small(tmp_path, "bert", "lora", parallel=PLANS[plan], save_every=50)
     found = ends(2, at_steps(rank, {3: terminate}), recipe, {})
@@ -458,7 +462,7 @@ def infinite_gradient() -> None:
 
 
 FAULTS = (infinite_loss, infinite_gradient)
-SHORTEST = {("pp", infinite_loss), ("shard", infinite_gradient)}
+SHORTEST = {("pp", infinite_loss), ("tp", infinite_gradient)}
 SPOILT = [
     pytest.param(plan, what, marks=() if (plan, what) in SHORTEST else pytest.mark.long)
     for plan in PLANS

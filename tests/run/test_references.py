@@ -65,6 +65,7 @@ def assert_close(found: Mapping[str, Tensor | None], expected: Mapping[str, Tens
         assert float((grad.double() - value).abs().max()) <= 1e-5 * largest, name
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 @pytest.mark.parametrize("kernels", ["off", "reference"])
 def test_a_step_has_the_loss_and_gradient_of_the_paper(method: str, kernels: str, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_there_is_no_second_copy_of_weights(tmp_path: Path) -> None:
     assert len(held[0]) == len(held[1])
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("ipo", marks=pytest.mark.long), "orpo"])
 def test_a_run_learns_what_is_preferred_and_is_scored_alike_again(loss: str, tmp_path: Path) -> None:
     done = run(preferring(tmp_path, prefer=loss, lr=1e-2, epochs=6, save_every=50, eval_every=50))
     before, after = done.summary["before"], done.summary["after"]
@@ -174,7 +175,7 @@ def test_a_plan_trains_as_one_process_does(
     assert_same_but_for_rounding(tmp_path / "run", alone(loss))
 
 
-@pytest.mark.parametrize("plan", ["tp", "dp sharded"])
+@pytest.mark.parametrize("plan", ["tp", pytest.param("dp sharded", marks=pytest.mark.long)])
 def test_biases_are_those_of_the_base_when_a_run_that_goes_on_under_a_plan_asks_it(
     plan: str, tmp_path: Path
 ) -> None:

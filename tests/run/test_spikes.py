@@ -146,7 +146,7 @@ def same_end(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.usefixtures("judged_early")
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.long)])
 def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -178,7 +178,7 @@ def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(
 
 
 @pytest.mark.usefixtures("judged_early")
-@pytest.mark.parametrize("saved", ["checkpoint", "snapshot", "start"])
+@pytest.mark.parametrize("saved", [pytest.param("checkpoint", marks=pytest.mark.long), "snapshot", "start"])
 def test_rewinding_ends_as_a_run_that_never_saw_the_rows(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

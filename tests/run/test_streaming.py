@@ -111,7 +111,7 @@ def test_blocks_of_a_streamed_run_are_fused_and_rest_on_the_host(
     assert all(value.grad is None for value in made.tuned.values())
 
 
-@pytest.mark.parametrize("kind", ["bf16", "bf16 with masters"])
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("bf16 with masters", marks=pytest.mark.long)])
 def test_weights_in_bfloat16_learn_as_those_in_float32(kind: str, tmp_path: Path) -> None:
     told, other = Listener(), Listener()
     longer = {"max_steps": 40, "epochs": 10, "save_every": 40, "eval_every": 40, "lr": 3e-3}

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Each setting of these is in another of the cases, with something beside it.
 OFTEN = {"llama, lora", "llama, recomputed", "llama, packed", "bert, lora", "bert, full", "t5, side"}
+OFTEN |= {"bert, full, recomputed", "bert, input offloaded", "t5, adapter"}
 
 
 class Plain(NamedTuple):

@@ -117,6 +117,7 @@ def test_every_tile_of_rows_is_somebodys(groups: int) -> None:
 # ------------------------------------------------------------------ outer products
 
 
+@pytest.mark.crossed
 @each_dtype
 @each_size
 @pytest.mark.parametrize(("k", "n"), [(70, 16), (8, 50), (16, 16), (33, 80)])
