@@ -41,7 +41,6 @@ from transformers import (
 )
 
 import petune
-from benchmarks.demo import Silent
 from petune import demo
 from petune.methods.activation_cache import Stored
 
@@ -171,6 +170,8 @@ def written(folder: Path, options: argparse.Namespace) -> Path:
 
 def held(folder: Path, method: str, cache: bool, options: argparse.Namespace) -> None:
     """Print a line of the table."""
+    from benchmarks.demo import Silent  # runs want pydantic, which the seconds of epochs do not
+
     recipe = {"model": str(folder / "model"), "task": "causal", "method": method, "cache": cache}
     recipe |= {
         "data": {"path": "demo:docstrings-domain", "max_rows": options.rows, "max_length": options.tokens}

@@ -64,6 +64,6 @@ def tell_place(run: Run, place: Path, reader: str | None = None) -> None:
     transformers, or by `reader`."""
     from petune.run.readme import auto_class
 
-    reader = reader or f"{auto_class(run.summary['task'], run.summary['format'])}.from_pretrained("
+    reader = reader or f"{auto_class(run.summary)}.from_pretrained("
     report = [f"   {run.merge_report}"] if run.merge_report else []
     echo("\n".join([str(place), *report, f"   load it with {reader}{str(place)!r})"]))

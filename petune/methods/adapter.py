@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
 from petune.models.boundary import BoundaryHook
+from petune.models.sites import find_sites
 from petune.models.spec import (
     Attention,
     CutKind,
@@ -42,7 +43,6 @@ from petune.models.spec import (
     Split,
     SubLayer,
     child_of,
-    find_sites,
     stack_paths,
 )
 from petune.models.tuned_linear import (

@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import Problem, UsageError, nearest
 from petune.files.patterns import compile_pattern
 from petune.models.experts import ROLES, is_experts, weights_of
-from petune.models.spec import Family, find_sites
+from petune.models.sites import find_sites
+from petune.models.spec import Family
 
 _T = TypeVar("_T")
 LINEAR = (nn.Linear, Conv1D)

@@ -9,9 +9,22 @@ from petune.models import vit
 from petune.models.spec import Config, Mlp, Norm, Shape, StackRule, SubLayer, linears, narrowed
 
 SCALED = "a vector scales what each of its sub-layers gives (LayerScale)"
+# in transformers 5.17 its attention is a module of modules, as BERT's is
+OLDER = "attention.attention"
+ATTENTION = replace(
+    vit.ATTENTION,
+    groups=(
+        linears(
+            q=f"attention.q_proj|{OLDER}.query",
+            k=f"attention.k_proj|{OLDER}.key",
+            v=f"attention.v_proj|{OLDER}.value",
+        ),
+    ),
+    out="attention.o_proj|attention.output.dense",
+)
 MLP = Mlp(at="mlp", up=linears(gate="mlp.gate_proj", up="mlp.up_proj|mlp.fc1"), down="mlp.down_proj|mlp.fc2")
 BLOCK = (
-    SubLayer(vit.ATTENTION, norm_in=Norm("norm1", "layer")),
+    SubLayer(ATTENTION, norm_in=Norm("norm1", "layer")),
     SubLayer(MLP, norm_in=Norm("norm2", "layer")),
 )
 

@@ -13,7 +13,8 @@ from petune.models.experts import is_experts, weights_of
 from petune.models.frozen_weight import FORMS, form_of, quantised
 from petune.models.parts import FINE
 from petune.models.sharded import shards_of
-from petune.models.spec import Family, find_sites
+from petune.models.sites import find_sites
+from petune.models.spec import Family
 
 
 def check_base_dtype(base_dtype: str | None) -> None:

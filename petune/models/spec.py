@@ -1,5 +1,5 @@
-"""The vocabulary in which a model family is described, and the one function that looks the description up in
-a real model.
+"""The vocabulary in which a model family is described; what looks a description up in a real model is
+petune.models.sites.
 
 A family is data: which module lists are its stacks, and of which sub-layers their blocks are made. Regions
 and sites, which methods and backends read, and the steps of a fused block follow from the sub-layers, so a
@@ -16,10 +16,9 @@ from typing import Any, Literal, cast
 
 from torch import nn
 
-from petune.errors import UsageError, nearest
+from petune.errors import UsageError
 from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
-from petune.models.parts import OPTIONAL
 from petune.models.parts import Columns as Columns
 from petune.models.parts import CutKind as CutKind
 from petune.models.parts import LinearGroup as LinearGroup
@@ -308,20 +307,6 @@ class Family:
         return "text" if self.signal is None else self.signal.kind
 
 
-@dataclass(frozen=True)
-class Site:
-    """One linear, or all the experts, of one block: the full module name, where it is, what it does, and
-    whether it is the region's way out."""
-
-    name: str
-    module: nn.Module
-    stack: StackName
-    block: int
-    region: Region
-    role: Role
-    leaves: bool
-
-
 def narrowed(config: Config, reduction: int, *widths: str) -> Config:
     """A copy of a config with these widths divided by `reduction`."""
     small = deepcopy(config)
@@ -364,50 +349,3 @@ def child_of(block: nn.Module, path: str) -> tuple[str, nn.Module] | None:
         except AttributeError:
             continue
     return None
-
-
-def find_sites(model: nn.Module, family: Family) -> tuple[Site, ...]:
-    """Every site of `model`, in the order of the blocks.
-
-    Raises UsageError when a region that is not cross-attention, or one of its required roles, is absent from
-    a block: the table and the model disagree, and working on would silently leave part of the model out.
-    """
-    sites: list[Site] = []
-    for stack, path in stack_paths(model, family).items():
-        rule = family.stacks[stack]
-        blocks = model.get_submodule(path)
-        for index, block in ((int(name), child) for name, child in blocks.named_children() if name.isdigit()):
-            where = f"{path}.{index}"
-            for region in rule.regions_in(block):
-                sites.extend(_region_sites(block, region, where, stack, index))
-    return tuple(sites)
-
-
-def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName, index: int) -> list[Site]:
-    for end in ("enter", "leave"):
-        if child_of(block, getattr(region, end)) is None:
-            raise _no_module(block, f"the module {region.kind} {end}s by", getattr(region, end), where)
-    leave = child_of(block, region.leave)
-    found: list[Site] = []
-    for role, path in region.sites.items():
-        hit = child_of(block, path)
-        if hit is None:
-            if role in OPTIONAL:  # gated and plain MLPs share a table
-                continue
-            raise _no_module(block, f"role {role!r} of {region.kind}", path, where)
-        found.append(Site(f"{where}.{hit[0]}", hit[1], stack, index, region, role, hit == leave))
-    if not any(site.leaves for site in found):
-        raise UsageError(
-            f"no role of {region.kind} is the module it leaves by", where=where, expected=region.leave
-        )
-    return found
-
-
-def _no_module(block: nn.Module, what: str, path: str, where: str) -> UsageError:
-    names = [name for name, _ in block.named_modules() if name]
-    return UsageError(
-        f"no module for {what}",
-        where=where,
-        expected=path,
-        found=", ".join(nearest(path, names)) or ", ".join(names[:8]),
-    )

@@ -38,7 +38,8 @@ from petune.kernels.memory.shaped_program import remade
 from petune.methods.configs import METHODS
 from petune.models.experts import weights_of
 from petune.models.gated_delta import keys_of
-from petune.models.spec import Role, Site, StackName, StackRule, find_sites
+from petune.models.sites import Site, find_sites
+from petune.models.spec import Role, StackName, StackRule
 from petune.models.stack import Stack
 from petune.models.tuned_linear import TunedModule
 from petune.parallel import ParallelConfig

@@ -134,7 +134,7 @@ class Run:
             reader,
             TASKS[summary["task"]],
             self.recipe.data,
-            summary["format"],
+            summary.get("format", "text"),
             choose_place(self.recipe),
         )
 

@@ -45,7 +45,7 @@ def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
             *(f"{name}={json.dumps(value)}" for name, value in options.items() if value),
         ]
     )
-    auto = auto_class(str(summary["task"]), str(summary["format"]))
+    auto = auto_class(summary)
     files = method_of(recipe.method).files
     form = (
         files if files == "transformers" else {"config": "random", "object": "object"}.get(source.kind, files)
@@ -77,7 +77,8 @@ import petune, transformers
 """
 
 
-def auto_class(task: str, format_: str) -> str:
-    """The class of transformers that reads a model of this task, trained on rows of this format, as it is
-    written in a line of Python."""
-    return f"transformers.{AUTO_OF[read_in(format_)][cast(Head, TASKS[task].head)].__name__}"
+def auto_class(summary: Mapping[str, Any]) -> str:
+    """The class of transformers that reads the model of a run with this summary, as it is written in a line
+    of Python. Runs from before pictures could be read say nothing of the format of their rows."""
+    kind, head = read_in(str(summary.get("format", "text"))), cast(Head, TASKS[summary["task"]].head)
+    return f"transformers.{AUTO_OF[kind][head].__name__}"

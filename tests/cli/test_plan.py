@@ -101,7 +101,7 @@ def test_plan_for_a_device_that_is_not_here_says_what_fused_blocks_keep(
 def test_plan_says_what_blocks_beside_a_ladder_keep(type_: Type) -> None:
     shown = type_("plan", "llama_side", "--device", "H200").out
     assert (
-        "blocks   fused, and keep nothing: a ladder climbs beside them" in shown
+        "blocks   fused: the backbone's keep nothing, the ladder's all" in shown
         and "activations are an estimate" in shown
     )
 

@@ -18,7 +18,7 @@ from petune.kernels.head.hooks import unfuse_head
 from petune.kernels.single_modules import unfuse_sites
 from petune.methods import is_wrapped, merge, merged_weights, tuned_parameters, wrap
 from petune.models import attention, family_of
-from petune.models.spec import find_sites
+from petune.models.sites import find_sites
 from petune.models.stack import own_stacks
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, prompt, stir, table, tiny
 

@@ -16,8 +16,8 @@ from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.models import FAMILIES
 from petune.models.loading import read_config
+from petune.models.sites import find_sites
 from petune.models.source import resolve_model
-from petune.models.spec import find_sites
 from petune.run.readers import reader_of
 from tests.methods.zoo import SETTINGS, batch, gradients, stir, tiny
 from tests.parallel.harness import Case, check

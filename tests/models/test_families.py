@@ -19,8 +19,9 @@ from petune.methods import merge, wrap
 from petune.methods.targets import LINEAR
 from petune.models import FAMILIES, family_of
 from petune.models.loading import outline
+from petune.models.sites import find_sites
 from petune.models.source import Source
-from petune.models.spec import Family, child_of, find_sites, linears, stack_paths
+from petune.models.spec import Family, child_of, linears, stack_paths
 from tests.methods.zoo import (
     ADAPTED,
     FOUR,

@@ -15,7 +15,7 @@ import petune
 from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.models.linear_attention import samples_of
-from petune.models.spec import find_sites
+from petune.models.sites import find_sites
 from petune.parallel.configs import CutConfig, ParallelConfig
 from petune.parallel.plan import make_plan
 from tests.methods.peft_twins import assert_trains_as_peft

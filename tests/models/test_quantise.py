@@ -16,7 +16,7 @@ from petune.kernels.fuse import fused_blocks
 from petune.models import family_of
 from petune.models.frozen_weight import FORMS, quantised, quantised_in, restore_dense
 from petune.models.quantise import quantise_blocks
-from petune.models.spec import find_sites
+from petune.models.sites import find_sites
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 SETTINGS: dict[str, dict[str, Any]] = {

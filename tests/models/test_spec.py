@@ -7,17 +7,8 @@ import pytest
 from torch import nn
 
 from petune.errors import UsageError
-from petune.models.spec import (
-    Attention,
-    Family,
-    Mlp,
-    Shape,
-    StackRule,
-    SubLayer,
-    find_sites,
-    linears,
-    stack_paths,
-)
+from petune.models.sites import find_sites
+from petune.models.spec import Attention, Family, Mlp, Shape, StackRule, SubLayer, linears, stack_paths
 
 
 class Block(nn.Module):

@@ -12,7 +12,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from petune.errors import UsageError
 from petune.models import family_of
-from petune.models.spec import find_sites, stack_paths
+from petune.models.sites import find_sites
+from petune.models.spec import stack_paths
 from petune.models.stack import Stack, disown_stacks, own_stacks
 from tests.methods.zoo import (
     FOUR,

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-import petune.run.build
+import petune.run.fusing
 import petune.run.saver
 import petune.run.step
 import petune.run.train
@@ -112,7 +112,7 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
         return seen
 
     for name in ("fuse_stages", "fuse_modules"):  # in this very process, which ends soon
-        setattr(petune.run.build, name, watched(getattr(petune.run.build, name)))
+        setattr(petune.run.fusing, name, watched(getattr(petune.run.fusing, name)))
     run(recipe, **options)
 
 

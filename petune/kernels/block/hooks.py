@@ -53,14 +53,16 @@ class NoCache:
     def register(self, model: nn.Module) -> RemovableHandle:
         """Act before every other hook of `model`, which must see the call as it will be."""
         self.takes = "use_cache" in inspect.signature(type(model).forward).parameters
+        stacks = [module for module in model.modules() if isinstance(module, Stack)]
+        # beside a ladder the model itself is in eval mode
+        self.learners = [model, *(cast("Any", stack.ladder) for stack in stacks if stack.ladder is not None)]
         return model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The call, with use_cache=False where it says nothing."""
         silent = kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None
-        return args, kwargs | {
-            "use_cache": False
-        } if silent and self.takes and model.training and torch.is_grad_enabled() else kwargs
+        learns = torch.is_grad_enabled() and any(one.training for one in self.learners)
+        return args, kwargs | {"use_cache": False} if silent and self.takes and learns else kwargs
 
 
 class InDtype:

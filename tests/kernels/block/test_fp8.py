@@ -143,9 +143,8 @@ TUNINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", TUNINGS, ids=str)
 def test_every_frozen_product_of_a_block_is_in_eight_bits(settings: dict[str, Any]) -> None:
     eight, _ = pair_of(**settings)
-    assert [isinstance(bank.base, PackedFp8) for block in blocks(eight) for bank in block.spec.banks] == [
-        True
-    ] * 8
+    banks = [bank for block in blocks(eight) for bank in block.spec.banks if bank is not None]  # no ladder's
+    assert [isinstance(bank.base, PackedFp8) for bank in banks] == [True] * 8
 
 
 @pytest.mark.parametrize("settings", TUNINGS[:-1], ids=str)

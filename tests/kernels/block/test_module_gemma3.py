@@ -74,7 +74,7 @@ def pair(
             value.data.normal_(std=0.3)
     fused = copy.deepcopy(plain)
     done = fuse(fused, family_of(fused), "reference")
-    assert done.blocks and not done.reasons and len(blocks(fused)) == 2
+    assert done.blocks and not done.reasons and len(blocks(fused)) == (4 if method == "side" else 2)
     return fused.train(), plain.train()
 
 

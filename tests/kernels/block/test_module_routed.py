@@ -67,7 +67,7 @@ def pair(
     stir(plain, std=0.1)
     fused = copy.deepcopy(plain)
     done = fuse(fused, family_of(fused), "reference")
-    assert done.blocks and not done.reasons and len(blocks(fused)) == 2
+    assert done.blocks and not done.reasons and len(blocks(fused)) == (4 if method == "side" else 2)
     return fused.train(), plain.train()
 
 

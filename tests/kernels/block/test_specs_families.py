@@ -56,9 +56,15 @@ def fused(model: nn.Module) -> nn.Module:
     return made
 
 
+def wide(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Pictures and sounds in float64."""
+    floats = [key for key, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    return inputs | {key: inputs[key].double() for key in floats}
+
+
 def assert_alike(made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], close: float = 1e-6) -> None:
     """Equal losses and gradients."""
-    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    inputs = wide(inputs)
     loss, found = gradients(made, inputs)
     expected, wanted = gradients(plain, inputs)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
@@ -152,7 +158,7 @@ def test_the_tuned_start_as_their_base_does_under_fused_blocks() -> None:
         tune(model, make_config("lora", SETTINGS["lora"]))
         assert fuse(model, family_of(model), "reference").blocks and tuned_parameters(model)
         own_stacks(base, table(name))
-        inputs = batch(name, rows=2)
+        inputs = wide(batch(name, rows=2))
         with torch.no_grad():
             found, expected = model(**inputs).logits, base(**inputs).logits
         seen = slice(None) if name.endswith(("classify", "seq2seq")) else inputs["attention_mask"].bool()
