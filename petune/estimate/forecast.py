@@ -150,7 +150,7 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
     source = resolve_model(recipe.model, recipe.folder)
     config = read_config(source)
     kind, family = kind_of(config), FAMILIES.get(config.model_type)
-    config = config if blocks is None else _shallow(config, blocks)
+    config = config if blocks is None else _shallow(config, family, blocks)
     task = TASKS[recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)]
     check_fit(task.name, kind, recipe.data.packing, packs(config))
     cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
@@ -198,14 +198,15 @@ def placed(error: UsageError, recipe: Recipe) -> UsageError:
     )
 
 
-def _shallow(config: Any, blocks: int) -> Any:
+def _shallow(config: Any, family: Family | None, blocks: int) -> Any:
     """A copy of a model's config with so many blocks in each stack, at the most."""
     found = copy.deepcopy(config)
-    for name in _DEPTHS:
-        if isinstance(depth := getattr(config, name, None), int):
-            setattr(found, name, min(depth, blocks))
-    if isinstance(kinds := getattr(config, "layer_types", None), list):
-        found.layer_types = kinds[:blocks]
+    for part in [found] if family is None else [found, *(family.part(found, one) for one in family.stacks)]:
+        for name in _DEPTHS:
+            if isinstance(depth := getattr(part, name, None), int):
+                setattr(part, name, min(depth, blocks))
+        if isinstance(kinds := getattr(part, "layer_types", None), list):
+            part.layer_types = kinds[:blocks]
     return found
 
 

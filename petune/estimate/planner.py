@@ -119,21 +119,24 @@ class Planner:
         return Findings(tuple(choices), compared, others, self.cluster)
 
     def _of_layout(self, layout: ParallelConfig) -> tuple[list[Choice], str]:
-        """The plans of a layout that fit; or none, and why. What recomputes is looked at where nothing else
-        fits, as it takes longer."""
+        """The plans of a layout that fit, recomputing where nothing else does; or none, and why."""
         if reason := self._refusal(layout):
             return [], reason
         even = self.plan(layout)
-        for again in self.again:
-            found = []
-            for parallel in self.shared(layout, again) if self._could_fit(even, again) else ():
-                plan = self.plan(parallel)
-                fullest = self.fullest(plan, again)
-                if not math.isinf(fullest):
-                    found.append(Choice(parallel, plan, again, self.clocks[again].of(plan), fullest))
-            if found:
-                return found, ""
-        return [], "a device is too small for its share"
+        try:
+            found = next(filter(None, (self._that_fit(layout, even, again) for again in self.again)), [])
+        except UsageError as error:  # experts whose form has no columns to cut
+            return [], error.problems[0].what
+        return found, "" if found else "a device is too small for its share"
+
+    def _that_fit(self, layout: ParallelConfig, even: ParallelPlan, again: bool) -> list[Choice]:
+        """The plans of a layout that fit, if blocks are computed `again`."""
+        found = []
+        for parallel in self.shared(layout, again) if self._could_fit(even, again) else ():
+            plan = self.plan(parallel)
+            if not math.isinf(fullest := self.fullest(plan, again)):
+                found.append(Choice(parallel, plan, again, self.clocks[again].of(plan), fullest))
+        return found
 
     def _refusal(self, parallel: ParallelConfig) -> str:
         """Why a recipe may not have such axes, by its rules; empty where it may."""

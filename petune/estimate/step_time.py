@@ -118,7 +118,9 @@ class Clock:
         key = (stack, kind, back, group, cut, rows)
         if key not in self.known:
             computing = sum((self.region(one, group, cut, rows) for one in self.work.kinds[kind]), Both())
-            said = (one for one in self._spoken(cut, group, rows) if one.where.split()[0] == stack)
+            said = [one for one in self._spoken(cut, group, rows) if one.where.split()[0] == stack]
+            if not any(part.place == "attention" for region in self.work.kinds[kind] for part in region):
+                said = [one for one in said if not one.where.endswith(" attention")]  # a mixer's turn
             saying = (self._sent(one, group, back) for one in said if one.when in INSIDE)
             self.known[key] = computing, sum(saying, Both())
         found: tuple[Both, Both] = self.known[key]
@@ -156,16 +158,16 @@ class Clock:
     # ------------------------------------------------------------ what ranks say
 
     def _spoken(self, cut: Cut | None, group: Group, rows: float) -> tuple[Transition, ...]:
-        """What the ranks of a cut say in one block of each stack, and beside blocks, for so many rows."""
+        """What the ranks of a cut say in one block of each stack, which attends, and beside blocks, for so
+        many rows."""
         if cut is None:
             return ()
-        ranks = len(group.kinds)
         depth: dict[StackName, int] = dict.fromkeys(self.work.depth, 1)
         load = Load(1, dict(self.work.tokens), self.work.itemsize)
-        plan = ParallelPlan(tp=ranks, cut=cut)
+        plan, shape = ParallelPlan(tp=len(group.kinds), cut=cut), replace(self.work.shape, mixers=0)
         return tuple(
             replace(one, forward=int(one.forward * rows), backward=int(one.backward * rows))
-            for one in transitions(plan, self.work.family, self.work.shape, depth, load)
+            for one in transitions(plan, self.work.family, shape, depth, load)
         )
 
     def _sent(self, one: Transition, group: Group, back: bool) -> Both:

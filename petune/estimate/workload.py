@@ -271,9 +271,7 @@ class _Reader:
 
     def _mixture(self, block: nn.Module, core: RoutedMlp, plain: Part, inside: set[int]) -> Region:
         """Experts, the shared one, and the router beside both, whose modules are put `inside`."""
-        whole, router = block.get_submodule(core.at), cast("Any", block.get_submodule(core.router))
-        module = block.get_submodule(core.experts)
-        inside.update(map(id, whole.modules()))
+        router, module = cast("Any", block.get_submodule(core.router)), block.get_submodule(core.experts)
         products = tuple(_of_experts(module))
         experts = replace(plain, place="experts", products=products, copies=int(router.top_k), gated=True)
         beside = [router] if core.gate is None else [router, block.get_submodule(core.gate)]
@@ -281,10 +279,12 @@ class _Reader:
             replace(experts, columns=self.shape.columns),
             replace(plain, products=tuple(item for one in beside for item in _products(one))),
         ]
+        linears = []
         if core.shared is not None:
-            linears = (block.get_submodule(path) for path in core.shared.region.sites.values())
+            linears = [block.get_submodule(path) for path in core.shared.region.sites.values()]
             own = tuple(item for one in linears for item in _products(one))
             found.append(replace(plain, place="mlp", products=own, columns=self.shape.shared, gated=True))
+        inside.update(id(one) for read in (module, *beside, *linears) for one in read.modules())
         return tuple(found)
 
     def _level(self, ladder: Any, index: int, tokens: int) -> Region:

@@ -121,6 +121,8 @@ class Ladder(TunedModule, PreTrainedModel):
             value.copy_(Conv1D(module.nf, module.nx).get_parameter(leaf))
         elif isinstance(module, GatedDelta):
             module.begin(leaf)
+        elif leaf != "weight":  # a scale of what a sub-layer gives (LayerScale)
+            value.fill_(cast("Any", self.config).layerscale_value)
         else:  # a norm, which begins alike whatever its width
             value.fill_(float(cast("Any", type(module))(1).weight))
 
@@ -346,6 +348,9 @@ def _start_pruned(
     shape, memory = family.shape(cast("Any", model).config), None
     if next(model.parameters()).is_meta:  # of a model that is only planned
         return
+    if family.reads != "text":
+        what = f"a pruned start begins with an embedding of tokens, and {family.name} reads {family.reads}s"
+        raise UsageError(what, where="start", remedy="set start: random")
     fisher = weighed(model) if config.start == "fisher" else None
     first = of_embedding(model, shape.width, config.reduction, fisher)
     for name, path in paths.items():

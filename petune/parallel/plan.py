@@ -575,7 +575,7 @@ class _Cutting:
         """Whether a rank can have some tokens of a row."""
         if row.connection == "sequence" and any(rule.linear for rule in family.stacks.values()):
             what = "its mixers carry a state through all tokens of a row, and a rank has some"
-            self.faults.append(Problem(what, self.where, remedy="use pp or dp"))
+            self.faults.append(Problem(what, self.where, remedy="use tp, pp or dp"))
 
     def _undivided(self, family: Family, row: Row, model_config: Config) -> None:
         """Whether tokens of a row are told apart where attention scores positions itself."""

@@ -1,10 +1,10 @@
 """Proof, while it trains, that a run trains what it says and nothing else.
 
 Every tuned tensor must have had a gradient that is not all zero within two updates and have moved within
-three (LoRA's A waits one update for B); every frozen tensor must have the same checksum at each save as at
-the start. A fault names the tensors, as the usual cause is a layer that the forward pass never reaches. Of a
-bfloat16 weight that is streamed, which a small step moves by chance or not yet, what must have moved is what
-its steps add up in.
+three (LoRA's A waits one update for B); every frozen tensor that is in memory must have the same checksum
+at each save as at the start. A fault names the tensors, as the usual cause is a layer that the forward pass
+never reaches. Of a bfloat16 weight that is streamed, which a small step moves by chance or not yet, what
+must have moved is what its steps add up in.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def balance_in(model: nn.Module, mesh: Mesh) -> Balance | None:
         return None
     if not routes_are_whole(plan):
         what = "the routers' auxiliary loss is made of all layers' scores, which a rank of this plan has not"
-        remedy = "set output_router_logits: false in the model's config.json, or use dp, tp, ep or none"
+        remedy = (
+            "set output_router_logits: false in the model's config.json, or use dp, tp, galaxy, ep or none"
+        )
         raise UsageError(what, where="parallel", remedy=remedy)
     if plan.dp == 1:
         return lambda outputs, batch, trained: _shared(

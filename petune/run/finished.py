@@ -314,7 +314,7 @@ class Run:
             server,
             speaker.model,
             place,
-            tokenizer=speaker.tokenizer,
+            tokenizer=speaker.words,
             base_name=None if source.kind in ("object", "config") else source.place,
             overwrite=overwrite,
         )

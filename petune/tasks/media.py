@@ -19,7 +19,7 @@ import numpy as np
 from petune.errors import DataError, MachineError, Problem, UsageError
 from petune.tasks.configs import DataConfig
 from petune.tasks.lines import shown
-from petune.tasks.sounds import samples_of, sound_of
+from petune.tasks.sounds import Sound, samples_of, sound_of
 
 Kind = Literal["image", "audio"]
 # the format of rows, by what a model reads
@@ -86,7 +86,9 @@ class Reading:
         """What the model reads, float32, of the reader's shape. Raises DataError, which names the row
         `where`, for a file that is gone or damaged since its row was read."""
         if self.reader.kind == "audio":
-            return made_of_sound(self.reader.processor, self.reader.argument, _samples(self.media, where))
+            rate = self.reader.processor.sampling_rate
+            samples = _samples(self.media, rate, where)
+            return made_of_sound(self.reader.processor, self.reader.argument, samples)
         return made(self.reader.processor, self.reader.argument, picture_of(self.media, where))
 
 
@@ -103,8 +105,27 @@ def made_of_sound(processor: Any, argument: str, samples: np.ndarray[Any, Any]) 
     return np.ascontiguousarray(found, dtype=np.float32)
 
 
-def _samples(media: Media, where: str) -> np.ndarray[Any, Any]:
-    """The samples of a sound. Raises DataError for a file that is gone or damaged since its row was read."""
+def sound_at(media: Media, rate: int, where: str) -> Sound:
+    """What a sound's file says of itself. Raises DataError for a file that is gone or damaged since its row
+    was read, and for a sound of another rate than the model's: to resample is to filter."""
+    try:
+        sound = sound_of(media.read())
+    except (OSError, ValueError) as error:
+        raise DataError(f"the sound cannot be read: {error}", where=where, found=str(media)) from error
+    if sound.rate != rate:
+        raise DataError(
+            "the sound has another rate than the model reads",
+            where=where,
+            expected=f"{rate} samples a second",
+            found=str(sound.rate),
+            remedy=f"resample it: ffmpeg -i IN -ar {rate} OUT.wav",
+        )
+    return sound
+
+
+def _samples(media: Media, rate: int, where: str) -> np.ndarray[Any, Any]:
+    """The samples of a sound at such a rate. Raises DataError, see `sound_at`."""
+    sound_at(media, rate, where)
     try:
         return samples_of(media.read())
     except (OSError, ValueError) as error:
@@ -126,11 +147,18 @@ def picture_of(media: Media, where: str) -> Any:
     image = pillow()
     try:
         with image.open(io.BytesIO(media.read())) as found:
-            return found.convert("RGB")
+            return _upright(found).convert("RGB")
     except Exception as error:  # Pillow raises classes of many kinds for damaged files
         raise DataError(
             f"the picture cannot be read: {_first_line(error)}", where=where, found=str(media)
         ) from error
+
+
+def _upright(picture: Any) -> Any:
+    """A photograph as it is looked at: cameras write down how they were held, as transformers heeds too."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(picture)
 
 
 def refuse_other(media: Media, kind: Kind) -> None:
@@ -151,6 +179,8 @@ def png(picture: Any) -> bytes:
     """A picture in memory, Pillow's or an array [height, width, 3] of bytes, as a file without loss."""
     if isinstance(picture, np.ndarray):
         picture = pillow().fromarray(picture)
+    if picture.mode not in ("1", "L", "LA", "I", "P", "RGB", "RGBA"):  # others a PNG has not
+        picture = picture.convert("RGB")
     file = io.BytesIO()
     picture.save(file, format="PNG")
     return file.getvalue()

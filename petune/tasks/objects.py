@@ -150,7 +150,7 @@ def _plain(value: Any) -> Any:
         return png(value)
     if isinstance(value, Mapping):
         if {"array", "sampling_rate"} <= value.keys():  # a sound that datasets has decoded
-            return wav(np.asarray(value["array"], np.float32), int(value["sampling_rate"]))
+            return wav(value["array"], int(value["sampling_rate"]))
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petune.errors import DataError
 from petune.tasks.examples import Coder, Example, cut_on
-from petune.tasks.media import Reader, Reading
+from petune.tasks.media import Reader, Reading, sound_at
 from petune.tasks.rows import Pair, Row, Spoken
-from petune.tasks.sounds import sound_of
 
 
 def encode_seq2seq(rows: Sequence[Row], coder: Coder) -> list[Example]:
@@ -40,20 +38,12 @@ def encode_seq2seq(rows: Sequence[Row], coder: Coder) -> list[Example]:
 
 def _encode_sounds(rows: Sequence[Row], coder: Coder, reader: Reader) -> list[Example]:
     """Sounds, which are padded to the model's window by its processor and lose what is longer, and what is
-    said in them. Raises DataError for a sound of another rate than the model's: to resample is to filter."""
+    said in them. Raises DataError, see `sound_at`."""
     spoken = [row for row in rows if isinstance(row, Spoken)]
     eos, rate, window = coder.eos(), reader.processor.sampling_rate, reader.processor.n_samples
     examples = []
     for row, target in zip(spoken, coder.target_ids([row.target for row in spoken]), strict=True):
-        sound = sound_of(row.sound.read())
-        if sound.rate != rate:
-            raise DataError(
-                "the sound has another rate than the model reads",
-                where=row.where,
-                expected=f"{rate} samples a second",
-                found=str(sound.rate),
-                remedy=f"resample it: ffmpeg -i IN -ar {rate} OUT.wav",
-            )
+        sound = sound_at(row.sound, rate, row.where)
         # the model itself puts its first token before what it writes
         target = target[1:] if target[:1] == [reader.begins] else target
         target = target if target[-1:] == [eos] else [*target, eos]

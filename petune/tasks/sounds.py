@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from petune.errors import DataError
+
 # of a sample, by its bytes, as files have it
 _DEPTHS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
 
@@ -41,8 +43,18 @@ def samples_of(data: bytes) -> np.ndarray[Any, Any]:
     return scaled.astype(np.float32)
 
 
-def wav(samples: np.ndarray[Any, Any], rate: int) -> bytes:
-    """A wave file of samples between -1 and 1, two bytes each."""
+def wav(samples: Any, rate: int) -> bytes:
+    """A wave file of samples [length], floats between -1 and 1 or integers of a sign, two bytes each. Raises
+    DataError for others."""
+    samples = np.asarray(samples)
+    if np.issubdtype(samples.dtype, np.signedinteger):
+        samples = samples / -float(np.iinfo(samples.dtype).min)
+    if samples.ndim != 1 or samples.dtype.kind != "f" or np.abs(samples).max(initial=0) > 1:
+        raise DataError(
+            "an array that is no sound",
+            expected="[length], floats from -1 to 1, or integers of a sign",
+            found=f"{list(samples.shape)}, {samples.dtype}",
+        )
     held = io.BytesIO()
     with wave.open(held, "wb") as file:
         file.setnchannels(1)

@@ -259,6 +259,17 @@ def test_frozen_weights_have_no_gradients_and_ladders_no_backbone_behind_them(tm
     assert upper[0].backward == 0, "below the lowest tuned block nothing goes back"
 
 
+def test_blocks_talk_about_attention_where_it_is_their_turn(tmp_path: Path) -> None:
+    """Three of four blocks have a mixer, which all ranks compute in full."""
+    kinds = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    place = tmp_path / "mixed.json"
+    place.write_text(json.dumps(tiny("qwen3_5-causal", **kinds).config.to_dict()))
+    planner = Planner(drawn_of(tmp_path, model=f"config:{place}"), cluster_of((1, 1), SLOW))
+    plan, clock = planner.plan(ParallelConfig(tp=CutConfig())), planner.clocks[False]
+    said = [clock.block(number, clock.group(plan, 0, 0), plan.cut, 8.0)[1].total for number in range(4)]
+    assert said[0] == said[1] == said[2] > 0 and said[3] > 1.5 * said[0]
+
+
 def test_a_cached_backbone_does_not_run(tmp_path: Path) -> None:
     side = {"name": "side", "reduction": 4}
     plain_, cached = (

@@ -14,6 +14,7 @@ from transformers import BitImageProcessorPil, Dinov2Model
 import petune
 from petune.errors import UsageError
 from petune.methods import merge, wrap
+from petune.methods.side import Ladder
 from petune.models import FAMILIES
 from petune.models.loading import read_config
 from petune.models.sites import find_sites
@@ -72,6 +73,17 @@ def test_a_gated_model_is_cut_and_trains_as_in_one_process(backend: str) -> None
 def test_blocks_say_why_they_are_not_fused() -> None:
     with pytest.raises(UsageError, match="LayerScale"):
         wrap(tiny(NAME), "full", kernels="reference")
+
+
+def test_a_side_network_draws_each_of_its_tensors() -> None:
+    model = wrap(tiny(NAME), "side", reduction=4)
+    (ladder,) = (module for module in model.modules() if isinstance(module, Ladder))
+    for name in ladder.tuned():
+        ladder.get_parameter(name).data.fill_(7.0)
+        ladder.draw(name)
+    scales = [value for name, value in ladder.named_parameters() if "lambda" in name]
+    assert scales and all(bool((value == 0.5).all()) for value in scales)
+    assert not any(bool((value == 7.0).any()) for value in ladder.parameters())
 
 
 def test_a_side_network_does_not_begin_with_a_pruned_picture_model() -> None:

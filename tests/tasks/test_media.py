@@ -134,6 +134,19 @@ def test_a_picture_that_is_damaged_later_names_its_row(rows: Path) -> None:
     assert caught.value.problems[0].where == "rows.jsonl:1"
 
 
+def test_a_photograph_is_turned_as_its_camera_was_held() -> None:
+    held, file = Image.new("RGB", (4, 2)), io.BytesIO()
+    tags = held.getexif()
+    tags[274] = 6  # orientation: a quarter to the right
+    held.save(file, format="JPEG", exif=tags)
+    assert picture_of(Media.of(file.getvalue()), "row").size == (2, 4)
+
+
+def test_a_picture_in_memory_of_any_colours_becomes_a_file() -> None:
+    found = png(Image.new("CMYK", (3, 2)))
+    assert picture_of(Media.of(found), "row").size == (3, 2)
+
+
 def test_grey_and_transparent_pictures_have_three_colours() -> None:
     for mode in ("L", "RGBA", "P"):
         file = io.BytesIO()

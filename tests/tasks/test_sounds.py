@@ -72,6 +72,17 @@ def test_a_run_learns_sounds_and_is_asked_by_path(run: Run, place: Path) -> None
         run.generate("red sun")
     with pytest.raises(DataError, match="the sound cannot be read"):
         run.generate(str(place / "rows.jsonl"))
+    (place / "slow.wav").write_bytes(wav(tone(0), RATE // 2))
+    with pytest.raises(DataError, match="another rate"):
+        run.generate(str(place / "slow.wav"))
+
+
+def test_samples_in_memory_are_scaled_or_refused() -> None:
+    loud = np.array([0, 16384, -32768], np.int16)
+    assert samples_of(wav(loud, RATE)) == pytest.approx([0, 0.5, -1], abs=1e-3)
+    for other in (np.zeros((2, 3), np.float32), np.array([0.0, 2.0]), np.array([3], np.uint8)):
+        with pytest.raises(DataError, match="an array that is no sound"):
+            wav(other, RATE)
 
 
 def test_a_run_is_scored_again_and_merged_with_what_makes_its_inputs(run: Run, place: Path) -> None:
