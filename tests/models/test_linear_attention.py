@@ -153,7 +153,7 @@ def test_a_ladders_mixers_begin_as_transformers_own() -> None:
 @pytest.mark.parametrize("how", ["galaxy", "galaxy2", "sp"])
 def test_rows_are_not_cut_where_a_state_goes_through_them(how: str, name: str) -> None:
     plan = ParallelConfig(**{how: CutConfig(size=2)})
-    with pytest.raises(UsageError, match=r"a state through all tokens of a row(.|\n)*use pp or dp"):
+    with pytest.raises(UsageError, match=r"a state through all tokens of a row(.|\n)*use tp, pp or dp"):
         make_plan(plan, table(name), tiny(name).config, None, 8)
 
 
