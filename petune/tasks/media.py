@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from petune.errors import DataError, MachineError, Problem, UsageError
 from petune.tasks.configs import DataConfig
 from petune.tasks.lines import shown
-from petune.tasks.sounds import Sound, samples_of, sound_of
+from petune.tasks.sounds import samples_of, sound_of
 
 Kind = Literal["image", "audio"]
-# the format of rows, by what a model reads
-FORMAT_OF: Mapping[str, str] = {"image": "image-label", "audio": "audio-text"}
+Read = TypeVar("Read")
+# what rows of a format are made of, texts where it is another; and the format, by what a model reads
+_READ_IN: Mapping[str, Kind] = {"image-label": "image", "audio-text": "audio"}
+FORMAT_OF: Mapping[str, str] = {kind: format_ for format_, kind in _READ_IN.items()}
 CALLED = {"text": "texts", "image": "pictures", "audio": "sounds"}
 ONE = {"image": "picture", "audio": "sound"}
 # settings of data that mean something for texts alone
@@ -87,49 +89,38 @@ class Reading:
         `where`, for a file that is gone or damaged since its row was read."""
         if self.reader.kind == "audio":
             rate = self.reader.processor.sampling_rate
-            samples = _samples(self.media, rate, where)
+            samples = read_sound(self.media, rate, where, samples_of)
             return made_of_sound(self.reader.processor, self.reader.argument, samples)
         return made(self.reader.processor, self.reader.argument, picture_of(self.media, where))
 
 
-def made(processor: Any, argument: str, picture: Any) -> np.ndarray[Any, Any]:
-    """What a processor makes of one picture, float32."""
-    found: Any = processor(picture, return_tensors="np")[argument][0]
+def made(processor: Any, argument: str, given: Any, **how: Any) -> np.ndarray[Any, Any]:
+    """What a processor makes of one picture, or of samples, float32."""
+    found: Any = processor(given, return_tensors="np", **how)[argument][0]
     return np.ascontiguousarray(found, dtype=np.float32)
 
 
 def made_of_sound(processor: Any, argument: str, samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """What a processor makes of samples at its own rate, float32."""
-    rate = processor.sampling_rate
-    found: Any = processor(samples, sampling_rate=rate, return_tensors="np")[argument][0]
-    return np.ascontiguousarray(found, dtype=np.float32)
+    return made(processor, argument, samples, sampling_rate=processor.sampling_rate)
 
 
-def sound_at(media: Media, rate: int, where: str) -> Sound:
-    """What a sound's file says of itself. Raises DataError for a file that is gone or damaged since its row
-    was read, and for a sound of another rate than the model's: to resample is to filter."""
+def read_sound(media: Media, rate: int, where: str, read: Callable[[bytes], Read]) -> Read:
+    """What `read` finds in the bytes of a sound's file. Raises DataError for a file that is gone or damaged
+    since its row was read, and for a sound of another rate than the model's: to resample is to filter."""
     try:
-        sound = sound_of(media.read())
+        data = media.read()
+        if (own := sound_of(data).rate) == rate:
+            return read(data)
     except (OSError, ValueError) as error:
         raise DataError(f"the sound cannot be read: {error}", where=where, found=str(media)) from error
-    if sound.rate != rate:
-        raise DataError(
-            "the sound has another rate than the model reads",
-            where=where,
-            expected=f"{rate} samples a second",
-            found=str(sound.rate),
-            remedy=f"resample it: ffmpeg -i IN -ar {rate} OUT.wav",
-        )
-    return sound
-
-
-def _samples(media: Media, rate: int, where: str) -> np.ndarray[Any, Any]:
-    """The samples of a sound at such a rate. Raises DataError, see `sound_at`."""
-    sound_at(media, rate, where)
-    try:
-        return samples_of(media.read())
-    except (OSError, ValueError) as error:
-        raise DataError(f"the sound cannot be read: {error}", where=where, found=str(media)) from error
+    raise DataError(
+        "the sound has another rate than the model reads",
+        where=where,
+        expected=f"{rate} samples a second",
+        found=str(own),
+        remedy=f"resample it: ffmpeg -i IN -ar {rate} OUT.wav",
+    )
 
 
 def pillow() -> Any:
@@ -193,7 +184,7 @@ def blank(height: int, width: int) -> Any:
 
 def read_in(format_: str) -> Literal["text", "image", "audio"]:
     """What rows of this format are made of."""
-    return {"image-label": "image", "audio-text": "audio"}.get(format_, "text")  # type: ignore[return-value]
+    return _READ_IN.get(format_, "text")
 
 
 def refuse_settings(config: DataConfig, reads: str) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from petune.tasks.examples import Coder, Example, cut_on
-from petune.tasks.media import Reader, Reading, sound_at
+from petune.tasks.media import Reader, Reading, read_sound
 from petune.tasks.rows import Pair, Row, Spoken
+from petune.tasks.sounds import sound_of
 
 
 def encode_seq2seq(rows: Sequence[Row], coder: Coder) -> list[Example]:
@@ -38,12 +39,12 @@ def encode_seq2seq(rows: Sequence[Row], coder: Coder) -> list[Example]:
 
 def _encode_sounds(rows: Sequence[Row], coder: Coder, reader: Reader) -> list[Example]:
     """Sounds, which are padded to the model's window by its processor and lose what is longer, and what is
-    said in them. Raises DataError, see `sound_at`."""
+    said in them. Raises DataError, see `read_sound`."""
     spoken = [row for row in rows if isinstance(row, Spoken)]
     eos, rate, window = coder.eos(), reader.processor.sampling_rate, reader.processor.n_samples
     examples = []
     for row, target in zip(spoken, coder.target_ids([row.target for row in spoken]), strict=True):
-        sound = sound_at(row.sound, rate, row.where)
+        sound = read_sound(row.sound, rate, row.where, sound_of)
         # the model itself puts its first token before what it writes
         target = target[1:] if target[:1] == [reader.begins] else target
         target = target if target[-1:] == [eos] else [*target, eos]

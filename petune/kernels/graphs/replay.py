@@ -162,8 +162,7 @@ class Graphs:
         if reason is not None:
             self._say(f"{name} runs block by block, not as CUDA graphs: {reason}")
             return None
-        sites = [replace(here, site=f"{name}.{number}", drawn=0) for number, _ in numbered]
-        arrival.draws = _drawn(blocks, sites, weights, arrival) if weights.drops else weights.undrawn
+        arrival.draws = _drawn(name, numbered, weights, arrival, here) if weights.drops else weights.undrawn
         graph = self._graph(name, blocks, arrival)
         if graph is None:
             return None
@@ -333,13 +332,13 @@ def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, wei
 
 
 def _drawn(
-    blocks: Sequence[FusedBlock], sites: Sequence[Running], weights: Weights, arrival: Arrival
+    name: str, numbered: Sequence[tuple[int, FusedBlock]], weights: Weights, arrival: Arrival, here: Running
 ) -> list[Draws]:
     """What drops out in each block, as if each ran by itself at its site."""
     layout = Layout.of(arrival.hidden, arrival.memory)
     found, places = [], Places(layout, arrival.hidden, arrival.memory)
-    for block, site, parts in zip(blocks, sites, weights.parts, strict=True):
-        with bound_to(site):
+    for (number, block), parts in zip(numbered, weights.parts, strict=True):
+        with bound_to(replace(here, site=f"{name}.{number}", drawn=0)):
             found.append(block.draws(parts, places))
     return found
 

@@ -121,10 +121,12 @@ class Governor:
         """What is kept, unless it is what the batches before had; the figures differ with every size. Of a
         model of two stacks, which of them is meant."""
         lines = policy.lines()
+        if lines[:1] == self.said:
+            return
         model = None if self.model is None else self.model()
         stacks = [] if model is None else [one for one in model.modules() if isinstance(one, Stack)]
         whose = f"memory of the {stack.name}" if len(stacks) > 1 else "memory"
-        for line in lines if lines[:1] != self.said else ():
+        for line in lines:
             say(whose + line.removeprefix("memory"))
         self.said = lines[:1]
 
