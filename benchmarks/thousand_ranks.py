@@ -1,17 +1,19 @@
 """Meetings and beats of a thousand simulated ranks: how long a meeting lasts, what all beats cost, and after
 how long a lost rank is named.
 
-    python benchmarks/thousand_ranks.py --ranks 1024 --processes 4
+    python benchmarks/thousand_ranks.py --ranks 1024 --processes 128
 
 A simulated rank is a connection to a real rendezvous and what petune has of a rank beside its process group:
-the check-in, the meetings and the two threads of its heartbeat. They live as threads of a few processes, the
-store in one of its own. Then ranks fall silent, as one that freezes does: their threads stop without a word.
+the check-in, the meetings and the two threads of its heartbeat. They live as threads of processes, a few in
+each: hundreds under one interpreter's lock wait for it, not for the store. The store has a process of its
+own. Then ranks fall silent, as one that freezes does: their threads stop without a word.
 Figures are in benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import queue
@@ -107,6 +109,7 @@ class Hosts:
 
     def __init__(self, world: int, processes: int, silence_s: float) -> None:
         fork = multiprocessing.get_context("fork")
+        gc.freeze()  # a collection in a fork would copy every page of this process's objects
         pipes = [fork.Pipe() for _ in range(processes)]
         self.pipes = [mine for mine, _ in pipes]
         for at, (_, theirs) in enumerate(pipes):
@@ -155,7 +158,7 @@ def main() -> None:
     """Print the figures."""
     parse = argparse.ArgumentParser(description=__doc__)
     parse.add_argument("--ranks", type=int, default=1024)
-    parse.add_argument("--processes", type=int, default=4)
+    parse.add_argument("--processes", type=int, default=128)
     parse.add_argument("--timeout", type=float, default=10, help="how long a rank may be silent, in seconds")
     parse.add_argument("--watch", type=float, default=20, help="seconds over which beats are measured")
     asked = parse.parse_args()

@@ -4,6 +4,7 @@ promises of it.
     PYTHONPATH=. python benchmarks/unequal.py                  tp, galaxy, pp and dp, the second device three
                                                                times slower
     PYTHONPATH=. python benchmarks/unequal.py --slow 2 --steps 15 --only tp pp
+    PYTHONPATH=. python benchmarks/unequal.py --every --steps 5          the plan found beside every other
 
 The devices are two processes of one thread, each on a core of its own, that talk through gloo. The second is
 slowed by a child on the same core: every millisecond it stops its parent (SIGSTOP), uses the core twice as
@@ -13,6 +14,9 @@ plan --auto` does it, at the same time, and so is the link. Then steps of the tw
 whatever else the machine does hits both. A step is as long as on the rank that takes longest. Times are
 medians with quartiles, and the fastest step stands beside them, as any other load only slows; the machine's
 load is printed. Promised is the planner's time of a step, communication and all.
+
+With --every, the plan found is run beside all others of its backend, those of the even one and above: rows
+of dp, stages of pp, and for tp and galaxy heads, with MLP columns in the same ratio or as found.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +85,14 @@ BACKENDS: dict[str, ParallelConfig] = {
     "pp": ParallelConfig(pp=PpConfig(size=2, microbatches=ROWS)),
     "dp": ParallelConfig(dp=DpConfig(size=2)),
 }
+PAIR = (
+    *("backend", "plan found", "even, ms", "promised", "as found, ms", "promised"),
+    *("ratio promised", "of medians", "of fastest"),
+)
+EVERY = (
+    *("backend", "plan found", "ms", "plans", "best of them", "ms", "found / best"),
+    *("promised of all: off by, median", "most"),
+)
 TICK_S = 1e-3  # between two looks at what the slowed process has used
 
 
@@ -214,23 +227,67 @@ def _own_core() -> None:
 
 def compare(name: str, planner: Planner, slow: float, number: int) -> str:
     """A row of the table: the even plan against the one that the planner makes of it."""
-    _, config = model_of(1)
-    config.num_hidden_layers = BLOCKS
-    even = BACKENDS[name]
-    uneven = planner.search([even]).choices[0].parallel
-    plans = [make_plan(one, FAMILY, config, 2, ROWS) for one in (even, uneven)]
+    plans = _plans([BACKENDS[name], found_of(name, planner)])
     promised = [planner.clocks[False].of(plan).total for plan in plans]
-    ranks = run(2, steps_on_a_rank, plans, slow, number, timeout=600)
-    times = [
-        [max(pair) for pair in zip(*(rank[0][which] for rank in ranks), strict=True)] for which in (0, 1)
-    ]
-    losses = ranks[0][1]
-    if abs(losses[0] - losses[1]) > 1e-3:
-        raise AssertionError(f"the plans of {name} train differently: losses {losses}")
+    times = run_in_turn(name, plans, slow, number)
     cells = [name, describe(plans[1])]
     for took, seconds_ in zip(times, promised, strict=True):
         cells += [spread(took), f"{1e3 * seconds_:.0f}"]
     cells += [f"{ratio:.2f}" for ratio in ratios_of(promised, times)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def found_of(name: str, planner: Planner) -> ParallelConfig:
+    """What the planner chooses of a backend."""
+    return planner.search([BACKENDS[name]]).choices[0].parallel
+
+
+def _plans(configs: Sequence[ParallelConfig]) -> list[ParallelPlan]:
+    _, config = model_of(1)
+    config.num_hidden_layers = BLOCKS
+    return [make_plan(one, FAMILY, config, 2, ROWS) for one in configs]
+
+
+def run_in_turn(name: str, plans: list[ParallelPlan], slow: float, number: int) -> list[list[float]]:
+    """Seconds of `number` steps of each plan; AssertionError unless all train alike."""
+    ranks = run(2, steps_on_a_rank, plans, slow, number, timeout=600)
+    losses = ranks[0][1]
+    if max(losses) - min(losses) > 1e-3:
+        raise AssertionError(f"the plans of {name} train differently: losses {losses}")
+    return [
+        [max(pair) for pair in zip(*(rank[0][which] for rank in ranks), strict=True)]
+        for which in range(len(plans))
+    ]
+
+
+def others_of(name: str, found: ParallelConfig) -> list[ParallelConfig]:
+    """Every plan of a backend that gives the first device half or more."""
+    if found.dp is not None and name == "dp":
+        return [replace(found, dp=replace(found.dp, shares=(k, ROWS - k))) for k in range(ROWS // 2, ROWS)]
+    if found.pp is not None and name == "pp":
+        halves = range(BLOCKS // 2, BLOCKS)
+        return [replace(found, pp=replace(found.pp, stages=(k, BLOCKS - k))) for k in halves]
+    heads, columns, made = SIZES["num_attention_heads"], SIZES["intermediate_size"], []
+    cut = getattr(found, name)
+    for k in range(heads // 2, heads):
+        alike = round(columns * k / heads / 8) * 8
+        for many in dict.fromkeys((alike, cut.columns[0])):
+            one = replace(cut, heads=(k, heads - k), columns=(many, columns - many))
+            made.append(replace(found, **{name: one}))
+    return made
+
+
+def exhaust(name: str, planner: Planner, slow: float, number: int) -> str:
+    """A row of the other table: the plan found against the best of all."""
+    found = found_of(name, planner)
+    plans = _plans([found, *(one for one in others_of(name, found) if one != found)])
+    times = [statistics.median(one) for one in run_in_turn(name, plans, slow, number)]
+    promised = [planner.clocks[False].of(plan).total for plan in plans]
+    best = min(range(len(plans)), key=times.__getitem__)
+    off = [abs(a / b - 1) for a, b in zip(promised, times, strict=True)]
+    cells = [name, describe(plans[0]), f"{1e3 * times[0]:.0f}", str(len(plans)), describe(plans[best])]
+    cells += [f"{1e3 * times[best]:.0f}", f"{times[0] / times[best]:.3f}"]
+    cells += [f"{statistics.median(off):.1%}", f"{max(off):.1%}"]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -253,6 +310,9 @@ def main() -> int:
     )
     parser.add_argument("--slow", type=float, default=3.0, help="how many times slower the second device is")
     parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
+    parser.add_argument(
+        "--every", action="store_true", help="beside the plan found, all others of its backend"
+    )
     parser.add_argument("--only", nargs="+", choices=tuple(BACKENDS), default=list(BACKENDS))
     given = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
@@ -272,13 +332,10 @@ def main() -> int:
         f"Measured speeds {rates[0] / rates[1]:.2f} : 1, asked for {given.slow:g} : 1; link"
         f" {1e6 * cluster.inside.latency:.0f} us, {cluster.inside.bandwidth / 1e9:.2f} GB/s.\n"
     )
-    print(
-        "| backend | plan found | even, ms | promised | as found, ms | promised | ratio promised | of"
-        " medians | of fastest |"
-    )
-    print("|---" * 9 + "|")
+    heads, row = (EVERY, exhaust) if given.every else (PAIR, compare)
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for name in given.only:
-        print(compare(name, planner, given.slow, given.steps), flush=True)
+        print(row(name, planner, given.slow, given.steps), flush=True)
     print(f"\nload after {os.getloadavg()[0]:.1f}")
     return 0
 

@@ -53,7 +53,7 @@ from petune.kernels.memory.policy_hook import shape_of
 from petune.log import say
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
-from petune.rng.context import Running, bound_to
+from petune.rng.context import Running, bound_to, running
 
 # predicted seconds of a block's forward pass, below which its launches take about as long
 LAUNCH_BOUND = 1e-3
@@ -80,6 +80,7 @@ class Graphs:
         self.make, self.beside = make, beside
         self.said: set[str] = set()
         self.worth: dict[Bucket, bool] = {}  # whether a recording of it helps
+        self.long: set[tuple[torch.Size, torch.dtype]] = set()  # of hidden states whose recording would not
         self.turn: Callable[[], Turn | None] = lambda: None
         self.calls = 0
         self._begin(None)
@@ -115,8 +116,14 @@ class Graphs:
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
+            and not self._is_long(hidden)
             and not self._is_mixed(stack)
         )
+
+    def _is_long(self, hidden: Tensor) -> bool:
+        """Whether rows like these were found to keep the device busy: their first block need not wait until
+        the calls of all are known."""
+        return running().segments is None and (hidden.shape, hidden.dtype) in self.long
 
     def _numbered(self, stack: Stack) -> list[tuple[int, FusedBlock]]:
         """The blocks that run as a whole."""
@@ -155,6 +162,8 @@ class Graphs:
             return None  # a block that declines says so itself
         arrival = Arrival(call, blocks[0], here, meeting)
         if not self._worthwhile(arrival, blocks[0].spec):
+            if arrival.segments is None:
+                self.long.add((arrival.hidden.shape, arrival.hidden.dtype))
             return None
         weights = self._current(blocks)
         self.recorder = self.recorder or self.make(arrival.hidden.device)

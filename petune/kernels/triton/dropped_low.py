@@ -130,7 +130,7 @@ def _low(x: Tensor, a: Tensor, one: _Launch) -> Tensor:
 
 
 def _low_tile(dtype: torch.dtype) -> Tile:
-    return Tile(32, 32, 4, 2, 2) if dtype.itemsize == 4 else Tile(64, 64, 4, 3, 4)
+    return Tile(32, 32, 4, 2, 2) if dtype.itemsize == 4 else Tile(64, 64, 4, 3, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "split", "base", "base1", "base2", "feature", "least"])
@@ -228,7 +228,7 @@ def add_dropped_low_(
 
 
 def _add(dx: Tensor, ds: Tensor, a: Tensor, one: _Launch) -> None:
-    (rows, columns), tile = dx.shape, _add_tile(dx.dtype)
+    (rows, columns), tile = dx.shape, _add_tile(dx.dtype, len(one.hows))
     walks = triton.cdiv(rows, tile.rows)
     split = shares(walks, triton.cdiv(columns, tile.columns), multiprocessors(dx.device) * tile.resident)
     _add_kernel[(walks * split,)](
@@ -241,8 +241,10 @@ def _add(dx: Tensor, ds: Tensor, a: Tensor, one: _Launch) -> None:
     )
 
 
-def _add_tile(dtype: torch.dtype) -> Tile:
-    return Tile(32, 32, 8, 1, 2) if dtype.itemsize == 4 else Tile(32, 64, 4, 2, 4)
+def _add_tile(dtype: torch.dtype, parts: int) -> Tile:
+    if dtype.itemsize == 4:
+        return Tile(32, 32, 8, 1, 2)
+    return Tile(64, 32, 4, 3, 2) if parts > 2 else Tile(64, 64, 8, 3, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "split", "base", "base1", "base2", "feature", "least"])
@@ -291,30 +293,20 @@ def _update(left, right, inside, place, feature, least, scale):
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        tiles = {
-            _low_kernel: _low_tile(dtype),
-            _low_backward_kernel: _low_backward_tile(dtype),
-            _add_kernel: _add_tile(dtype),
-        }
-        for kernel, tile in tiles.items():
-            matrices = {
-                "x": kind,
-                "a": kind,
-                "ds": kind,
-                "dx": kind,
-                "out": kind if kernel is _low_kernel else "*fp32",
+        for loaded, count, rank in ((False, 3, 64), (True, 2, 64), (False, 1, 16)):
+            tiles = {
+                _low_kernel: _low_tile(dtype),
+                _low_backward_kernel: _low_backward_tile(dtype),
+                _add_kernel: _add_tile(dtype, count),
             }
-            for loaded, count, rank in ((False, 3, 64), (True, 2, 64), (False, 1, 16)):
+            for kernel, tile in tiles.items():
+                out = kind if kernel is _low_kernel else "*fp32"
+                matrices = {"x": kind, "a": kind, "ds": kind, "dx": kind, "out": out}
                 signature = {name: matrices.get(name, "i32") for name in kernel.arg_names} | {
                     "numbers": "*i64",
                     "scale": "fp32",
                 }
                 signature |= dict.fromkeys(("base", "base1", "base2"), "*i64" if loaded else "i64")
                 values = {"LOADED": loaded, "PARTS": count, "RANK": rank, "R": padded(rank)}
-                yield (
-                    kernel,
-                    signature,
-                    values | {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages},
-                    tile.warps,
-                    3,
-                )
+                values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
+                yield kernel, signature, values, tile.warps, 3

@@ -14,6 +14,7 @@ import hmac
 import os
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -70,11 +71,12 @@ def secret_of(env: Mapping[str, str], one_machine: bool) -> str | None:
 
 
 def _write(file: Path) -> None:
-    """Make the file whole; the first of several processes wins."""
+    """Make the file whole; the first of several processes, and of threads of one, wins."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as stream:
+    number, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)  # for this user alone
+    with open(number, "w", encoding="ascii") as stream:
         stream.write(new_secret())
+    partial = Path(name)
     with suppress(FileExistsError):
         os.link(partial, file)
     partial.unlink()

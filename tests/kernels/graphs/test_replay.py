@@ -378,6 +378,24 @@ def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.
     assert recorder.recorded == 0
 
 
+def test_rows_that_keep_the_device_busy_do_not_wait_for_one_another_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "LAUNCH_BOUND", 0.0)
+    model, plain, _ = pair("llama")
+    asked: list[bool] = []
+    takes = Graphs.takes
+
+    def told(self: Graphs, *args: Any) -> bool:
+        asked.append(takes(self, *args))
+        return asked[-1]
+
+    monkeypatch.setattr(Graphs, "takes", told)
+    for lengths in ((8, 8), (8, 8), (6, 6)):
+        assert_same_step(model, plain, batch("llama", lengths))
+    assert asked == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("width", "tokens", "replays"), [(1024, 5120, True), (4096, 8192, False), (4096, 512, True)]
 )

@@ -8,8 +8,10 @@ import os
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -79,6 +81,20 @@ def test_the_secret_is_the_runs_own_or_the_users_in_a_file_of_his_alone(tmp_path
         secret_of(home, one_machine=True)
     (tmp_path / "file").touch()
     assert secret_of({"XDG_CACHE_HOME": str(tmp_path / "file")}, one_machine=True) is None
+
+
+def test_threads_that_ask_at_once_where_there_is_no_secret_yet_share_one(tmp_path: Path):
+    asked: dict[str, str] = {"XDG_CACHE_HOME": str(tmp_path)}
+    gate = Barrier(16)
+
+    def ask(_: int) -> str | None:
+        gate.wait()
+        return secret_of(asked, one_machine=True)
+
+    with ThreadPoolExecutor(16) as pool:
+        found = set(pool.map(ask, range(16)))
+    assert len(found) == 1 and None not in found
+    assert [one.name for one in (tmp_path / "petune").iterdir()] == ["rendezvous-secret"]
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", "7", '{"count": 1, "more": 2}', None])
