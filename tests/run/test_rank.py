@@ -183,7 +183,8 @@ RECOMPUTED = {
 }
 WISHES: dict[str, tuple[str, dict[str, Any]]] = {
     "recomputed": ("llama", RECOMPUTED),
-    "recomputed, of two stacks": ("t5", RECOMPUTED),
+    # the usual seed puts an input of a ReLU as near to 0 as rounding is: its gradient is there or not
+    "recomputed, of two stacks": ("t5", RECOMPUTED | {"seed": 1}),
     "packed": (
         "llama",
         {"data": {"packing": True, "max_length": 24}, "batch_size": 3, "accumulate": 1, **SHORT},
