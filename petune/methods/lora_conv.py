@@ -17,19 +17,26 @@ def shapes(weight: Tensor, r: int) -> dict[str, tuple[int, ...]]:
     return {"lora_A": (r, *inside), "lora_B": (outputs, r, 1, 1)}
 
 
-def refuse_unfit(name: str, layer: nn.Module) -> None:
-    """Raise UsageError for a convolution whose update is no update of its weight in peft's layout: one of
-    several groups, which peft cannot merge, or that is dilated or pads with other than zeros, which peft's A
-    does not know."""
+def unfit(layer: nn.Module) -> tuple[str, str] | None:
+    """Which setting of a convolution its update needs, to be one of its weight in peft's layout, and which it
+    has; None where it fits. It does not in several groups, which peft cannot merge, nor dilated or padded
+    with other than zeros, which peft's A does not know."""
     if not isinstance(layer, nn.Conv2d):
-        return
+        return None
     found = {"groups": layer.groups, "dilation": layer.dilation, "padding_mode": layer.padding_mode}
     fit = {"groups": 1, "dilation": (1, 1), "padding_mode": "zeros"}
-    for setting, value in found.items():
-        if value != fit[setting]:
-            raise UsageError(
-                f"LoRA beside a convolution wants {setting} {fit[setting]}",
-                where=name,
-                found=f"{setting} {value}",
-                remedy="narrow `targets` or name it in `exclude`",
-            )
+    wrong = next((setting for setting, value in found.items() if value != fit[setting]), None)
+    if wrong is None:
+        return None
+    return f"{wrong} {fit[wrong]}", f"{wrong} {found[wrong]}"
+
+
+def refuse_unfit(name: str, layer: nn.Module) -> None:
+    """Raise UsageError for a convolution that is `unfit`."""
+    if (wrong := unfit(layer)) is not None:
+        raise UsageError(
+            f"LoRA beside a convolution wants {wrong[0]}",
+            where=name,
+            found=wrong[1],
+            remedy="narrow `targets` or name it in `exclude`",
+        )

@@ -685,7 +685,13 @@ def _keys(
             expected=kinds,
             remedy=_FLATTEN,
         )
-    lora_conv.refuse_unfit(name, layer)
+    if (wrong := lora_conv.unfit(layer)) is not None:
+        raise FileError(
+            f"LoRA beside a convolution wants {wrong[0]}",
+            where=f"{folder / CONFIG}  {name}",
+            found=wrong[1],
+            remedy="use it with peft, or train one without this layer",
+        )
     ends = _ends(isinstance(layer, nn.Embedding))
     shapes = cast("type[LoraLayer]", forms[type(layer)]).shapes(layer, own.r)
     return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import petune
-from petune.errors import UsageError
+from petune.errors import FileError, UsageError
 from petune.methods import merge, tuned_state, wrap
 from petune.saving.combining import combine
 
@@ -124,6 +124,13 @@ def test_convolutions_that_peft_cannot_merge_are_refused(changes: Any, match: st
         wrap(model, "lora", r=4, targets=TARGETS, also_train=())
     assert "second" in str(refused.value) and type(model.first) is nn.Conv2d
     assert model.state_dict().keys() == before.keys()
+
+
+def test_a_folder_of_pefts_with_such_a_convolution_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, target_modules=TARGETS)
+    peft.get_peft_model(Pictures(dilation=2), config).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(FileError, match=r"adapter_config.json  second[\s\S]*dilation \(2, 2\)"):
+        petune.load(Pictures(dilation=2), tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(
