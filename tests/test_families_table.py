@@ -26,6 +26,8 @@ from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO
 from tests.parallel.cells import BY_COLUMNS, CELLS, KIN, METHODS, OTHERS, SPREAD, SPREAD_FUSED
 from tests.parallel.plans import BACKENDS
 
+pytestmark = pytest.mark.slow  # it looks at every cell of the house
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "families.md"
 CUT = CutConfig(size=2)
 MIXTURES = [config.model_type for _, config, _ in MOE.values()]

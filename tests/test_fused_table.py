@@ -18,6 +18,8 @@ from petune.recipe import load_recipe
 from tests.mark_tables import MODELS, Notes, of_blocks, rows
 from tests.parallel.plans import BACKENDS
 
+pytestmark = pytest.mark.slow  # it looks at every cell of the house
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
 # blocks of 64 inputs fill the MLPs, and experts
 WIDE = dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128)

@@ -50,6 +50,7 @@ def _nothing_starts(tmp_path: Path) -> Iterator[None]:
     assert list(tmp_path.rglob("OWNED*")) == [] and not Path("OWNED").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_whose_every_name_is_shell_text_only_trains(type_: Type, tmp_path: Path):
     name = ALL.replace("/", "")

@@ -20,6 +20,7 @@ def recipe(tmp_path: Path) -> str:
     return str(as_yaml(place / "tiny.yaml", settings(place)))
 
 
+@pytest.mark.slow
 def test_a_profile_is_a_tree_of_modules_and_what_a_step_is_made_of(
     type_: Type, recipe: str, tmp_path: Path, no_network: None
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_profile_is_a_tree_of_modules_and_what_a_step_is_made_of(
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 
 
+@pytest.mark.slow
 def test_json_has_every_module_and_sums_that_agree(type_: Type, recipe: str, tmp_path: Path) -> None:
     shown = type_("profile", recipe, "--steps", "1", "--format", "json")
     assert shown.code == 0, shown.err

@@ -309,6 +309,7 @@ def test_advice_turns_to_memory_only_where_it_must(tmp_path: Path) -> None:
         advise(recipe, (3, 1), [2**28])
 
 
+@pytest.mark.slow
 def test_blocks_move_to_the_rank_with_memory(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
     for parallel in ("pp", "galaxy"):

@@ -89,6 +89,7 @@ def test_the_tree_is_the_model(family: str, rehearse: Rehearse) -> None:
     assert (found.communication, found.bubble) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_profile_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(settings(tmp_path, out="never"))
     (tmp_path / "here").mkdir()

@@ -1008,6 +1008,7 @@ def test_any_plan_is_taken_or_refused_and_never_anything_else(value: Any) -> Non
     judge(NEEDED, {"parallel": value})
 
 
+@pytest.mark.slow
 @given(_TYPED)
 @settings(max_examples=300, deadline=None)
 def test_a_plan_that_is_taken_keeps_every_rule(value: dict[str, Any]) -> None:

@@ -189,6 +189,7 @@ def chosen(
         return None
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     SHAPES, DEPTHS, TOKENS, st.integers(GIB, 200 * GIB), st.integers(0, 100 * GIB), st.integers(0, 50 * GIB)

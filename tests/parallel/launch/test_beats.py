@@ -89,6 +89,7 @@ def test_ranks_that_agree_say_nothing_and_those_that_differ_are_named_by_all(ran
     assert set(said) == {"   expected one (ranks 0 to 4, 6 to 39, 41 to 63), found two (ranks 5, 40)"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost",
     [

@@ -156,6 +156,7 @@ def test_an_environment_without_sense_is_a_distributed_error(wrong: dict[str, st
 # ------------------------------------------------------------------ who is missing
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(as_rank: int) -> None:
     with pytest.raises(DistributedError, match="rank 1 of 2 did not start"):
         process_group.join("cpu", start_timeout_s=0.3)
@@ -181,6 +182,7 @@ def test_a_rank_0_that_cannot_be_reached_is_named(
         process_group.join("cpu", start_timeout_s=0.3)
 
 
+@pytest.mark.slow
 def test_something_else_at_the_rendezvous_is_said_to_be_none(
     as_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
