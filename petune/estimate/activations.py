@@ -236,10 +236,12 @@ def _layer(block: nn.Module, path: str) -> nn.Linear:
     return cast("nn.Linear", _module(block, path))
 
 
-def _ends(layer: nn.Module) -> tuple[int, int]:
+def _ends(layer: nn.Linear | Conv1D) -> tuple[int, int]:
     """Features that a linear reads, and those that it makes."""
-    rows, columns = layer.get_parameter("weight").shape
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+    if isinstance(layer, Conv1D):
+        rows, columns = layer.weight.shape
+        return rows, columns
+    return layer.in_features, layer.out_features
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:

@@ -76,10 +76,11 @@ def _write(file: Path) -> None:
     number, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)  # for this user alone
     with open(number, "w", encoding="ascii") as stream:
         stream.write(new_secret())
-    partial = Path(name)
-    with suppress(FileExistsError):
-        os.link(partial, file)
-    partial.unlink()
+    try:
+        with suppress(FileExistsError):
+            os.link(name, file)
+    finally:
+        os.unlink(name)
 
 
 def refused() -> int:
