@@ -15,8 +15,8 @@ whatever else the machine does hits both. A step is as long as on the rank that 
 medians with quartiles, and the fastest step stands beside them, as any other load only slows; the machine's
 load is printed. Promised is the planner's time of a step, communication and all.
 
-With --every, the plan found is run beside all others of its backend, those of the even one and above: rows
-of dp, stages of pp, and for tp and galaxy heads, with MLP columns in the same ratio or as found.
+With --every, the plan found is run beside all others of its backend that give the first device half or more:
+of rows (dp), of stages (pp), or of heads (tp and galaxy), with MLP columns in the same ratio or as found.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _own_core() -> None:
 # ------------------------------------------------------------------ the table
 
 
-def compare(name: str, planner: Planner, slow: float, number: int) -> str:
+def compare(name: str, planner: Planner, slow: float, number: int) -> list[str]:
     """A row of the table: the even plan against the one that the planner makes of it."""
     plans = _plans([BACKENDS[name], found_of(name, planner)])
     promised = [planner.clocks[False].of(plan).total for plan in plans]
@@ -233,8 +233,7 @@ def compare(name: str, planner: Planner, slow: float, number: int) -> str:
     cells = [name, describe(plans[1])]
     for took, seconds_ in zip(times, promised, strict=True):
         cells += [spread(took), f"{1e3 * seconds_:.0f}"]
-    cells += [f"{ratio:.2f}" for ratio in ratios_of(promised, times)]
-    return "| " + " | ".join(cells) + " |"
+    return [*cells, *(f"{ratio:.2f}" for ratio in ratios_of(promised, times))]
 
 
 def found_of(name: str, planner: Planner) -> ParallelConfig:
@@ -262,22 +261,26 @@ def run_in_turn(name: str, plans: list[ParallelPlan], slow: float, number: int) 
 
 def others_of(name: str, found: ParallelConfig) -> list[ParallelConfig]:
     """Every plan of a backend that gives the first device half or more."""
-    if found.dp is not None and name == "dp":
-        return [replace(found, dp=replace(found.dp, shares=(k, ROWS - k))) for k in range(ROWS // 2, ROWS)]
-    if found.pp is not None and name == "pp":
-        halves = range(BLOCKS // 2, BLOCKS)
-        return [replace(found, pp=replace(found.pp, stages=(k, BLOCKS - k))) for k in halves]
-    heads, columns, made = SIZES["num_attention_heads"], SIZES["intermediate_size"], []
-    cut = getattr(found, name)
+    changes: list[dict[str, Any]]
+    if name == "dp":
+        changes = [{"shares": (k, ROWS - k)} for k in range(ROWS // 2, ROWS)]
+    elif name == "pp":
+        changes = [{"stages": (k, BLOCKS - k)} for k in range(BLOCKS // 2, BLOCKS)]
+    else:
+        changes = _cuts(getattr(found, name).columns[0])
+    return [replace(found, **{name: replace(getattr(found, name), **one)}) for one in changes]
+
+
+def _cuts(columns: int) -> list[dict[str, Any]]:
+    """Heads of both devices, with MLP columns in the same ratio, and with so many for the first."""
+    heads, inner, made = SIZES["num_attention_heads"], SIZES["intermediate_size"], []
     for k in range(heads // 2, heads):
-        alike = round(columns * k / heads / 8) * 8
-        for many in dict.fromkeys((alike, cut.columns[0])):
-            one = replace(cut, heads=(k, heads - k), columns=(many, columns - many))
-            made.append(replace(found, **{name: one}))
+        for many in dict.fromkeys((round(inner * k / heads / 8) * 8, columns)):
+            made.append({"heads": (k, heads - k), "columns": (many, inner - many)})
     return made
 
 
-def exhaust(name: str, planner: Planner, slow: float, number: int) -> str:
+def exhaust(name: str, planner: Planner, slow: float, number: int) -> list[str]:
     """A row of the other table: the plan found against the best of all."""
     found = found_of(name, planner)
     plans = _plans([found, *(one for one in others_of(name, found) if one != found)])
@@ -287,8 +290,7 @@ def exhaust(name: str, planner: Planner, slow: float, number: int) -> str:
     off = [abs(a / b - 1) for a, b in zip(promised, times, strict=True)]
     cells = [name, describe(plans[0]), f"{1e3 * times[0]:.0f}", str(len(plans)), describe(plans[best])]
     cells += [f"{1e3 * times[best]:.0f}", f"{times[0] / times[best]:.3f}"]
-    cells += [f"{statistics.median(off):.1%}", f"{max(off):.1%}"]
-    return "| " + " | ".join(cells) + " |"
+    return [*cells, f"{statistics.median(off):.1%}", f"{max(off):.1%}"]
 
 
 def ratios_of(promised: list[float], times: list[list[float]]) -> tuple[float, float, float]:
@@ -333,9 +335,9 @@ def main() -> int:
         f" {1e6 * cluster.inside.latency:.0f} us, {cluster.inside.bandwidth / 1e9:.2f} GB/s.\n"
     )
     heads, row = (EVERY, exhaust) if given.every else (PAIR, compare)
-    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    print("|", " | ".join(heads), "|\n" + "|---" * len(heads) + "|")
     for name in given.only:
-        print(row(name, planner, given.slow, given.steps), flush=True)
+        print("|", " | ".join(row(name, planner, given.slow, given.steps)), "|", flush=True)
     print(f"\nload after {os.getloadavg()[0]:.1f}")
     return 0
 

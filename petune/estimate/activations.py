@@ -29,10 +29,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
-from transformers.pytorch_utils import Conv1D
 
 from petune.models.experts import number_of, sizes_of, weights_of
 from petune.models.gated_delta import CHUNK
+from petune.models.sites import ends_of
 from petune.models.spec import Attention, LinearAttention, Mlp, Region, Role, RoutedMlp, StackRule, child_of
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear
 from petune.parallel.plan import Cut
@@ -94,7 +94,7 @@ def saved_by(
             continue
         found += _of_region(block, core, rule, cut, extent, tokens, itemsize, dropouts[0])
         if dropouts[1]:
-            found += Saved(connection * _ends(_layer(block, region.leave))[1])
+            found += Saved(connection * ends_of(_layer(block, region.leave))[1])
         found += Saved(connection * _kept(_layer(block, region.leave)).after * itemsize)
     inside = {
         id(part)
@@ -172,27 +172,27 @@ def _of_region(
         if layer is not leave and (_kept(layer).input or _trains(layer)):
             # in float32 layers that read the same save one tensor
             source = id(layer) if itemsize < NORM else read[role]
-            entering[source] = read[role] * _ends(layer)[0] * itemsize
+            entering[source] = read[role] * ends_of(layer)[0] * itemsize
     total += sum(entering.values())
     if isinstance(core, Attention):
         if isinstance(core, LinearAttention):
             return Saved(total + tokens * _of_state(cast("Any", _module(block, core.at)), itemsize))
-        made = {role: _ends(layer)[1] for role, layer in layers.items()}
-        total += itemsize * tokens * (1 + 2 * core.gated) * _ends(leave)[0]
+        made = {role: ends_of(layer)[1] for role, layer in layers.items()}
+        total += itemsize * tokens * (1 + 2 * core.gated) * ends_of(leave)[0]
         total += itemsize * sum((keys if role in ("k", "v") else tokens) * made.get(role, 0) for role in QKV)
         for by_head, role in ((core.q_norm, "q"), (core.k_norm, "k")):
             if by_head is not None and (norm := child_of(block, by_head.path)) is not None:
                 size = made[role] / (1 + (core.gated and role == "q"))
                 total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
         if itemsize < NORM and _kept(leave).input:
-            total += tokens * _ends(leave)[0] * itemsize
+            total += tokens * ends_of(leave)[0] * itemsize
         pairs = extent.heads * tokens * keys
         if core.positions is not None:
             table = 2 * getattr(_module(block, core.at), core.positions.half, 0)
             total += itemsize * (keys * made["k"] + table * (made["q"] + made["k"]))  # repeated for each row
             total += 0 if dropout else pairs * (NORM + itemsize * (itemsize < NORM))
         return Saved(total) + _pairs(block, region, rule, pairs, itemsize, dropout)
-    columns = _ends(leave)[0]
+    columns = ends_of(leave)[0]
     steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)
     total += tokens * columns * itemsize * ((3 if {"gate", "gate_up"} & layers.keys() else 1) + steps)
     if (_kept(leave).input or _trains(leave)) and not _relu(block, region):
@@ -234,14 +234,6 @@ def _module(block: nn.Module, path: str) -> nn.Module:
 
 def _layer(block: nn.Module, path: str) -> nn.Linear:
     return cast("nn.Linear", _module(block, path))
-
-
-def _ends(layer: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Features that a linear reads, and those that it makes."""
-    if isinstance(layer, Conv1D):
-        rows, columns = layer.weight.shape
-        return rows, columns
-    return layer.in_features, layer.out_features
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:

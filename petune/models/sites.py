@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError, nearest
 from petune.models.parts import OPTIONAL, Region, Role
@@ -40,6 +42,16 @@ def find_sites(model: nn.Module, family: Family) -> tuple[Site, ...]:
             for region in rule.regions_in(block):
                 sites.extend(_region_sites(block, region, where, stack, index))
     return tuple(sites)
+
+
+def ends_of(layer: nn.Module) -> tuple[int, int]:
+    """Features that the linear of a site reads, and those that it makes: torch.nn.Linear or Conv1D, tuned or
+    not."""
+    if isinstance(layer, Conv1D):
+        inputs, outputs = layer.weight.shape
+        return inputs, outputs
+    linear = cast("nn.Linear", layer)
+    return linear.in_features, linear.out_features
 
 
 def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName, index: int) -> list[Site]:

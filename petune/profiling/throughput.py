@@ -38,7 +38,7 @@ from petune.kernels.memory.shaped_program import remade
 from petune.methods.configs import METHODS
 from petune.models.experts import weights_of
 from petune.models.gated_delta import keys_of
-from petune.models.sites import Site, find_sites
+from petune.models.sites import Site, ends_of, find_sites
 from petune.models.spec import Role, StackName, StackRule
 from petune.models.stack import Stack
 from petune.models.tuned_linear import TunedModule
@@ -169,7 +169,7 @@ def _linear(site: Site, reached: bool, causal: bool, active: float, keys: int) -
         role=site.role,
         weights=int(active * sum(value.numel() for value in weights)),
         added=int(active * sum(value.numel() for value in added)),
-        width=module.in_features if site.role == "o" else 0,
+        width=ends_of(module)[0] if site.role == "o" else 0,
         cross=site.region.cross,
         causal=causal,
         reached=reached,

@@ -103,6 +103,8 @@ def test_attention_is_quadratic_halved_by_a_causal_mask_and_ends_with_a_packed_r
     layers, width = 2, 64
     assert attention("bert-classify", example(8, labels=0)) == 3 * layers * 4 * width * 8 * 8
     assert attention("llama-causal", example(8)) == 3 * layers * 4 * width * 8 * 8 / 2
+    # whose weights lie the other way
+    assert attention("gpt2-causal", example(8)) == attention("llama-causal", example(8))
     packed = example(8, positions=[0, 1, 2, 0, 1, 2, 3, 4])
     assert attention("llama-causal", packed) == 3 * layers * 4 * width * (9 + 25) / 2
 

@@ -74,9 +74,9 @@ def _write(file: Path) -> None:
     """Make the file whole; the first of several processes, and of threads of one, wins."""
     file.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)  # for this user alone
-    with open(number, "w", encoding="ascii") as stream:
-        stream.write(new_secret())
     try:
+        with open(number, "w", encoding="ascii") as stream:
+            stream.write(new_secret())
         with suppress(FileExistsError):
             os.link(name, file)
     finally:
