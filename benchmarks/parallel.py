@@ -3,8 +3,10 @@ and what do peers reach.
 
     PYTHONPATH=. python benchmarks/parallel.py --world 2            everything on two GPUs: parity, then speed
     PYTHONPATH=. python benchmarks/parallel.py --world 4 --only 'speed/tp*' parity
+    PYTHONPATH=. python benchmarks/parallel.py --world 4 --shape t5-lora --only speed
     PYTHONPATH=. python benchmarks/parallel.py --world 2 --device cpu --shape tiny      every path without a
                                                                                         GPU, with gloo
+    PYTHONPATH=. python benchmarks/parallel.py --world 2 --device cpu --shape 70b-fp8 --tiny --only speed
 
 It starts its own ranks: every job has fresh processes, forked from this one, which has imported everything
 and never touches a GPU. So a job that fails, runs out of memory or hangs is ended and recorded, and the next
@@ -15,12 +17,16 @@ the folder $OUT, or the working directory.
 Parity: tiny models in float32 without TF32 (and one in bf16), every gradient under a plan beside plain
 autograd on one device.
 
-Speed: a Llama-3.1-8B shape with random weights, LoRA r=16 on all projections, bf16 weights under autocast,
-float32 factors, AdamW, rows of 2,048 tokens, dropout 0, no clipping. A step is forward, backward, every sum
-over ranks and the update; ranks meet before it, and it is over when the last rank is done. `one` and `peft`
-are one GPU with 4 rows, by petune and by transformers + peft; what splits rows has 4 rows per GPU; what cuts
-the model is measured with 4 rows in all and with 4 per GPU. Peers: peft under torch's DDP, and under FSDP2
-block by block in bf16.
+Speed: a `--shape` is a CASE of benchmarks/shapes.py with random weights, its rows those per GPU: bf16 weights
+under autocast, float32 tensors of the method, AdamW, dropout 0, no clipping. Each rank draws its part of the
+weights on its device, the same numbers under every plan. A step is forward, backward, every sum over ranks
+and the update; ranks meet before it, and it is over when the last rank is done. Tokens are those that are
+not padding. `one` and `peft` are one GPU, by petune and by transformers + peft; what splits rows has a GPU's
+rows on each; what cuts a decoder is measured with as many in all as on one GPU, and with as many per GPU.
+Peers, of decoders only: peft under torch's DDP, and under FSDP2 block by block in bf16. `8b`, the first
+choice, is Llama 3.1 8B with LoRA r=16 on all projections and rows of 2,048 tokens; `8b-256k` is one row on
+all GPUs, which only the plans that cut sequences take; `70b-fp8` fits no single GPU. `--tiny` makes any of
+them tiny.
 
 The file is long because what is measured, how ranks are started and what is printed belong to one program
 that has to work alone.
@@ -31,10 +37,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import gzip
 import json
 import multiprocessing
 import os
 import platform
+import re
 import signal
 import socket
 import statistics
@@ -43,7 +51,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -61,13 +70,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from petune.kernels.configs import KernelsName
-from petune.kernels.fuse import fuse_modules, fuse_stages
+from benchmarks.shapes import SHAPES as MODELS
+from benchmarks.shapes import TINY, Case, Sizes, base_model, batches, method_settings
+from petune.files.ranges import RangeReader
+from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.methods import tune, tuned_parameters
-from petune.methods.configs import LoraConfig, make_config
+from petune.methods.configs import make_config
 from petune.models import family_of
+from petune.models.contents import NO_PLAN, Contents, Part, allocate, attach, make_buffers
+from petune.models.fresh import box_of, tuned_owner
 from petune.parallel import (
     Mesh,
     Objective,
@@ -82,10 +94,10 @@ from petune.parallel import (
 )
 from petune.parallel.configs import BACKENDS
 from petune.parallel.launch import process_group
-from petune.parallel.plan import in_flight
-from petune.run.evaluate import outputs_of
-from petune.tasks import count, loss_sum
-from petune.tasks.loss import trained_positions
+from petune.recipe import Recipe
+from petune.run.fusing import fuse
+from petune.run.objective import objective_of
+from petune.tasks import TASKS, count
 from tests.methods import zoo
 
 try:
@@ -107,55 +119,58 @@ ENVIRONMENT = {
     # asking whether there is a GPU must not start CUDA in the process that forks
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's sizes, rows of `tokens` tokens, `rows` of them per GPU, LoRA of rank `r`."""
+    """What speed is measured of. The rows of `case` are those per GPU, or where they go `together` those on
+    all. sizes: of the model, where they are not the case's. stages: blocks of so many stages of a pipeline,
+    with what head and embeddings take counted, as `petune plan` does; where there are none, as many on each.
+    """
 
-    config: dict[str, Any]
-    tokens: int
-    rows: int
-    r: int
+    case: Case
+    sizes: Sizes = field(default_factory=dict)
+    together: bool = False
+    stages: Mapping[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """What the model is trained for."""
+        return MODELS[self.case.shape].task
 
 
+_LONGEST: Sizes = {"max_position_embeddings": 262144}
+_SMALL: Sizes = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
 SHAPES = {
-    "8b": Shape(
-        {
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-        },
-        tokens=2048,
-        rows=4,
-        r=16,
-    ),
-    "tiny": Shape(
-        {
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 128,
-        },
-        tokens=32,
-        rows=4,
-        r=4,
-    ),
+    "8b": Shape(Case.parse("petune:llama-8b:lora:4x2048:limit=60"), stages={2: [17, 15], 4: [9, 9, 8, 6]}),
+    "8b-12": Shape(Case.parse("petune:llama-8b:lora:4x2048:layers=12:limit=60")),
+    "8b-16k": Shape(Case.parse("petune:llama-8b:lora:1x16384:limit=90")),
+    "8b-256k": Shape(Case.parse("petune:llama-8b:lora:1x262144:limit=400"), _LONGEST, together=True),
+    "70b-40": Shape(Case.parse("petune:llama-70b:lora:1x2048:layers=40:limit=120")),
+    "70b-fp8": Shape(Case.parse("petune:llama-70b:lora:1x2048:layers=80:base=fp8:limit=120")),
+    "bert-adapter": Shape(Case.parse("petune:bert-large:adapter:32x512:fill=0.3:limit=60")),
+    "t5-lora": Shape(Case.parse("petune:t5-large:lora:16x512:fill=0.4:limit=60"), stages={2: [18, 30]}),
+    "tiny": Shape(Case.parse("petune:llama-8b:lora:4x32:r=4:limit=60"), _SMALL),
+}
+_FOUR_BLOCKS: Sizes = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "num_key_value_heads"), 4),
+    "num_attention_heads": 8,
 }
 
 
 @dataclass(frozen=True)
 class Job:
     """Something that `ranks` fresh processes do together. `run` is a key of RUNS; `rows` are those of a step
-    on all ranks."""
+    on all ranks; `kernels`, where not None, are used whatever the command line says."""
 
     name: str
     run: str
@@ -167,6 +182,7 @@ class Job:
     method: str = ""
     dtype: str = ""
     limit: float = 60.0
+    kernels: KernelsName | None = None
 
 
 @dataclass(frozen=True)
@@ -175,12 +191,23 @@ class Options:
 
     world: int
     device: str
-    shape: str
+    name: str
+    tiny: bool
     warm: int
     steps: int
     profile: bool
     start: str
     kernels: KernelsName = "auto"
+    traces: str = ""
+
+    @property
+    def shape(self) -> Shape:
+        """What speed is measured of."""
+        shape = SHAPES[self.name]
+        if not self.tiny:
+            return shape
+        small = replace(shape.case, tokens=32, layers=0)
+        return replace(shape, case=small, sizes=TINY | _FOUR_BLOCKS, stages={})
 
 
 @dataclass
@@ -260,31 +287,48 @@ def parity_jobs(world: int) -> list[Job]:
             method,
             dtype,
             20,
+            # kernels that have to fuse find nothing there
+            "auto" if (model, method) == ("bert-classify", "full") and "overlap" in name else None,
         )
         for name, axes, model, method, dtype in cells
     ]
 
 
-def speed_jobs(world: int, rows: int) -> list[Job]:
+def speed_jobs(world: int, shape: Shape) -> list[Job]:
     """The measured cases, most wanted first."""
+    rows, limit = shape.case.rows, shape.case.limit
     many = rows * world
 
+    def made(name: str, run: str, ranks: int, total: int, axes: Axes | None = None) -> Job:
+        return Job(f"speed/{name}/{total}", run, ranks, axes or {}, total, limit=limit)
+
     def ours(name: str, total: int, **axes: dict[str, Any]) -> Job:
-        return Job(f"speed/{name}/{total}", "petune", world, axes, total)
+        return made(name, "petune", world, total, axes)
 
     def cut(name: str, **settings: Any) -> dict[str, dict[str, Any]]:
         return {name: {"size": world, "vocabulary": True, **settings}}
 
-    def pipeline(total: int, schedule: str = "1f1b") -> dict[str, dict[str, Any]]:
-        return {"pp": {"size": world, "schedule": schedule, "microbatches": total}}
+    def pipeline(microbatches: int, schedule: str = "1f1b") -> dict[str, dict[str, Any]]:
+        stages = shape.stages.get(world if schedule == "1f1b" else 2 * world)
+        size = {"size": world} if stages is None else {"stages": stages, "size": world}
+        return {"pp": {**size, "schedule": schedule, "microbatches": microbatches}}
 
+    def sequences(total: int) -> list[Job]:
+        return [ours(f"sp {way}", total, **cut("sp", exchange=way)) for way in ("gather", "ulysses", "ring")]
+
+    if shape.together:
+        return sequences(rows)
+    one, dp = made("one", "petune", 1, rows), ours("dp", many, dp={"size": world})
+    if shape.task != "causal":
+        whole = {"size": world} if shape.task == "classify" else {"size": world, "vocabulary": True}
+        return [one, dp, ours("galaxy", many, galaxy=whole), ours("pp", many, **pipeline(8))]
     jobs = [
-        Job(f"speed/one/{rows}", "petune", 1, {}, rows),
-        Job(f"speed/peft/{rows}", "plain", 1, {}, rows),
-        ours("dp", many, dp={"size": world}),
-        Job(f"speed/peft ddp/{many}", "ddp", world, {}, many),
+        one,
+        made("peft", "plain", 1, rows),
+        dp,
+        made("peft ddp", "ddp", world, many),
         ours("shard", many, dp={"size": world, "shard": True}),
-        Job(f"speed/peft fsdp2/{many}", "fsdp2", world, {}, many),
+        made("peft fsdp2", "fsdp2", world, many),
     ]
     for total in (many, rows):
         jobs += [ours("tp", total, **cut("tp")), ours("tp overlap", total, **cut("tp", overlap=True))]
@@ -292,12 +336,14 @@ def speed_jobs(world: int, rows: int) -> list[Job]:
             ours("galaxy", total, **cut("galaxy")),
             ours("galaxy overlap", total, **cut("galaxy", overlap=True)),
         ]
-        jobs += [ours("pp", total, **pipeline(total))]
-    jobs += [ours(f"sp {way}", many, **cut("sp", exchange=way)) for way in ("gather", "ulysses", "ring")]
+        if total >= world:
+            jobs.append(ours("pp", total, **pipeline(total)))
+    jobs += sequences(many)
     if world == 4:
         jobs.append(ours("dp x tp", many, dp={"size": 2}, tp={"size": 2, "vocabulary": True}))
         jobs.append(ours("dp x galaxy", many, dp={"size": 2}, galaxy={"size": 2, "vocabulary": True}))
     jobs.append(ours("pp interleaved", many, **pipeline(many, "interleaved")))
+    jobs.append(ours("pp interleaved", 2 * many, **pipeline(2 * many, "interleaved")))
     return jobs
 
 
@@ -307,7 +353,7 @@ def all_jobs(options: Options, only: Sequence[str], skip: Sequence[str]) -> list
     found = [Job("probe", "probe", options.world), Job("join", "join", options.world, limit=40)]
     if options.world in (2, 4):
         found += parity_jobs(options.world)
-    found += speed_jobs(options.world, SHAPES[options.shape].rows)
+    found += speed_jobs(options.world, options.shape)
 
     def named(job: Job, patterns: Sequence[str]) -> bool:
         return any(fnmatch(job.name, pattern) or job.name.startswith(f"{pattern}/") for pattern in patterns)
@@ -399,13 +445,10 @@ def settings_of(axes: Axes) -> ParallelConfig:
     return ParallelConfig(**made)
 
 
-def objective_of(task: str, here: Here, dtype: torch.dtype) -> Objective:
+def objective_for(task: str, here: Here, dtype: torch.dtype) -> Objective:
     """What a runner needs to know of a task, as in training."""
-    return Objective(
-        forward=outputs_of,
-        loss=lambda outputs, batch: loss_sum(outputs.logits, batch, task)[0],
-        select=lambda outputs, batch: trained_positions(outputs.logits, batch["labels"], task),
-        tuned=tuned_parameters,
+    return replace(
+        objective_of(TASKS[task], None),
         autocast=lambda: torch.autocast(here.device.type, dtype, enabled=dtype is torch.bfloat16),
     )
 
@@ -441,9 +484,9 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
         zoo.stir(model, std=0.1)
         return model.train()
 
-    objective, total = objective_of(task, here, dtype), count(batch)
+    objective, total = objective_for(task, here, dtype), count(batch)
     loss, expected = _in_one_process(
-        made().float(), batch, objective_of(task, here, torch.float32), total, here
+        made().float(), batch, objective_for(task, here, torch.float32), total, here
     )
     own = (
         _differences(_in_one_process(made(), batch, objective, total, here)[1], expected)["of_norm"]
@@ -456,12 +499,7 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
     )
     mesh = replace(_mesh((plan.dp, plan.tp, plan.pp), here.device), plan=plan)
     runner = Runner(parallelize(model, family_of(model), plan, mesh, objective.tuned), objective)
-    fuse_modules(
-        runner.modules,
-        "off" if job.method == "full" else options.kernels,
-        here.device,
-        "this is about single modules",
-    )
+    fuse_as_training_does(runner, job, options)
     mine = runner.share(list(range(job.rows)))
     part = {name: value[mine] for name, value in batch.items()} | {"rows": torch.tensor(mine)}
     found = runner.backward([part], total)
@@ -536,69 +574,105 @@ def passes(outcome: Outcome) -> bool:
 # ------------------------------------------------------------------ speed
 
 
-def base_model(shape: Shape, here: Here) -> nn.Module:
-    """The untouched model, bf16, random by a seed, made on the device."""
-    torch.manual_seed(0)
-    with torch.device(here.device):
-        made: nn.Module = AutoModelForCausalLM.from_config(
-            LlamaConfig(**shape.config, tie_word_embeddings=False),
-            dtype=torch.bfloat16,
-            attn_implementation="sdpa",
-        )
-    return made
+class Drawn(Contents):
+    """Contents that no file holds, drawn on the device they go to: a rank's part of a tensor is the same
+    whatever the plan."""
+
+    def _draw(self, part: Part, reader: RangeReader) -> None:
+        if tuned_owner(self.model, part.name) is not None:
+            super()._draw(part, reader)
+            return
+        name, out = self.names.get(part.name, part.name), part.out
+        whole = torch.empty(self._like(name).shape, dtype=out.dtype, device=out.device)
+        if whole.dim() == 1:
+            whole.fill_(float(not name.endswith("bias")))
+        else:
+            draw = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode()))
+            whole.normal_(std=0.02, generator=draw)
+        out.detach().copy_(box_of(whole, part.start, out.shape))
 
 
-def rows_of(shape: Shape, total: int, chosen: Sequence[int], here: Here) -> Batch:
-    """These of the `total` random rows of a step, on the device."""
-    draw = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, shape.config["vocab_size"], (total, shape.tokens), generator=draw)[
-        list(chosen)
-    ].to(here.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+def untouched(shape: Shape) -> tuple[Any, Contents]:
+    """The base model, bf16, its tensors on the meta device, and what they hold."""
+    model = base_model(shape.case, "meta", shape.sizes)
+    contents = Drawn(model, {}, NO_PLAN, 0, "random weights")
+    make_buffers(model, contents)
+    return model, contents
+
+
+def batch_of(shape: Shape, model: Any, total: int) -> tuple[Batch, dict[str, float]]:
+    """The `total` rows of a step, and how many of their tokens are no padding and count in the loss."""
+    batch, tokens = batches(replace(shape.case, rows=total), model.config.vocab_size)[0]
+    batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    if shape.task == "causal":
+        batch["labels"][:, 0] = -100  # nothing is before it
+    return batch, {"tokens": tokens, "trained": count(batch)}
 
 
 def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     """Steps of petune's runner under the job's plan."""
-    shape = SHAPES[options.shape]
-    model = base_model(shape, here)
-    tune(model, LoraConfig(r=shape.r))
-    family = family_of(model)
-    plan = make_plan(settings_of(job.axes), family, model.config, here.world, job.rows)
+    shape = options.shape
+    case = shape.case
+    model, contents = untouched(shape)
+    tune(model, make_config(case.method, method_settings(case)))
+    for value in tuned_parameters(model).values():
+        value.data = value.data.float()
+    attach(model, contents)
+    batch, counts = batch_of(shape, model, job.rows)
+    family, head = family_of(model), TASKS[shape.task].over_vocabulary
+    plan = make_plan(settings_of(job.axes), family, model.config, here.world, job.rows, vocabulary_head=head)
     mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
-    objective = objective_of("causal", here, torch.bfloat16)
-    runner = Runner(
-        parallelize(model, family, plan, mesh, objective.tuned, recompute=job.recompute), objective
-    )
-    if plan.unfused is not None:  # as `petune train` does
-        fuse_modules(runner.modules, options.kernels, here.device, plan.unfused)
-    else:
-        passes = in_flight(plan, mesh.at.pp)
-        fuse_stages(runner.modules, family, options.kernels, device=here.device, in_flight=passes)
-    del model
+    objective = objective_for(shape.task, here, torch.bfloat16)
+    more: dict[str, Any] = {"recompute": job.recompute, "base_dtype": case.base or None}
+    runner = Runner(parallelize(model, family, plan, mesh, objective.tuned, **more), objective)
+    fuse_as_training_does(runner, job, options)
+    del model, contents
     for module in runner.modules:
         module.train()
     mine = runner.share(list(range(job.rows)))
-    batch = rows_of(shape, job.rows, mine, here) | {"rows": torch.tensor(mine, device=here.device)}
+    part = {name: value[mine].to(here.device) for name, value in batch.items()}
+    part["rows"] = torch.tensor(mine, device=here.device)
     optimizer = torch.optim.AdamW(runner.tuned.values(), lr=1e-4, fused=here.cuda)
-    total = float(job.rows * (shape.tokens - 1))
 
     def step() -> float:
-        loss = runner.backward([batch], total)
+        loss = runner.backward([part], counts["trained"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    return {"plan": describe(plan), **measured(step, here, options)}
+    return {"plan": describe(plan), **counts, **measured(step, job, here, options)}
+
+
+def fuse_as_training_does(runner: Runner, job: Job, options: Options) -> None:
+    """Fused blocks, or single modules where the plan leaves blocks as they are."""
+    kernels, memory = job.kernels or options.kernels, MemoryConfig()
+    how: dict[str, Any] = {"kernels": kernels, "memory": memory, "gradient_checkpointing": job.recompute}
+    fuse(runner, Recipe.model_construct(**how, compile=False))
 
 
 def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     """Steps of transformers + peft, each rank with rows of its own: alone, under DDP, or under FSDP2."""
     if peft is None:
         raise RuntimeError("peft is not installed here")
-    shape = SHAPES[options.shape]
-    base: Any = base_model(shape, here)
+    shape = options.shape
+    case = shape.case
+    if shape.task != "causal" or case.method != "lora" or case.base:
+        raise RuntimeError("peers are measured with LoRA on decoders in bf16 only")
+    base, contents = untouched(shape)
+    contents.remember(base)
+
+    def place(value: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(value, device=here.device))
+
+    made = allocate([base], place)
+    contents.fill(Part(name, value.data, (0,) * value.dim()) for name, value in made)
+    base.to(here.device)
     config = peft.LoraConfig(
-        r=shape.r, lora_alpha=2 * shape.r, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM"
+        r=case.r,
+        lora_alpha=2 * case.r,
+        lora_dropout=0.0,
+        target_modules=list(MODELS[case.shape].linears),
+        task_type="CAUSAL_LM",
     )
     model: Any = peft.get_peft_model(base, config)
     if job.recompute:
@@ -611,9 +685,12 @@ def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
         model = DistributedDataParallel(
             model, device_ids=[here.device.index] if here.cuda else None, gradient_as_bucket_view=True
         )
-    del base
+    whole, counts = batch_of(shape, base, job.rows)
+    del base, contents, made
     own = job.rows // here.world
-    batch = rows_of(shape, job.rows, range(own * here.rank, own * (here.rank + 1)), here)
+    batch = {
+        name: value[own * here.rank : own * (here.rank + 1)].to(here.device) for name, value in whole.items()
+    }
     optimizer = torch.optim.AdamW(
         [value for value in model.parameters() if value.requires_grad], lr=1e-4, fused=here.cuda
     )
@@ -627,7 +704,11 @@ def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return {"plan": f"transformers + peft {peft.__version__}, {job.run}", **measured(step, here, options)}
+    return {
+        "plan": f"transformers + peft {peft.__version__}, {job.run}",
+        **counts,
+        **measured(step, job, here, options),
+    }
 
 
 def _fully_shard(model: Any, here: Here) -> None:
@@ -643,7 +724,7 @@ def _fully_shard(model: Any, here: Here) -> None:
             unit.set_force_sum_reduction_for_comms(True)
 
 
-def measured(step: Callable[[], float | Tensor], here: Here, options: Options) -> dict[str, Any]:
+def measured(step: Callable[[], float | Tensor], job: Job, here: Here, options: Options) -> dict[str, Any]:
     """Seconds of each step, GiB after placing and at the peak of the steps, and losses; this rank's, and what
     a profile of a step says."""
     gc.collect()
@@ -667,13 +748,13 @@ def measured(step: Callable[[], float | Tensor], here: Here, options: Options) -
         "reserved_GiB": reserved,
         "losses": [float(losses[0]), float(losses[-1])],
     }
-    return found | (_profile(step, here) if options.profile and here.cuda else {})
+    return found | (_profile(step, job, here, options) if options.profile and here.cuda else {})
 
 
 # ------------------------------------------------------------------ where a step's time goes
 
 
-def _profile(step: Callable[[], Any], here: Here) -> dict[str, Any]:
+def _profile(step: Callable[[], Any], job: Job, here: Here, options: Options) -> dict[str, Any]:
     """One step under the profiler; what it cannot say is said to be missing, as the times are measured
     already."""
     here.meet()
@@ -683,11 +764,11 @@ def _profile(step: Callable[[], Any], here: Here) -> dict[str, Any]:
                 step()
                 here.sync()
             profiler.export_chrome_trace(f"{folder}/trace.json")
-            return {
-                "profile": shares(
-                    json.loads(Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace"))
-                )
-            }
+            trace = Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace")
+            if options.traces:
+                name = re.sub(r"\W+", "-", f"{job.name}-{here.rank}")
+                Path(options.traces, f"{name}.json.gz").write_bytes(gzip.compress(trace.encode()))
+            return {"profile": shares(json.loads(trace))}
         except Exception as error:
             return {"profile_error": f"{type(error).__name__}: {error}"[:300]}
 
@@ -949,7 +1030,7 @@ def row(outcome: Outcome, options: Options) -> dict[str, Any]:
         "ranks": job.ranks,
         "recompute": job.recompute,
         "plan": answers[0]["plan"],
-        "tokens_per_s": job.rows * SHAPES[options.shape].tokens / median,
+        "tokens_per_s": answers[0]["tokens"] / median,
         "step_s": median,
         "quartiles_s": [quartiles[0], quartiles[2]],
         "placed_GiB": [answer["placed_GiB"] for answer in answers],
@@ -992,7 +1073,7 @@ def line(outcome: Outcome, options: Options) -> str:
 def markdown(done: Sequence[Outcome], options: Options, cells: bool = True) -> str:
     """The tables; `cells`: that of parity too."""
     speed = [row(outcome, options) for outcome in done if outcome.job.name.startswith("speed/")]
-    parts = [f"# Parallel training, {options.world} ranks, {options.device}, {options.shape}", _heading(done)]
+    parts = [f"# Parallel training, {options.world} ranks, {options.device}, {options.name}", _heading(done)]
     parts += _parity_table([outcome for outcome in done if outcome.job.run == "parity"], cells)
     parts += _speed_table(speed)
     parts += _profile_table([found for found in speed if found.get("profile")])
@@ -1134,6 +1215,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, default=2, help="ranks, one per GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes of the shape")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -1155,6 +1237,7 @@ def main() -> int:
         "--kernels", choices=get_args(KernelsName), default="auto", help="of petune's jobs, as in a recipe"
     )
     parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--traces", default="", metavar="DIR", help="keep profiles here")
     parser.add_argument(
         "--start",
         choices=("fork", "spawn"),
@@ -1168,11 +1251,13 @@ def main() -> int:
         given.world,
         given.device,
         given.shape,
+        given.tiny,
         given.warm,
         given.steps,
         not given.no_profile,
         given.start,
         given.kernels,
+        given.traces,
     )
     jobs = all_jobs(options, given.only, given.skip)
     if given.list:

@@ -65,6 +65,11 @@ class Shape:
     heads: Any = AutoModelForCausalLM
     experts: tuple[str, ...] = ()
 
+    @property
+    def task(self) -> str:
+        """What it is trained for, as in a recipe."""
+        return {AutoModelForCausalLM: "causal", AutoModelForSeq2SeqLM: "seq2seq"}.get(self.heads, "classify")
+
 
 _GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -178,7 +183,7 @@ SHAPES: Mapping[str, Shape] = {
         AutoModelForSequenceClassification,
     ),
 }
-_TINY = {
+TINY: Sizes = {
     "vocab_size": 300,
     **dict.fromkeys(
         ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 1
@@ -236,13 +241,11 @@ class Case:
         rows, _, tokens = size.partition("x")
         return cls(variant, shape, method, int(rows), int(tokens), **values)
 
-    def config(self, tiny: bool) -> Any:
-        """transformers' config of the model."""
+    def config(self, sizes: Sizes) -> Any:
+        """transformers' config of the model, with those of `sizes` that it has in place of its own."""
         shape = SHAPES[self.shape]
-        sizes = (
-            {name: _TINY.get(name, size) for name, size in shape.sizes.items()} if tiny else dict(shape.sizes)
-        )
-        config = AutoConfig.for_model(shape.family, **sizes)
+        own = {name: sizes.get(name, size) for name, size in shape.sizes.items()}
+        config = AutoConfig.for_model(shape.family, **own)
         config.num_hidden_layers = self.layers or config.num_hidden_layers
         if getattr(config, "attn_logit_softcapping", None):
             config._attn_implementation = "eager"  # some transformers choose a form that leaves the cap out
@@ -252,12 +255,12 @@ class Case:
 # ------------------------------------------------------------------ model and batches
 
 
-def base_model(case: Case, device: str, tiny: bool) -> Any:
+def base_model(case: Case, device: str, sizes: Sizes) -> Any:
     """Random bf16 weights, the same each time."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = SHAPES[case.shape].heads.from_config(case.config(tiny))
+        model = SHAPES[case.shape].heads.from_config(case.config(sizes))
     torch.set_default_dtype(torch.float32)
     model.config.use_cache = False
     return model
@@ -279,12 +282,17 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
         settings["base_dtype"] = case.base
     if memory := {name: gib for name in ("budget", "host") if (gib := getattr(case, name))}:
         settings["memory"] = memory
-    roles = ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears + experts
-    if case.method in ("lora", "dora"):
-        settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}
-    if case.method == "miss":
-        settings |= {"r": case.r, "dropout": case.dropout, "targets": roles}
-    return petune.wrap(model, method=case.method, **settings)
+    return petune.wrap(model, method=case.method, **settings, **method_settings(case))
+
+
+def method_settings(case: Case) -> dict[str, Any]:
+    """petune's settings of the case's method."""
+    shape = SHAPES[case.shape]
+    if case.method not in ("lora", "dora", "miss"):
+        return {}
+    roles = ["q", "k", "v", "o", "up", "down"] if shape.family == "bert" else [*shape.linears, *shape.experts]
+    settings = {"r": case.r, "dropout": case.dropout, "targets": roles}
+    return settings if case.method == "miss" else settings | {"alpha": 2 * case.r}
 
 
 def _of_peft(case: Case, peft: Any, linears: list[str], experts: list[str]) -> Any:
@@ -357,7 +365,7 @@ def measure(case: Case, before: str | None, device: str, tiny: bool) -> dict[str
     predictions = Predictions()
     logging.getLogger("petune").addHandler(predictions)
     logging.getLogger("petune").setLevel(logging.INFO)
-    model = tuned_model(case, base_model(case, device, tiny), before).train()
+    model = tuned_model(case, base_model(case, device, TINY if tiny else {}), before).train()
     trained = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     made = [

@@ -7,6 +7,7 @@ What cannot be fused stays as it is and the reason is said; nothing is patched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +27,7 @@ from petune.kernels.block.specs import spec_of
 from petune.kernels.block.unpad import Unpadded, leave_padding_out, owner_of
 from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
+from petune.kernels.graphs.lanes import Lanes
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.head.hooks import fuse_head, unfuse_head
 from petune.kernels.memory.offload import Store
@@ -268,14 +270,15 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
     stack.edges.append(InDtype())
     if stack.ladder is None and _recordable(model, stack, specs, plan):
-        stack.whole = Graphs()
+        most = math.ceil(plan.in_flight)
+        stack.whole = Graphs() if most == 1 else Lanes(most)
     return None
 
 
 def _recordable(model: nn.Module, stack: Stack, specs: Sequence[Spec], plan: Plan) -> bool:
-    """Whether blocks may run as CUDA graphs: these have fixed addresses, no peers, one pass on the way, and
-    tell nobody who is sent where."""
-    alone = stack.wire is None and shards_of(model) is None and specs[0].peers is None
+    """Whether blocks may run as CUDA graphs: these have fixed addresses and no peers, and tell nobody who is
+    sent where."""
+    alone = shards_of(model) is None and specs[0].peers is None
     alone = alone and not any(spec.mixtures for spec in specs)
     return plan.ops.name == "triton" and plan.memory.stream == "none" and alone
 
@@ -291,7 +294,7 @@ def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> 
         return specs
     _hooks_of(model).extend(_exchange_classes(ladder.numbered, specs, plan))
     ladder.ops = plan.ops
-    if _recordable(model, stack, specs, plan):
+    if stack.wire is None and _recordable(model, stack, specs, plan):
         stack.whole = Graphs(beside=True)
     return None
 

@@ -34,6 +34,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from petune.models.transition import transition
 
@@ -45,8 +46,12 @@ SEQ = 1  # the dim of an activation that holds tokens
 # bytes of one flat all-reduce: long enough for bandwidth, short enough not to matter beside the model
 BUCKET = 64 * 2**20
 
-# its name from torch 2.13, and before
+# from this many bytes of a rank's part the rows of a batch travel one by one
+LONG_ROW = 2**20
+
+# their names from torch 2.13, and before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def alone(group: Group) -> bool:
@@ -165,17 +170,35 @@ def _gather(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
     if x.dtype is torch.bool:  # not every backend has it
         return _gather(x.to(torch.uint8), sizes, group, dim).bool()
     _check(x, sizes, dim, dist.get_rank(group))
-    longest, own = max(sizes), x.shape[dim]
+    ranks, longest = len(sizes), max(sizes)
     if longest == 0:
         return x.clone()
-    part = x.movedim(dim, 0)
-    if own != longest:
-        part = torch.cat([part, part.new_zeros(longest - own, *part.shape[1:])])
-    found = part.new_empty(len(sizes) * longest, *part.shape[1:])
-    _all_gather(found, part.contiguous(), group=group)
-    if min(sizes) == longest:
-        return found.movedim(0, dim).contiguous()
-    return torch.cat([found[rank * longest :][:size].movedim(0, dim) for rank, size in enumerate(sizes)], dim)
+    even = min(sizes) == longest
+    if even and dim == SEQ and _travels_by_rows(x):
+        return _gathered_by_rows(x, ranks, group)
+    if x.shape[dim] < longest:
+        missing = _resized(x.shape, dim, longest - x.shape[dim])
+        x = torch.cat([x, x.new_zeros(missing)], dim)
+    found = x.new_empty(ranks, *x.shape)
+    _all_gather(found.flatten(0, 1), x.contiguous(), group=group)
+    if even and math.prod(x.shape[:dim]) == 1:  # the parts lie as they are wanted
+        return found.view(_resized(x.shape, dim, ranks * longest))
+    parts = zip(found, sizes, strict=True)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in parts], dim)
+
+
+def _travels_by_rows(part: Tensor) -> bool:
+    """Whether the rows of [b, own tokens, ...] travel one by one, in one launch: long ones do, as none has to
+    be copied to lie beside the others then."""
+    return part.is_cuda and len(part) > 1 and part.nbytes >= LONG_ROW * len(part)
+
+
+def _gathered_by_rows(x: Tensor, ranks: int, group: Group) -> Tensor:
+    found = x.new_empty(len(x), ranks * x.shape[SEQ], *x.shape[SEQ + 1 :])
+    with _coalescing_manager(group):
+        for whole, own in zip(found, x.contiguous(), strict=True):
+            _all_gather(whole, own, group=group)
+    return found
 
 
 def _check(x: Tensor, sizes: Sizes, dim: int, rank: int) -> None:
@@ -188,9 +211,17 @@ def _reduce_scatter(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """Sum over the ranks, of which each keeps its own tokens."""
     if max(sizes) == 0:
         return x.clone()
-    parts = [part.contiguous() for part in x.split(list(sizes), SEQ)]
-    own = torch.empty_like(parts[dist.get_rank(group)])
-    dist.reduce_scatter(own, parts, group=group)
+    own = x.new_empty(_resized(x.shape, SEQ, sizes[dist.get_rank(group)]))
+    if min(sizes) < max(sizes):
+        parts = [part.contiguous() for part in x.split(list(sizes), SEQ)]
+        dist.reduce_scatter(own, parts, group=group)
+    elif _travels_by_rows(own):
+        with _coalescing_manager(group):
+            for part, whole in zip(own, x.contiguous(), strict=True):
+                _reduce_scatter_one(part, whole, group=group)
+    else:
+        stacked = x.unflatten(SEQ, (len(sizes), -1)).movedim(SEQ, 0).contiguous()
+        _reduce_scatter_one(own, stacked.flatten(0, 1), group=group)
     return own
 
 

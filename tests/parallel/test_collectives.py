@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from petune.parallel import collectives
 from tests.pool import run
@@ -84,6 +85,30 @@ def test_backward_is_the_adjoint_of_forward(sizes: tuple[int, ...]) -> None:
         inside = inner[0] if SHARED.get(name) == "input" else sum(inner)
         assert outside == pytest.approx(inside, abs=1e-12), name
         assert (outside != 0) == (sum(sizes) > 0), name
+
+
+def by_rows(sizes: tuple[int, ...]) -> dict[str, list[Tensor]]:
+    """`both_ways` where every row is long enough to travel by itself."""
+    collectives._travels_by_rows = lambda part: len(part) > 1  # in this very process, which ends soon
+    return both_ways(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 2, 2)], ids=str)
+def test_rows_that_travel_one_by_one_are_those_that_travel_together(sizes: tuple[int, ...]) -> None:
+    together, apart = run(len(sizes), both_ways, sizes), run(len(sizes), by_rows, sizes)
+    for whole, rows in zip(together, apart, strict=True):
+        for name in NAMES:
+            torch.testing.assert_close(rows[name], whole[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "travels"), [(4, 2048, True), (1, 2048, False), (4, 16, False)], ids=str
+)
+def test_long_rows_of_a_gpu_travel_one_by_one(rows: int, tokens: int, travels: bool) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        part = torch.empty(rows, tokens, 4096, dtype=torch.bfloat16, device="cuda")
+    assert collectives._travels_by_rows(part) is travels
+    assert not collectives._travels_by_rows(torch.empty(4, 2048, 1024))
 
 
 def test_every_rank_gets_the_same_gradient_of_what_is_the_same_on_every_rank() -> None:

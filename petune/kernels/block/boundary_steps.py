@@ -44,8 +44,10 @@ class Enter(_Crossing):
     shares = True
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
-        self.over = self.x if self.connection == "whole" else None
+        whole = self.connection == "whole"
+        self.takes, self.gives = (self.x,), (self.y,)
+        self.keeps = {} if whole else {self.y: "all"}
+        self.over = self.x if whole else None
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""

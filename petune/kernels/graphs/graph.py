@@ -7,10 +7,11 @@ from itertools import chain
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.call import Call, Draws, Parts
-from petune.kernels.block.layout import MEMORY, Layout, angles_of
+from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, of_rows
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
@@ -26,8 +27,8 @@ Meeting = tuple[Tensor, Tensor, float]
 class Arrival:
     """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary
     positions, None where blocks read none; the segments of both; the form of each attention; what drops out
-    in each block. meeting: on a ladder, what its gates mix in, [levels, b, t, w], the gates [levels] and
-    their temperature."""
+    in each block; a bias by distance [heads, 2 longest - 1] that an earlier stage has handed on. meeting: on
+    a ladder, what its gates mix in, [levels, b, t, w], the gates [levels] and their temperature."""
 
     def __init__(
         self, call: Arguments, block: FusedBlock, here: Running, meeting: Meeting | None = None
@@ -40,16 +41,24 @@ class Arrival:
         self.segments, self.across = segments, across = _sides(hidden, memory, here)
         longest = hidden.shape[1] if segments is None else segments.longest
         layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)
-        self.backends = block.forms(hidden, layout)
+        self.backends, self.longest = block.forms(hidden, layout), layout.row
+        self.bias = cast("Tensor | None", call.get(BIAS))
         self.draws: Sequence[Draws] = ()
         self.meeting = meeting
-        trains = tuple(one is not None and one.requires_grad for one in (hidden, memory, block.distances))
+        distances = block.distances if self.bias is None else self.bias
+        trains = tuple(one is not None and one.requires_grad for one in (hidden, memory, distances))
         angles = (
             None
             if self.angles is None
             else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
         )
         self.bucket = Bucket.of(hidden.shape, segments, (self.backends, hidden.dtype, trains, angles), across)
+
+    def distances(self, block: FusedBlock, longest: int) -> Tensor | None:
+        """The bias by distance up to `longest`, made of the table of the first block, or what was handed on
+        with zeros where no two tokens are so far apart; None where blocks have none."""
+        room = longest - self.longest
+        return block.bias(None, longest) if self.bias is None else F.pad(self.bias, (room, room))
 
 
 def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segments | None, Segments | None]:
@@ -78,13 +87,13 @@ class Graph:
             below, *rooms = rooms
             self._meet(below, arrival.meeting)
         memory = rooms
-        device, table = inlet.device, block.distances
-        own = arrival.bucket.own
+        device, own = inlet.device, arrival.bucket.own
         self.slots, self.across = (
             self._slots(own, device) if arrival.bucket.segmented else None,
             self._slots(arrival.bucket.memory, device),
         )
-        bias = None if table is None else table.new_zeros(table.shape[1], 2 * own.longest - 1)
+        distances = arrival.distances(block, own.longest)
+        bias = None if distances is None else torch.zeros_like(distances)
         inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias}
         self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs]
         self.angles: tuple[Tensor, Tensor] | None = None

@@ -20,7 +20,7 @@ is one more inlet, [levels, m, w], and the gates themselves are another.
 
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
 so no other forward may be replayed in between: a `Turn` says whether one is on its way, and a second forward
-pass runs block by block.
+pass runs block by block, or takes another lane (see lanes.py).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
 from petune.rng.context import Running, bound_to, running
 
-# predicted seconds of a block's forward pass, below which its launches take about as long
-LAUNCH_BOUND = 1e-3
+# Predicted seconds of a block's forward pass, below which its launches take about as long: both passes of
+# one of 8B take 6.1 ms to launch, on 2,048 tokens of the H200 that runs them in 3.2 ms.
+LAUNCH_BOUND = 2e-3
 # replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)
 ONE_BY_ONE = 5
 RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
@@ -98,6 +99,12 @@ class Graphs:
         self.lost: dict[Bucket, float] = defaultdict(float)
         self.rooms: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether no forward pass of a recording waits for its backward pass."""
+        turn = self.turn()
+        return turn is None or turn.spent
+
     def takes(self, stack: Stack, call: Arguments) -> bool:
         """See petune.models.stack.Whole: a call that is whole, unmasked, for training."""
         hidden = call["hidden_states"]
@@ -109,7 +116,6 @@ class Graphs:
             and hidden.numel() > 0
             and call.get("attention_mask") is None
             and call.get("encoder_attention_mask") is None
-            and stack.wire is None
             and all(type(edges) in (Unpadded, InDtype) for edges in stack.edges)
             and all(isinstance(block, FusedBlock) for _, block in self._numbered(stack))
             and not torch.compiler.is_compiling()
@@ -167,7 +173,7 @@ class Graphs:
             return None
         weights = self._current(blocks)
         self.recorder = self.recorder or self.make(arrival.hidden.device)
-        reason = _reason(blocks, call, arrival, weights) or self.recorder.refusal()
+        reason = _reason(blocks, arrival, weights) or self.recorder.refusal()
         if reason is not None:
             self._say(f"{name} runs block by block, not as CUDA graphs: {reason}")
             return None
@@ -178,12 +184,13 @@ class Graphs:
         graph.place(arrival)
         turn = Turn(graph, weights)
         self.turn = weakref.ref(turn)
-        inputs = blocks[0].inputs(
-            arrival.hidden, arrival.memory, blocks[0].bias(None, graph.bucket.own.longest)
-        )
+        bias = arrival.distances(blocks[0], graph.bucket.own.longest)
+        inputs = blocks[0].inputs(arrival.hidden, arrival.memory, bias)
         inputs += [] if meeting is None else meeting[:2]
         out = Node.apply(turn, len(inputs), *inputs, *weights.trained)  # type: ignore[no-untyped-call]
-        return {"hidden_states": out}
+        # the next stage has no table to make one of
+        handed = None if stack.wire is None else blocks[0].bias(arrival.bias, arrival.longest)
+        return {"hidden_states": out, BIAS: handed}
 
     def _say(self, line: str) -> None:
         if line not in self.said:
@@ -212,8 +219,8 @@ class Graphs:
     def _graph(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
         """The recording to replay, made if it is due; None where one by one is the way this time."""
         self.calls += 1
-        turn, bucket = self.turn(), arrival.bucket
-        if turn is not None and not turn.spent:
+        bucket = arrival.bucket
+        if not self.idle:
             return None
         graph = self._fitting(arrival)
         self.lost[bucket] += ONE_BY_ONE if graph is None else graph.bucket.tokens / bucket.tokens - 1
@@ -321,12 +328,12 @@ class Graphs:
         return pieces
 
 
-def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, weights: Weights) -> str | None:
+def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
     """Why these blocks have to run one by one, though launches bound them; or None."""
-    inputs = arrival.hidden, arrival.memory, blocks[0].distances
+    inputs = arrival.hidden, arrival.memory, blocks[0].distances if arrival.bias is None else arrival.bias
     if not weights.trained and not any(one is not None and one.requires_grad for one in inputs):
         return "nothing of it trains"
-    if call.get(BIAS) is not None:
+    if arrival.bias is not None and arrival.bias.dim() == 4:
         return "it is handed a bias of relative positions"
     if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"

@@ -1,0 +1,50 @@
+"""Recordings for a stack that has several passes on the way at once, as a stage of a pipeline has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from petune.kernels.graphs.replay import Graphs
+from petune.models.stack import Call, Stack
+from petune.rng.context import Running
+
+
+class Lanes:
+    """A way through a fused stack (petune.models.stack.Whole) by the first of several `Graphs` whose
+    recordings are idle: none may be replayed between another's two passes in the same memory, so each pass on
+    the way has a lane with memory of its own.
+
+    most: how many there may be, each made when all before it are taken. A pass beyond them runs block by
+    block.
+    """
+
+    def __init__(self, most: int, make: Callable[[], Graphs] = Graphs) -> None:
+        self.most, self.make = most, make
+        self.lanes = [make()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has no recordings, as one of Graphs."""
+        return Lanes, (self.most, self.make)
+
+    def _free(self) -> Graphs:
+        """An idle lane, or the first one, which says what is wrong with a pass that none can take."""
+        for lane in self.lanes:
+            if lane.idle:
+                return lane
+        if len(self.lanes) == self.most:
+            return self.lanes[0]
+        lane = self.make()
+        lane.said = self.lanes[0].said
+        self.lanes.append(lane)
+        return lane
+
+    def takes(self, stack: Stack, call: Call) -> bool:
+        """See petune.models.stack.Whole."""
+        return self._free().takes(stack, call)
+
+    def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
+        """See petune.models.stack.Whole."""
+        return self._free()(stack, call, here, below)
