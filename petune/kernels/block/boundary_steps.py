@@ -49,6 +49,10 @@ class Enter(_Crossing):
         self.keeps = {} if whole else {self.y: "all"}
         self.over = self.x if whole else None
 
+    def talks(self, back: bool) -> bool:
+        """See Step."""
+        return back or self.connection != "whole"
+
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         x = v[self.x]
@@ -78,6 +82,10 @@ class Leave(_Crossing):
         self.takes, self.gives = (self.x,), (self.y,)
         self.keeps = {} if self.keep is None else {self.y: self.keep}
         self.over = self.x if self.connection == "whole" and not self.held else None
+
+    def talks(self, back: bool) -> bool:
+        """See Step."""
+        return not back or self.connection != "whole"
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""

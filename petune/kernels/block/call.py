@@ -17,6 +17,7 @@ from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program
 from petune.kernels.block.rows import Sink
 from petune.kernels.block.steps import Dropping, Run, Values
+from petune.kernels.block.turns import InTurns, Turns
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
@@ -48,7 +49,7 @@ class Spec:
     (module, name) of those of each attention that has some, and of each norm tensor. dropouts: where each
     probability is, which counts while training. boundaries: of the sub-layers that are cut across ranks, by
     number. exchanges: of each attention, None where all its tokens are here. rung and tile may be changed
-    between steps.
+    between steps. halved: the rows of this call go through in two halves, in turns.
     """
 
     program: Program
@@ -63,6 +64,7 @@ class Spec:
     exchanges: Sequence[Exchange | None] = ()
     rung: Rung = field(default_factory=Rung)
     tile: int | None = None
+    halved: bool = False
     store: Store | None = None
     banks: list[Bank | None] = field(default_factory=list)
     # the modules of the block that may be told to exchange tokens with other ranks
@@ -99,6 +101,14 @@ class Spec:
         spreads = (spread_of(mixture.experts) for mixture in self.mixtures)
         every = (*self.boundaries.values(), *self.exchanges, *spreads)
         return next((one for one in every if one is not None), None)
+
+    @property
+    def halvable(self) -> bool:
+        """Whether halves of a batch may go through in turns while others are on their way to ranks that share
+        the block: steps that talk say so, experts and rings do by themselves."""
+        rings = any(one is not None and one.kind == "ring" for one in self.exchanges)
+        whole = self.program.inputs == ("x",) and not self.mixtures and not rings
+        return whole and self.rung.offload == "none" and self.peers is not None
 
     @property
     def padded(self) -> str | None:
@@ -243,14 +253,13 @@ class Call:
         return found
 
     def forward(
-        self, inputs: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Values, list[Tensor | None]]:
-        """(the block's output for inputs [m, width], what its rung keeps, its stacked factors); autocast must
-        be off."""
+        self, inputs: Sequence[Tensor | None], tensors: Sequence[Tensor | None], turns: Turns | None = None
+    ) -> InTurns[tuple[Tensor, Values, list[Tensor | None]]]:
+        """(the block's output for inputs [m, width], what its rung keeps, its stacked factors), in turns with
+        another call where there is one; autocast must be off."""
         groups = self.groups(tensors)
-        y, kept = fold.forward(
-            self.spec.program, self.run(groups, tensors), inputs, self.rung.keep, self.tile
-        )
+        run = self.run(groups, tensors, turns)
+        y, kept = yield from fold.forward(self.spec.program, run, inputs, self.rung.keep, self.tile)
         return y, kept, [value for group in groups for value in group.factors]
 
     def backward(
@@ -261,15 +270,22 @@ class Call:
         tensors: Sequence[Tensor | None],
         needs: Sequence[bool],
         given: Sequence[bool],
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        turns: Turns | None = None,
+        sink: Sink | None = None,
+    ) -> InTurns[tuple[list[Tensor | None], list[Tensor | None]]]:
         """(the gradients of the inputs, those of `tensors`), None for what needs none, by `given` and
-        `needs`; kept and factors are what `forward` gave."""
+        `needs`; kept and factors are what `forward` gave. sink: of all calls that go in turns; the gradients
+        of `tensors` are left in it then."""
         groups = self.groups(tensors, factors)
-        run = self.run(groups, tensors)
-        grads = fold.backward(self.spec.program, run, dy, kept, needs, given, self.rung.keep, self.tile)
-        return grads, self.gradients(groups, tensors, run.sink)
+        run = self.run(groups, tensors, turns)
+        grads = yield from fold.backward(
+            self.spec.program, run, dy, kept, needs, given, self.rung.keep, self.tile, sink
+        )
+        return grads, self.gradients(groups, tensors, run.sink) if sink is None else []
 
-    def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> Run:
+    def run(
+        self, groups: Sequence[Group], tensors: Sequence[Tensor | None], turns: Turns | None = None
+    ) -> Run:
         """A pass of these groups."""
         own, norms = iter(tensors[TENSORS * sum(map(len, self.parts.groups)) :]), list[tuple[Tensor, ...]]()
         behind = [
@@ -298,6 +314,7 @@ class Call:
             boundaries=self.boundaries,
             batch=self.hows[0].batch,
             sinks=sinks,
+            turns=turns,
         )
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:

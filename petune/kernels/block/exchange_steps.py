@@ -39,6 +39,10 @@ class _Crossing(Step):
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
 
+    def talks(self, back: bool) -> bool:
+        """See Step."""
+        return True
+
     @property
     def _queries(self) -> Sizes:
         """Columns of queries of each rank that trades tokens for heads."""

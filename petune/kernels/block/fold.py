@@ -1,9 +1,10 @@
 """Both passes of a fused block: the steps of its program one after the other, tile by tile where that is
-asked for."""
+asked for, and in turns with another pass where there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,17 +13,18 @@ from petune.kernels.block.program import Program
 from petune.kernels.block.rows import Sink
 from petune.kernels.block.schedule import Section
 from petune.kernels.block.steps import Run, Values
+from petune.kernels.block.turns import InTurns
 from petune.kernels.configs import Level
 
 
 def forward(
     program: Program, run: Run, inputs: Sequence[Tensor | None], keep: Level, tile: int | None
-) -> tuple[Tensor, Values]:
+) -> InTurns[tuple[Tensor, Values]]:
     """(the block's output, what the rung keeps, the inputs among it)."""
     schedule = program.schedules.forward(keep)
     v: Values = dict(zip(program.inputs, inputs, strict=True))
     for section, drops in zip(schedule.sections, schedule.drops, strict=True):
-        _run(section, drops, run, v, _tiles(section, v, keep, tile))
+        yield from _run(section, drops, run, v, _tiles(section, v, keep, tile))
     y: Tensor = v.pop(program.y)
     return y, {name: v[name] for name in schedule.kept}
 
@@ -36,22 +38,25 @@ def backward(
     given: Sequence[bool],
     keep: Level,
     tile: int | None,
-) -> list[Tensor | None]:
+    sink: Sink | None = None,
+) -> InTurns[list[Tensor | None]]:
     """The gradients of the inputs, None for those not `given` as in need of one; those of what trains, as
-    `needs` says, go into run.sink.
+    `needs` says, go into run.sink, which is `sink` where several passes share one.
 
     `kept` is used up.
     """
     schedule = program.schedules.backward(keep, tuple(needs), tuple(given))
-    run.sink, run.wants, run.grads = Sink(needs), schedule.wants, {program.y: dy}
+    run.sink, run.wants, run.grads = sink or Sink(needs), schedule.wants, {program.y: dy}
     for section, drops in zip(schedule.sections, schedule.drops, strict=True):
-        _run(section, drops, run, kept, _tiles(section, kept, keep, tile))
+        yield from _run(section, drops, run, kept, _tiles(section, kept, keep, tile))
     return [run.grads.get(name) for name in program.inputs]
 
 
-def _run(section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: Sequence[slice]) -> None:
+def _run(
+    section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: Sequence[slice]
+) -> InTurns[None]:
     if len(tiles) < 2:
-        _act(section, run, v)
+        yield from _act(section, run, v)
         return
     found: list[Values] = []
     back: list[dict[str, Tensor]] = []
@@ -61,7 +66,7 @@ def _run(section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: S
         run.at(rows)
         run.grads = {name: grad[rows] for name, grad in grads.items()}
         tile = {name: None if v[name] is None else v[name][rows] for name in section.enters}
-        _act(section, run, tile)
+        yield from _act(section, run, tile)  # no step of rows talks
         found.append({name: tile[name] for name in section.leaves})
         back.append(run.grads)
         del tile
@@ -73,9 +78,14 @@ def _run(section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: S
         v[name] = joined([one.pop(name) for one in found])
 
 
-def _act(section: Section, run: Run, v: Values) -> None:
+def _act(section: Section, run: Run, v: Values) -> InTurns[None]:
     for action in section.actions:
-        action.run(run, v)
+        if run.turns is not None and action.step.talks(action.back):
+            held = list(v.values()), list(run.grads.values())
+            yield from run.turns.talk(partial(action.run, run, v))
+            del held
+        else:
+            action.run(run, v)
         for name in action.drops:
             v.pop(name, None)
 

@@ -26,6 +26,7 @@ from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
+from petune.kernels.block.halves import Halves, halves
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
@@ -34,7 +35,7 @@ from petune.models.boundary import BoundaryHook
 from petune.models.exchange import exchange_of
 from petune.models.experts import RoutesHook
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLayer, TunedLinear
-from petune.rng.context import running
+from petune.rng.context import bound, running
 from petune.rng.dropout import drawing
 
 
@@ -140,21 +141,38 @@ class FusedBlock(nn.Module):
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
         parts, memory = self.parts(), given.get(MEMORY)
-        layout, masks = (
-            Layout.of(hidden, memory, self.spec.by_sequence),
-            tuple(given.get(name) for name in MASKS),
-        )
+        if self.spec.halved and torch.is_grad_enabled():
+            return self.result(self._in_halves(parts, hidden, given), None)
+        layout = Layout.of(hidden, memory, self.spec.by_sequence)
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
-        draws = self.draws(parts, Places(layout, hidden, memory))
-        head_dim = self.spec.program.sizes.head_dim
-        angles = angles_of(given["position_embeddings"], head_dim) if self.spec.program.rotary else None
-        forms = self.forms(hidden, layout, masks, bias)
-        call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
+        call = self._call_of(parts, layout, hidden, given, bias)
         inputs = self.inputs(hidden, memory, bias)
         if torch.is_grad_enabled():
             return self.result(Node.apply(call, *inputs, *self.tensors(parts)), bias)  # type: ignore[no-untyped-call]
         call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
         return self.result(forward(call, inputs, self.tensors(parts))[0].view(hidden.shape), bias)
+
+    def _call_of(
+        self, parts: Parts, layout: Layout, hidden: Tensor, given: dict[str, Any], bias: Tensor | None = None
+    ) -> Call:
+        masks = tuple(given.get(name) for name in MASKS)
+        draws = self.draws(parts, Places(layout, hidden, given.get(MEMORY)))
+        head_dim = self.spec.program.sizes.head_dim
+        angles = angles_of(given["position_embeddings"], head_dim) if self.spec.program.rotary else None
+        forms = self.forms(hidden, layout, masks, bias)
+        return self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
+
+    def _in_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+        """Both halves of the rows, in turns; see `Spec.halved`."""
+        calls, numbers = [], running().rows
+        for rows in halves(len(hidden)):
+            own, cut = hidden[rows], {**given}
+            if (angles := given.get("position_embeddings")) is not None and len(angles[0]) > 1:
+                cut["position_embeddings"] = tuple(angle[rows] for angle in angles)
+            with bound(rows=None if numbers is None else numbers[rows]):
+                layout = Layout.of(own, None, self.spec.by_sequence)
+                calls.append(self._call_of(parts, layout, own, cut))
+        return Halves.apply(calls, hidden, *self.tensors(parts))  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def distances(self) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from petune.errors import UsageError
 from petune.kernels.block.call import Call
 from petune.kernels.block.steps import Values
+from petune.kernels.block.turns import alone
 from petune.kernels.memory.offload import Parked
 
 
@@ -30,7 +31,7 @@ class Node(torch.autograd.Function):
         )
         if any(ctx.needs_input_grad):
             ctx.parked = _park(call, kept)
-            flat, ctx.names = _flattened(kept)
+            flat, ctx.names = flattened(kept)
             ctx.save_for_backward(*tensors, *factors, *flat)
         return y.view(inputs[0].shape)
 
@@ -40,7 +41,7 @@ class Node(torch.autograd.Function):
         call, (count, factors) = ctx.call, ctx.numbers
         saved = ctx.saved_tensors
         tensors = saved[:count]
-        kept = _unflattened(saved[count + factors :], ctx.names)
+        kept = unflattened(saved[count + factors :], ctx.names)
         if ctx.parked is not None:
             kept |= call.spec.store.fetch(ctx.parked)
             ctx.parked = None  # its host memory is for the next step, though the graph may live on
@@ -53,8 +54,8 @@ class Node(torch.autograd.Function):
         first = 1 + len(ctx.inputs)
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
         with torch.autocast(dy.device.type, enabled=False):
-            found, grads = call.backward(
-                _rows_of(dy), kept, saved[count : count + factors], tensors, needs, given
+            found, grads = alone(
+                call.backward(rows_of(dy), kept, saved[count : count + factors], tensors, needs, given)
             )
         own = [
             None if grad is None else grad.view(shape).to(dtype)
@@ -69,12 +70,12 @@ def forward(
     """`call.forward` of the program's inputs, hidden states [..., width] and a bias as it is, under any
     autocast."""
     names = call.spec.program.inputs
-    rows = [one if name == "bias" else _rows_of(one) for name, one in zip(names, inputs, strict=True)]
+    rows = [one if name == "bias" else rows_of(one) for name, one in zip(names, inputs, strict=True)]
     with torch.autocast(inputs[0].device.type, enabled=False):
-        return call.forward(rows, tensors)
+        return alone(call.forward(rows, tensors))
 
 
-def _rows_of(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """[..., width] as a matrix whose last dim is dense; the gradient of a sum is one number everywhere, and
     is not."""
     rows = x.reshape(-1, x.shape[-1])
@@ -92,7 +93,7 @@ def _park(call: Call, kept: Values) -> Parked | None:
     return call.spec.store.park(sent)
 
 
-def _flattened(kept: Values) -> tuple[list[Tensor | None], list[tuple[str, int | None, Any]]]:
+def flattened(kept: Values) -> tuple[list[Tensor | None], list[tuple[str, int | None, Any]]]:
     """Tensors to save, and for each value its name, its place in a tuple or None, and itself where it is no
     tensor."""
     flat: list[Tensor | None] = []
@@ -105,7 +106,8 @@ def _flattened(kept: Values) -> tuple[list[Tensor | None], list[tuple[str, int |
     return flat, names
 
 
-def _unflattened(flat: Sequence[Tensor | None], names: Sequence[tuple[str, int | None, Any]]) -> Values:
+def unflattened(flat: Sequence[Tensor | None], names: Sequence[tuple[str, int | None, Any]]) -> Values:
+    """What was `flattened`."""
     kept: Values = {}
     for value, (name, at, other) in zip(flat, names, strict=True):
         value = other if value is None else value

@@ -19,6 +19,7 @@ from petune.kernels.block.attention import How
 from petune.kernels.block.mixture import MixturePart
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.rows import Rows, Sink
+from petune.kernels.block.turns import Turns
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.op_cost import (
@@ -51,7 +52,7 @@ class Run:
     wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
     rows: those of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each
     sub-layer that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut.
-    sinks: of each attention that has some.
+    sinks: of each attention that has some. turns: where another pass goes in turns with this one.
     """
 
     ops: Ops
@@ -69,6 +70,7 @@ class Run:
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     batch: int = 1
     sinks: Sequence[Tensor] = ()
+    turns: Turns | None = None
 
     def at(self, rows: slice | None) -> None:
         """Tell the groups which rows of the call they are given."""
@@ -112,6 +114,10 @@ class Step:
         """Take the gradients of what it gave out of `run.grads`, put those of what it took there and those of
         what trains into the sink."""
         raise NotImplementedError
+
+    def talks(self, back: bool) -> bool:
+        """Whether its pass, that for the way back or the other, waits for other ranks."""
+        return False
 
     # What it takes of time and memory, for the plan of a step: bytes of a row, kernels of so many rows.
 

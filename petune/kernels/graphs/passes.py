@@ -11,6 +11,7 @@ from torch import Tensor
 
 from petune.kernels.block.call import Call
 from petune.kernels.block.steps import Values
+from petune.kernels.block.turns import alone
 from petune.kernels.dispatch import Ops
 
 
@@ -69,7 +70,7 @@ class Passes:
             state = x
             if piece.gate is not None:
                 x = piece.gate.forward(state, piece.call.spec.ops)
-            x, kept, factors = piece.call.forward([x, *others], piece.tensors)
+            x, kept, factors = alone(piece.call.forward([x, *others], piece.tensors))
             self.kept.append((piece, factors, kept, state))
         self.outlet.copy_(x)
 
@@ -81,8 +82,8 @@ class Passes:
             piece, factors, kept, state = self.kept.pop()
             if dx is None:
                 continue
-            (dx, *others), grads = piece.call.backward(
-                dx, kept, factors, piece.tensors, piece.needs, piece.given
+            (dx, *others), grads = alone(
+                piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, piece.given)
             )
             sums = [_added(*one) for one in zip(sums, others, self.inlets[1:], strict=True)]
             found = [grad for grad in grads if grad is not None]

@@ -55,9 +55,6 @@ from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
 from petune.rng.context import Running, bound_to, running
 
-# Predicted seconds of a block's forward pass, below which its launches take about as long: both passes of
-# one of 8B take 6.1 ms to launch, on 2,048 tokens of the H200 that runs them in 3.2 ms.
-LAUNCH_BOUND = 2e-3
 # replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)
 ONE_BY_ONE = 5
 RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
@@ -70,9 +67,9 @@ class Graphs:
     its bucket have lost more time without it than it takes. Segments that no recording holds get one at once:
     what is smaller and of their kind will use it too.
 
-    Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a
-    mask, hooks on blocks, and with all activations kept on the device. Everything else goes block by block; a
-    reason that is worth knowing is said once.
+    Only where launches are what a block costs (`block_cost.LAUNCH_BOUND`); only in training with gradients,
+    without a mask, hooks on blocks, and with all activations kept on the device. Everything else goes block
+    by block; a reason that is worth knowing is said once.
 
     beside: whether its blocks are those of the ladder beside the stack, each behind a gate.
     """
@@ -205,7 +202,7 @@ class Graphs:
                 torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             )
             work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), *bucket.own)
-            self.worth[bucket] = rates.seconds(work, bucket.own.longest) < LAUNCH_BOUND
+            self.worth[bucket] = rates.seconds(work, bucket.own.longest) < block_cost.LAUNCH_BOUND
         return self.worth[bucket]
 
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:

@@ -26,6 +26,9 @@ Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising le
 NARROW = 0.75  # the share of the memory's rate that a product with few ranks reaches
 # the share of the matmuls' rate that those of 128 experts reach, about 512 rows each (benchmarks/grouped.py)
 GROUPED = 0.68
+# Seconds of a block's forward pass, below which the host launches it no faster than the device computes it:
+# both passes of one of 8B take 6.1 ms to launch, on 2,048 tokens of the H200 that runs them in 3.2 ms.
+LAUNCH_BOUND = 2e-3
 
 # ------------------------------------------------------------------ devices
 

@@ -19,6 +19,7 @@ from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, Sizes, compiled
 from petune.kernels.block.steps import Run
+from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import NAMES, Ops, reference_ops
 from petune.kernels.memory.shaped_program import remade
@@ -298,10 +299,10 @@ def test_a_block_calls_what_is_on_record_in_that_order(
     ahead, back = CALLS[name, keep]
     with recorded(program, monkeypatch) as (ops, log):
         run, x = run_of(program, ops), torch.ones(TOKENS, WIDTH, dtype=torch.float64)
-        _, kept = fold.forward(program, run, [x], keep, None)
+        _, kept = alone(fold.forward(program, run, [x], keep, None))
         assert log == ahead.split()
         log.clear()
-        fold.backward(program, run, x, kept, needs_of(program), [True], keep, None)
+        alone(fold.backward(program, run, x, kept, needs_of(program), [True], keep, None))
         assert log == back.split()
 
 
@@ -312,9 +313,9 @@ def test_a_first_block_makes_no_gradient_that_nobody_asks_for(
     program = program_of(name)
     with recorded(program, monkeypatch) as (ops, log):
         run, x = run_of(program, ops), torch.ones(TOKENS, WIDTH, dtype=torch.float64)
-        _, kept = fold.forward(program, run, [x], "all", None)
+        _, kept = alone(fold.forward(program, run, [x], "all", None))
         log.clear()
-        assert fold.backward(program, run, x, kept, needs_of(program), [False], "all", None) == [None]
+        assert alone(fold.backward(program, run, x, kept, needs_of(program), [False], "all", None)) == [None]
         assert log[-2:] == ["qkv.dlow", "qkv.learn"]
 
 
@@ -324,9 +325,9 @@ def test_nothing_below_what_trains_is_gone_back_through(monkeypatch: pytest.Monk
     needs = [at in down.tensors for at in range(len(needs_of(program)))]
     with recorded(program, monkeypatch) as (ops, log):
         run, x = run_of(program, ops), torch.ones(TOKENS, WIDTH, dtype=torch.float64)
-        _, kept = fold.forward(program, run, [x], "attention", None)
+        _, kept = alone(fold.forward(program, run, [x], "attention", None))
         log.clear()
-        fold.backward(program, run, x, kept, needs, [False], "attention", None)
+        alone(fold.backward(program, run, x, kept, needs, [False], "attention", None))
     assert not [
         call
         for call in log
@@ -389,11 +390,11 @@ def test_a_block_that_is_cut_calls_the_same_and_talks_as_is_on_record(
     with recorded(program, monkeypatch) as (ops, log):
         run, x = run_of(program, ops), torch.ones(TOKENS, WIDTH, dtype=torch.float64)
         run.boundaries = {0: Watched(said), 1: Watched(said)}  # type: ignore[dict-item]
-        _, kept = fold.forward(program, run, [x], keep, None)
+        _, kept = alone(fold.forward(program, run, [x], keep, None))
         assert log == CALLS[name, keep][0].split() and said == AHEAD
         log.clear()
         said.clear()
-        fold.backward(program, run, x, kept, needs_of(program), [True], keep, None)
+        alone(fold.backward(program, run, x, kept, needs_of(program), [True], keep, None))
         assert sorted(log) == sorted(CALLS[name, keep][1].split()) and sorted(said) == sorted(
             SAID[name][keep]
         )
@@ -417,8 +418,8 @@ def test_tiles_give_the_gradients_of_all_rows_at_once(name: str, keep: Level) ->
     for tile in (None, 1, 5, TOKENS):
         run = run_of(program, reference_ops())
         run.boundaries = dict.fromkeys((0, 1), Watched([]))  # type: ignore[assignment]
-        y, kept = fold.forward(program, run, [x], keep, tile)
-        (dx,) = fold.backward(program, run, x.flip(0), kept, needs_of(program), [True], keep, tile)
+        y, kept = alone(fold.forward(program, run, [x], keep, tile))
+        (dx,) = alone(fold.backward(program, run, x.flip(0), kept, needs_of(program), [True], keep, tile))
         found.append({"y": y, "dx": dx, **{str(key): value for key, value in run.sink.found.items()}})
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)

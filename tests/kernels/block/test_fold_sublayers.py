@@ -24,6 +24,7 @@ from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, Sizes, compiled
 from petune.kernels.block.specs import read_sublayers
 from petune.kernels.block.steps import Run
+from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import reference_ops
 from petune.methods.adapter import tune
@@ -135,8 +136,8 @@ def folded(
     needs = [value is not None for group in parts for part in group for value in part.tensors]
     needs += [True] * (len(inner) + sum(map(len, norms)))
     with torch.no_grad():
-        y, kept = fold.forward(program, run, inputs, keep, tile)
-        grads = fold.backward(program, run, dy, kept, needs, [True] * len(inputs), keep, tile)
+        y, kept = alone(fold.forward(program, run, inputs, keep, tile))
+        grads = alone(fold.backward(program, run, dy, kept, needs, [True] * len(inputs), keep, tile))
     tensors = [
         value for group in layers for one in group for value in (one.weight, one.bias, None, None, None)
     ]

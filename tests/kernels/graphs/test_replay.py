@@ -26,6 +26,7 @@ from petune.kernels.graphs import replay
 from petune.kernels.graphs.bucket import Bucket
 from petune.kernels.graphs.recorder import CudaRecorder
 from petune.kernels.graphs.replay import Graphs, ungraph
+from petune.kernels.memory import block_cost
 from petune.models import family_of
 from petune.models.frozen_weight import FORMS, QuantisedWeight
 from petune.models.quantise import quantise_blocks
@@ -371,7 +372,7 @@ def test_a_batch_is_served_by_any_larger_recording_and_gets_one_where_there_is_n
 
 
 def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "LAUNCH_BOUND", 0.0)
+    monkeypatch.setattr(block_cost, "LAUNCH_BOUND", 0.0)
     model, plain, recorder = pair("bert")
     for step in range(3):
         assert_same_step(model, plain, batch("bert", (9, 4), step))
@@ -381,7 +382,7 @@ def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.
 def test_rows_that_keep_the_device_busy_do_not_wait_for_one_another_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replay, "LAUNCH_BOUND", 0.0)
+    monkeypatch.setattr(block_cost, "LAUNCH_BOUND", 0.0)
     model, plain, _ = pair("llama")
     asked: list[bool] = []
     takes = Graphs.takes
@@ -402,7 +403,6 @@ def test_rows_that_keep_the_device_busy_do_not_wait_for_one_another_again(
 def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     monkeypatch: pytest.MonkeyPatch, width: int, tokens: int, replays: bool
 ) -> None:
-    from petune.kernels.memory import block_cost
     from petune.kernels.memory.shape import BlockShape, Ranks
 
     gated = width == 4096

@@ -24,6 +24,7 @@ from petune.kernels.block.packed_linear import SUMMED, Group
 from petune.kernels.block.part import Part
 from petune.kernels.block.program import Program
 from petune.kernels.block.steps import Run
+from petune.kernels.block.turns import alone
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
@@ -593,7 +594,7 @@ def test_the_tables_say_what_the_engine_holds(
         run.hows = [replace(run.hows[0], part=Part(deaf, rows, attend.traded))]  # type: ignore[arg-type]
     x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")
     with Live() as ahead:
-        y, kept = fold.forward(program, run, [x], keep, tile)
+        y, kept = alone(fold.forward(program, run, [x], keep, tile))
     standing = sum(
         value.untyped_storage().nbytes() for value in tree_leaves(kept) if isinstance(value, Tensor)
     )
@@ -602,7 +603,7 @@ def test_the_tables_say_what_the_engine_holds(
     del y
     dy = torch.empty_like(x)
     with Live() as back:
-        fold.backward(program, run, dy, kept, needs, [True], keep, tile)
+        alone(fold.backward(program, run, dy, kept, needs, [True], keep, tile))
     found = max(x.nbytes + ahead.peak, standing + x.nbytes + back.peak)
     said = standing + buffers.working_set(shape, keep, tokens, tile)
     found += 2 * shape.expert_factors  # in the dtype of the computation, as the engine is given them here
