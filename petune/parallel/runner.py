@@ -31,7 +31,7 @@ from petune.parallel.pipeline.schedule import Pipeline
 from petune.parallel.placement import Place, Placement, parts_of, place_of
 from petune.parallel.plan import apportion
 from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_losses
-from petune.rng.context import Running
+from petune.rng.context import Running, bound, moved, twins
 from petune.rng.dropout import drawing
 
 T = TypeVar("T")
@@ -194,11 +194,12 @@ class Runner:
 
     def _forward_backward(self, batch: Batch, total: float, key: int | None) -> Tensor:
         trained = int((batch["labels"] >= 0).sum())  # counted where nothing has to wait for it
-        batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
+        batch, host = moved(batch, self.mesh.device)
         objective = self.objective
         if objective.pieces is not None:
             return backward_in_pieces(self.model, batch, objective, objective.pieces, total, key) / total
-        with drawing(Running(rows=batch.get("rows"), key=key)), objective.autocast():
+        here = Running(rows=batch.get("rows"), key=key, host=twins(batch, host))
+        with drawing(here), objective.autocast():
             loss = objective.fused_loss(self.model, batch, trained)
             outputs = objective.forward(self.model, batch) if loss is None else None
         if outputs is not None:
@@ -290,10 +291,10 @@ class Runner:
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor | None:
         """Whole logits of this replica's rows, on the last stage of a pipeline; None on the others."""
-        batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
         if self.pipeline is not None:
             return self.pipeline.logits(batch)
-        with self.objective.autocast():
+        batch, host = moved(batch, self.mesh.device)
+        with bound(host=twins(batch, host)), self.objective.autocast():
             return self.objective.forward(self.model, batch).logits
 
     @property

@@ -10,13 +10,16 @@ thread-local, as autograd recomputes on a thread of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import local
 from typing import Any
 
+import torch
 from torch import Tensor
+
+Twins = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass
@@ -31,7 +34,9 @@ class Running:
     held here. segments: which tokens of a padded or packed batch are kept and attend to each other
     (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the
     encoder's tokens, inside a decoder that attends across to them. passing: which of several passes that are
-    on the way at once this is (petune.kernels.memory.offload.Passing), else None.
+    on the way at once this is (petune.kernels.memory.offload.Passing), else None. host: pairs of a
+    tensor on a device that the call was given and the same on the CPU, where it came from; neither is
+    changed. See `on_host`.
     """
 
     rows: Tensor | None = None
@@ -44,6 +49,7 @@ class Running:
     segments: Any = None
     memory: Any = None
     passing: Any = None
+    host: Twins = ()
 
 
 _now = local()
@@ -73,3 +79,30 @@ def bound_to(here: Running) -> Iterator[Running]:
         yield _now.running
     finally:
         _now.running = before
+
+
+# ------------------------------------------------------------------ what the host knows without asking
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The same tensor on the CPU where the running call knows it, so that nothing waits for the device; else
+    the tensor itself."""
+    twin = next((host for given, host in running().host if given is tensor), tensor)
+    return twin if twin.shape == tensor.shape else tensor
+
+
+def moved(batch: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the batch on `device`, on its way there without a wait; what of it the CPU has and the device got a
+    copy of)."""
+    there = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    copied = {
+        name: value
+        for name, value in batch.items()
+        if value.device.type == "cpu" and there[name] is not value
+    }
+    return there, copied
+
+
+def twins(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> Twins:
+    """`Running.host` of a call that is given the tensors `there`, of which the CPU has those in `here`."""
+    return tuple((there[name], value) for name, value in here.items() if name in there)

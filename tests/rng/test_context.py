@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 import torch
 
-from petune.rng.context import Running, bound, bound_to, running
+from petune.rng.context import Running, bound, bound_to, moved, on_host, running, twins
 
 
 def test_outside_any_call_nothing_is_known() -> None:
@@ -80,3 +80,29 @@ def test_each_thread_has_its_own() -> None:
         thread.join()
         assert running().key == 7
     assert seen == [None, 8]
+
+
+# ------------------------------------------------------------------ what the host knows
+
+
+def test_a_tensor_is_found_on_the_host_inside_the_call_that_knows_it() -> None:
+    given, host = torch.empty(2, 3, device="meta"), torch.zeros(2, 3)
+    with bound(host=((given, host), (host, host[:1]))):
+        assert on_host(given) is host
+        assert on_host(given[:]) is not host, "another tensor"
+        assert on_host(host) is host, "a twin has its shape"
+    assert on_host(given) is given
+
+
+def test_what_the_device_got_a_copy_of_is_what_the_host_has() -> None:
+    batch = {"ids": torch.zeros(2, 3), "there": torch.empty(2, device="meta")}
+    there, here = moved(batch, torch.device("meta"))
+    assert {name: value.device.type for name, value in there.items()} == {"ids": "meta", "there": "meta"}
+    assert here == {"ids": batch["ids"]}
+    assert twins(there, here) == ((there["ids"], batch["ids"]),)
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    batch = {"ids": torch.zeros(2, 3)}
+    there, here = moved(batch, torch.device("cpu"))
+    assert there["ids"] is batch["ids"] and here == {}

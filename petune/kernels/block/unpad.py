@@ -18,7 +18,7 @@ padding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
 from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Call, Stack
-from petune.rng.context import Running, running
+from petune.rng.context import Running, on_host, running
 
 # Stands in for the attention mask of a call whose segments are known. Hugging Face hands a mask with four
 # dims on as it is, so the [b, 1, t, t] that nobody would read is never made; a block that reads it after all
@@ -269,7 +269,9 @@ class FindSegments:
             self.last = (
                 mask,
                 mask._version,
-                from_mask(mask.to(hidden.device)) if fits else "it is no mask of rows",
+                _there(from_mask(_reader(hidden.device, mask)(mask)), hidden.device)
+                if fits
+                else "it is no mask of rows",
             )
         return self.last[2]
 
@@ -287,7 +289,7 @@ class FindSegments:
                 else "it is no mask of rows"
             )
         elif positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
-            found = from_positions(positions.expand(rows, -1))
+            found = _there(from_positions(on_host(positions).expand(rows, -1)), inputs.device)
         if isinstance(found, str):
             return None
         if found is None and self.causal and _masks_whole_rows(config, tokens):
@@ -299,14 +301,15 @@ class FindSegments:
     ) -> Segments | str | None:
         """What a mask [b, t] says, or, said once, why its padding is computed."""
         found: Segments | str | None = self.unknown or "the model was not called by its head"
-        mask = given.to(device)
         if self.unknown is None and self.asked is not None:
-            read = None if self.feeds else _labelled(self.asked, mask)
-            found = (
-                read
-                if isinstance(read, str)
-                else from_mask(mask, self._pooled(config, call, mask) if read is None else read)
-            )
+            labels = [] if self.feeds else _of_tokens(self.asked)
+            ids = call.get("input_ids") if self.pools and not labels else None
+            read = _reader(device, given, *labels, *([] if ids is None else [ids]))
+            mask = read(given)
+            wanted = _labelled([read(value) for value in labels], mask)
+            if wanted is None:
+                wanted = self._pooled(config, None if ids is None else read(ids), mask)
+            found = wanted if isinstance(wanted, str) else _there(from_mask(mask, wanted), device)
         if self.feeds:
             self.last = given, given._version, found
         if isinstance(found, str) and found not in self.said and torch.is_grad_enabled():
@@ -314,12 +317,12 @@ class FindSegments:
             say(f"kernels: padding, where there is any, is computed too: {found}")
         return found
 
-    def _pooled(self, config: Any, call: Call, mask: Tensor) -> Tensor | None:
+    def _pooled(self, config: Any, ids: Tensor | None, mask: Tensor) -> Tensor | None:
         """Where a decoder's classifier finds the token that it pools, [b, t]: the last of these, or the last
         of all."""
         if not self.pools:
             return None
-        ids, pad = call.get("input_ids"), getattr(config, "pad_token_id", None)
+        pad = getattr(config, "pad_token_id", None)
         return torch.ones_like(mask, dtype=torch.bool) if ids is None or pad is None else ids != pad
 
 
@@ -345,14 +348,30 @@ def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
     )
 
 
-def _labelled(call: Call, mask: Tensor) -> Tensor | str | None:
+def _reader(device: torch.device, *read: Tensor) -> Callable[[Tensor], Tensor]:
+    """How to read the tensors that segments are found by: as the host has them, where it has all of them,
+    else on `device`, for which the host then waits."""
+    known = all(on_host(value).device.type == "cpu" for value in read)
+    return on_host if known else lambda value: value.to(device)
+
+
+def _there(found: Segments | str | None, device: torch.device) -> Segments | str | None:
+    """What was found, on the device that computes on it."""
+    return found.to(device) if isinstance(found, Segments) else found
+
+
+def _of_tokens(call: Call) -> list[Tensor]:
+    """The labels of a call that are of tokens."""
+    labels = [value for name in ("labels", "shift_labels") if isinstance(value := call.get(name), Tensor)]
+    return [value for value in labels if value.dim() > 1 and not value.is_floating_point()]
+
+
+def _labelled(labels: Sequence[Tensor], mask: Tensor) -> Tensor | str | None:
     """Where labels of tokens stand that count, [b, t]; None without such labels, in words that they cannot be
     laid on the mask."""
-    labels = [value for name in ("labels", "shift_labels") if isinstance(value := call.get(name), Tensor)]
-    labels = [value for value in labels if value.dim() > 1 and not value.is_floating_point()]
     if any(value.shape != mask.shape for value in labels):
         return "labels have another shape than the mask"
-    places = [value.to(mask.device) != IGNORED for value in labels]
+    places = [value != IGNORED for value in labels]
     return torch.stack(places).any(0) if places else None
 
 

@@ -2,8 +2,9 @@
 they are packed and put back.
 
 A batch [b, t] is padded (`attention_mask`) or packed (`position_ids` that restart);
-petune.kernels.block.unpad finds out which, in a running model. On the CPU nothing waits; on a CUDA device the
-host waits once, for the lengths.
+petune.kernels.block.unpad finds out which, in a running model. On the CPU nothing waits, and what is
+found there goes to a device without a wait (`Segments.to`); of a mask on a CUDA device the host waits once,
+for the lengths.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -79,6 +80,13 @@ class Segments:
             torch.tensor(own, device=device)[:, None] + torch.arange(length, device=device)
             for length, own in firsts.items()
         )
+
+    def to(self, device: torch.device) -> Segments:
+        """The same on `device`, on the way there; the host does not wait."""
+        if self.starts.device == device:
+            return self
+        places = None if self.places is None else _sent(self.places, device)
+        return replace(self, starts=_sent(self.starts, device), places=places)
 
     @property
     def _places(self) -> Tensor:
@@ -183,6 +191,10 @@ def _true(values: Tensor, count: int) -> Tensor:
     """Where the `count` entries of `values` [n] that are not zero lie; the device is not asked how many there
     are."""
     return torch.nonzero_static(values, size=count).squeeze(1)
+
+
+def _sent(value: Tensor, device: torch.device) -> Tensor:
+    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
 
 
 def _shape(x: Tensor) -> tuple[int, int]:

@@ -41,9 +41,10 @@ from petune.models.stack import Stack, own_stacks
 from petune.parallel.mesh import Coordinate, Mesh
 from petune.parallel.objective import Batch, Objective
 from petune.parallel.pipeline.stage_io import WORDS, Kind, Kinds, Slot, decoded, encoded, lengths_of
-from petune.parallel.pipeline.stage_module import LOSS, PADDING, Chunk, Now
+from petune.parallel.pipeline.stage_module import LOSS, PADDING, Chunk, Now, filled_up, shared_out
 from petune.parallel.pipeline.stages import cut_stage
 from petune.parallel.plan import ParallelPlan
+from petune.rng.context import moved
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -181,9 +182,9 @@ class Pipeline:
         """
         self.now.total, self.now.key, self.now.training = total, key, True
         self.now.trained = _trained(batch, pieces, self.texts)  # counted where nothing has to wait for it
-        batch = self._padded(batch, pieces)
+        batch, host = self._padded(batch, pieces)
         losses: list[Tensor] = []
-        self._step(batch, pieces, target=batch["rows"], losses=losses)
+        self._step(batch, host, pieces, target=batch["rows"], losses=losses)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=LOSS, device=self.device)
         dist.broadcast(loss, group_src=self.final % self.plan.pp, group=self.group)
         return float(loss)
@@ -193,17 +194,18 @@ class Pipeline:
         """Logits of all rows on the last stage, None on the others."""
         self.now.key, self.now.training = None, False
         pieces = self._pieces(len(input_of(batch)))
-        self._step(self._padded(batch, pieces), pieces)
+        self._step(*self._padded(batch, pieces), pieces)
         found, self.now.logits = self.now.logits, []
         return torch.cat(found) if found else None
 
-    def _step(self, batch: Batch, pieces: int, **more: Any) -> None:
-        """Run the schedule. torch wraps what a stage raises; it comes out as it was raised, as its kind
-        decides what follows."""
+    def _step(self, batch: Batch, host: Batch, pieces: int, **more: Any) -> None:
+        """Run the schedule on what `_padded` gives. torch wraps what a stage raises; it comes out as it was
+        raised, as its kind decides what follows."""
         schedule = self._schedule(batch, pieces)
         for chunk in self.chunks:
             chunk.piece = 0
         self.now.passing = self._passing(schedule, pieces) if self.now.training else {}
+        self.now.host = shared_out(host, pieces)
         try:
             schedule.step(return_outputs=False, **more, **batch)
         except RuntimeError as error:
@@ -211,7 +213,7 @@ class Pipeline:
                 raise
             raise error.__cause__ from None
         finally:
-            self.now.passing = {}
+            self.now.passing, self.now.host = {}, ()
 
     def _passing(self, schedule: Any, pieces: int) -> dict[tuple[int, int], Passing]:
         """Each pass of this rank by stage and piece, which knows the pass that goes back after it."""
@@ -238,21 +240,20 @@ class Pipeline:
         pieces = max(1, min(self.plan.microbatches, rows))
         return pieces if pieces < self.plan.pp else pieces - pieces % self.plan.pp
 
-    def _padded(self, batch: Batch, pieces: int) -> Batch:
-        """The batch on the device with rows numbered, and copies of its first row until it divides; those
-        have the number PADDING."""
-        batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+    def _padded(self, batch: Batch, pieces: int) -> tuple[Batch, Batch]:
+        """(the batch on the device with rows numbered, and copies of its first row until it divides, those
+        with the number PADDING; as many rows of what of it the CPU has and somebody may ask for)."""
+        batch, host = moved(batch, self.device)
+        # nobody waits for numbers of rows, nor for pictures and sounds
+        host = {name: own for name, own in host.items() if name != "rows" and not own.is_floating_point()}
         number = len(input_of(batch))
         batch.setdefault("rows", torch.arange(number, device=self.device))
         missing = -number % (pieces * self.texts)
         self.now.padded = missing > 0
         if missing:
-            batch = {
-                name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])])
-                for name, value in batch.items()
-            }
+            batch, host = filled_up(batch, missing), filled_up(host, missing)
             batch["rows"][number:] = PADDING
-        return batch
+        return batch, host
 
     def _schedule(self, batch: Batch, pieces: int) -> Any:
         """The schedule for batches of these shapes. Only the last one of each kind is kept: it holds what is

@@ -19,7 +19,7 @@ from petune.kernels.memory.offload import Passing
 from petune.parallel.objective import Batch, Objective, Outputs, rows_of
 from petune.parallel.pipeline.stage_io import Kind, Kinds, Leave
 from petune.parallel.pipeline.stages import ends_of
-from petune.rng.context import Running
+from petune.rng.context import Running, twins
 from petune.rng.dropout import drawing
 
 # torch 2.13: tensors without a gradient are not answered
@@ -31,7 +31,8 @@ LOSS = torch.float64  # of the scalar that the last stage gives
 @dataclass
 class Now:
     """What holds for the call that is running. trained: labels that count at most, by piece; passing: of each
-    stage and piece that will go back, which pass it is."""
+    stage and piece that will go back, which pass it is; host: of each piece, what of its batch the CPU
+    has."""
 
     total: float = 1.0
     key: int | None = None
@@ -40,6 +41,7 @@ class Now:
     logits: list[Tensor] = field(default_factory=list)
     trained: Sequence[int] = ()
     passing: Mapping[tuple[int, int], Passing] = field(default_factory=dict)
+    host: Sequence[Batch] = ()
 
 
 class Chunk(nn.Module):
@@ -91,8 +93,9 @@ class Chunk(nn.Module):
         values = iter(arrived)
         self.ends.put([None if kind is None else next(values) for kind in self.incoming])
         passing = self.now.passing.get((self.number, self.piece))
+        host = twins(batch, self.now.host[self.piece]) if self.now.host else ()
         self.piece += 1
-        here = Running(rows=batch["rows"], key=self.now.key, passing=passing)
+        here = Running(rows=batch["rows"], key=self.now.key, passing=passing, host=host)
         with drawing(here), self.objective.autocast():
             yield
 
@@ -141,6 +144,19 @@ class Chunk(nn.Module):
     def _keep(self, logits: Tensor, batch: Batch) -> Tensor:
         self.now.logits.append(logits[batch["rows"] != PADDING] if self.now.padded else logits)
         return torch.zeros((), dtype=LOSS, device=logits.device)
+
+
+def filled_up(batch: Batch, missing: int) -> Batch:
+    """The batch and so many copies of its first row."""
+    return {
+        name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for name, value in batch.items()
+    }
+
+
+def shared_out(batch: Batch, pieces: int) -> list[Batch]:
+    """The rows of each piece, as torch shares out those of a batch that divides."""
+    parts = {name: value.tensor_split(pieces) for name, value in batch.items()}
+    return [{name: part[at] for name, part in parts.items()} for at in range(pieces)]
 
 
 def _without_rows(batch: Batch) -> Batch:
