@@ -61,7 +61,6 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -76,7 +75,6 @@ from benchmarks.shapes import SHAPES as MODELS
 from benchmarks.shapes import TINY, Case, Sizes, base_model, batches, method_settings
 from petune.files.ranges import RangeReader
 from petune.kernels.configs import KernelsName, MemoryConfig
-from petune.kernels.memory import block_cost
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
 from petune.models import family_of
@@ -507,9 +505,7 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
     fuse_as_training_does(runner, job, options)
     mine = runner.share(list(range(job.rows)))
     part = {name: value[mine] for name, value in batch.items()} | {"rows": torch.tensor(mine)}
-    # on a GPU halves of however few tokens go in turns, and a pipeline's stages are replayed
-    with patch.object(block_cost, "LAUNCH_BOUND", block_cost.LAUNCH_BOUND if plan.cut is None else 0.0):
-        found = runner.backward([part], total)
+    found = runner.backward([part], total)
     gradients = runner.whole({name: _gradient(value) for name, value in runner.tuned.items()})
     answer = {"plan": describe(plan), "loss": loss, "loss_difference": abs(found - loss), "own": own}
     return answer | (_differences(gradients, expected) if mesh.main else {})

@@ -33,7 +33,7 @@ class Boundary(Protocol):
     shape.
 
     first: the number in the whole model of the first feature that this rank's part of the way out reads.
-    overlapped: matmuls hide the communication, tile by tile, which only hooks can do. own: the caller has no
+    overlapped: other work is to hide the communication. own: the caller has no
     more use for what it gives, which may be written over.
     """
 

@@ -95,7 +95,11 @@ class CutConfig:
         },
     )
     overlap: bool = field(
-        default=False, metadata={"doc": "hide communication behind the adjoining matmul, in ring tiles"}
+        default=False,
+        metadata={
+            "doc": "hide communication: in fused blocks of one half of the rows behind the other half, else"
+            " behind the adjoining matmul, in ring tiles"
+        },
     )
 
 
@@ -175,10 +179,7 @@ class ParallelConfig:
     def unfused(self) -> str | None:
         """Why blocks under these axes are not fused, or None."""
         staged = self.pp is not None and size_of(self.pp) != 1
-        if staged and self.dp is not None and self.dp.shard:
-            return STAGES_SHARDED
-        cuts = [axis for axis in self.axes.values() if isinstance(axis, CutConfig) and size_of(axis) != 1]
-        return OVERLAPPED if any(axis.overlap for axis in cuts) else None
+        return STAGES_SHARDED if staged and self.dp is not None and self.dp.shard else None
 
     @property
     def shards(self) -> bool:
@@ -243,7 +244,6 @@ def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
     )
 
 
-OVERLAPPED = "overlap hides communication behind matmuls tile by tile"
 STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their weights"
 
 

@@ -18,7 +18,6 @@ from petune.models.spec import Config, Family, Shape, StackName, StackRule
 from petune.parallel.configs import (
     CUTS,
     LOOPED,
-    OVERLAPPED,
     ROWS,
     STAGES_SHARDED,
     Connection,
@@ -119,9 +118,7 @@ class ParallelPlan:
     @property
     def unfused(self) -> str | None:
         """Why blocks under this plan are not fused, or None; ParallelConfig.unfused says it of settings."""
-        if self.pp > 1 and self.sharding is not None:
-            return STAGES_SHARDED
-        return OVERLAPPED if self.cut is not None and self.cut.overlap else None
+        return STAGES_SHARDED if self.pp > 1 and self.sharding is not None else None
 
 
 ALONE = ParallelPlan()

@@ -103,12 +103,14 @@ class Spec:
         return next((one for one in every if one is not None), None)
 
     @property
-    def halvable(self) -> bool:
-        """Whether halves of a batch may go through in turns while others are on their way to ranks that share
-        the block: steps that talk say so, experts and rings do by themselves."""
-        rings = any(one is not None and one.kind == "ring" for one in self.exchanges)
-        whole = self.program.inputs == ("x",) and not self.mixtures and not rings
-        return whole and self.rung.offload == "none" and self.peers is not None
+    def overlapped(self) -> bool:
+        """Whether its communication is to be hidden behind other work."""
+        return any(boundary.overlapped for boundary in self.boundaries.values())
+
+    @property
+    def unhalved(self) -> str | None:
+        """Why halves of a batch may not go through in turns, or None."""
+        return None if self.program.inputs == ("x",) else "its blocks read an encoder or a bias of positions"
 
     @property
     def padded(self) -> str | None:

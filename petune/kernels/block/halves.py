@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from petune.kernels.block.call import Call
-from petune.kernels.block.node import flattened, rows_of, unflattened
+from petune.kernels.block.node import fetched, flattened, park, rows_of, unflattened
 from petune.kernels.block.rows import Sink
 from petune.kernels.block.turns import Turns, together
 
@@ -39,6 +39,7 @@ class Halves(torch.autograd.Function):
         ctx.calls, ctx.dtype = calls, hidden.dtype
         if any(ctx.needs_input_grad):
             factors = found[0][2]
+            ctx.parked = [park(call, one) for call, (_, one, _) in zip(calls, found, strict=True)]
             kept = [flattened(one) for _, one, _ in found]
             ctx.names, ctx.ends = [names for _, names in kept], [len(flat) for flat, _ in kept]
             ctx.counts = len(tensors), len(factors)
@@ -54,6 +55,9 @@ class Halves(torch.autograd.Function):
             unflattened(flat, names)
             for flat, names in zip((rest[: ctx.ends[0]], rest[ctx.ends[0] :]), ctx.names, strict=True)
         ]
+        for at in (1, 0):  # the last that was parked first
+            kept[at] = fetched(ctx.calls[at], kept[at], ctx.parked[at])
+        ctx.parked = [None, None]
         del saved, rest
         given, needs = ctx.needs_input_grad[1:2], ctx.needs_input_grad[2:]
         turns, sink = Turns(dy.device), Sink(needs)

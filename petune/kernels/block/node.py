@@ -30,7 +30,7 @@ class Node(torch.autograd.Function):
             (len(tensors), len(factors)),
         )
         if any(ctx.needs_input_grad):
-            ctx.parked = _park(call, kept)
+            ctx.parked = park(call, kept)
             flat, ctx.names = flattened(kept)
             ctx.save_for_backward(*tensors, *factors, *flat)
         return y.view(inputs[0].shape)
@@ -42,15 +42,8 @@ class Node(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors = saved[:count]
         kept = unflattened(saved[count + factors :], ctx.names)
-        if ctx.parked is not None:
-            kept |= call.spec.store.fetch(ctx.parked)
-            ctx.parked = None  # its host memory is for the next step, though the graph may live on
-        elif "x" not in kept:
-            remedy = "set memory: {offload: none} to go back through a graph twice"
-            raise UsageError(
-                "what this block had parked in host memory is gone after the first backward pass",
-                remedy=remedy,
-            )
+        kept = fetched(call, kept, ctx.parked)
+        ctx.parked = None  # its host memory is for the next step, though the graph may live on
         first = 1 + len(ctx.inputs)
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
         with torch.autocast(dy.device.type, enabled=False):
@@ -82,7 +75,7 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _park(call: Call, kept: Values) -> Parked | None:
+def park(call: Call, kept: Values) -> Parked | None:
     """What the rung sends to the host, taken out of `kept`."""
     attended = tuple(attend.a for attend in call.spec.program.attends)
     names = {"none": (), "input": ("x",), "attention": ("x", *attended)}[call.rung.offload]
@@ -91,6 +84,18 @@ def _park(call: Call, kept: Values) -> Parked | None:
         kept |= sent
         return None
     return call.spec.store.park(sent)
+
+
+def fetched(call: Call, kept: Values, parked: Parked | None) -> Values:
+    """What was kept, with what was parked. Raises UsageError where an earlier backward pass has taken it."""
+    if parked is not None:
+        return kept | call.spec.store.fetch(parked)  # type: ignore[union-attr]  # which has parked it
+    if "x" not in kept:
+        raise UsageError(
+            "what this block had parked in host memory is gone after the first backward pass",
+            remedy="set memory: {offload: none} to go back through a graph twice",
+        )
+    return kept
 
 
 def flattened(kept: Values) -> tuple[list[Tensor | None], list[tuple[str, int | None, Any]]]:

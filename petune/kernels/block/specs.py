@@ -94,8 +94,6 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         for at, one in enumerate(sublayers)
         if (boundary := boundary_of(block.get_submodule(one.core.at)))
     }
-    if any(boundary.overlapped for boundary in boundaries.values()):
-        return "its communication is hidden behind its matmuls, tile by tile"
     program = compiled(
         _exchanging(block, sublayers, heads[1]), Sizes(*heads, act, cast("float", eps_of(norms[0][1])))
     )

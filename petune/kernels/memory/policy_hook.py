@@ -19,7 +19,6 @@ from petune.kernels.block.call import Spec
 from petune.kernels.block.layout import MASKS, MEMORY
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.memory import block_cost
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
@@ -28,7 +27,7 @@ from petune.log import say
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_a_number, form_in
 from petune.models.sharded import shards_of
-from petune.models.stack import Stack
+from petune.models.stack import Call, Stack
 from petune.models.tuned_linear import linear_of
 from petune.rng.context import running
 
@@ -50,8 +49,7 @@ class Governor:
         self.config, self.passes = config, passes
         self.besides = [weakref.ref(model) for model in beside]
         self.policies: dict[tuple[int, int, int, torch.dtype], Policy] = {}
-        # by the shape and dtype of hidden states, whether their halves go through in turns
-        self.halves: dict[tuple[Any, ...], bool] = {}
+        self.whole: set[str] = set()  # why rows did not go in halves
         # a weak reference to the one that is running: a copy of a model copies its hooks
         self.model: Any = None
         self.said: tuple[str, ...] = ()
@@ -75,7 +73,6 @@ class Governor:
         """Go by other settings from the next call on."""
         self.config = config
         self.policies.clear()
-        self.halves.clear()
 
     def __call__(self, stack: Stack, args: Any, kwargs: Any) -> None:
         """Before the stack's forward."""
@@ -98,33 +95,25 @@ class Governor:
             _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
         ):
             spec.rung, spec.tile = rung, tile
-        halved = found is None and _unmasked(kwargs) and self._halved(stack, hidden)
+        halved = self._halved(stack, hidden, kwargs)
         for spec in _specs(stack):
             spec.halved = halved
 
-    def _halved(self, stack: Stack, hidden: Tensor) -> bool:
-        """Whether halves of these rows [b, t, w] go through the blocks in turns, on all ranks that share
-        them: where each of them keeps the device busy for longer than its launches take."""
+    def _halved(self, stack: Stack, hidden: Tensor, given: Call) -> bool:
+        """Whether halves of these rows [b, t, w] go through the blocks in turns, as overlap asks for; a
+        reason why they do not is said once."""
         specs = _specs(stack)
-        if len(hidden) < 2 or not all(spec.halvable for spec in specs):
+        if not any(spec.overlapped for spec in specs):
             return False
-        key = (*hidden.shape, hidden.dtype)
-        if key not in self.halves:
-            peers, pays = (
-                specs[0].peers,
-                self._pays(specs[0], len(hidden) // 2, hidden.shape[1], hidden.device),
-            )
-            assert peers is not None, "a block that nobody shares has no halves"
-            self.halves[key] = bool(peers.least([int(pays)], hidden.device)[0])
-        return self.halves[key]
-
-    def _pays(self, spec: Spec, rows: int, tokens: int, device: torch.device) -> bool:
-        """Whether a block computes for long on so many rows."""
-        if device.type == "cpu":
-            return False
-        rates = rates_of(torch.cuda.get_device_name(device))
-        work = block_cost.forward(shape_of(spec, spec.computes_in(device.type)), rows * tokens, tokens)
-        return rates.seconds(work, tokens) > block_cost.LAUNCH_BOUND
+        reason = next((reason for spec in specs if (reason := spec.unhalved)), None)
+        if running().segments is not None or any(given.get(name) is not None for name in MASKS):
+            reason = "there is padding in them"
+        if len(hidden) < 2:
+            reason = "one row has no halves"
+        if reason is not None and reason not in self.whole:
+            self.whole.add(reason)
+            say(f"overlap: rows go through the {stack.name} at once, nothing hides what is sent: {reason}")
+        return reason is None
 
     def _kept(
         self, stack: Stack, device: torch.device, tokens: int, longest: int
@@ -236,10 +225,6 @@ def _later(model: nn.Module, stack: Stack) -> list[Stack]:
         if isinstance(module, Stack) and isinstance(module.blocks[0], FusedBlock)
     ]
     return stacks[stacks.index(stack) + 1 :] if stack in stacks else []
-
-
-def _unmasked(kwargs: Any) -> bool:
-    return all(kwargs.get(name) is None for name in (MEMORY, *MASKS))
 
 
 def _memory_tokens(memory: Tensor | None) -> int:

@@ -72,19 +72,32 @@ class Trade:
         return found
 
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send each other rank the rows of its part and receive those it sends, row by row: so neither is
-        copied to lie side by side."""
+        """Send each other rank its part, in one message, and receive theirs."""
+        out, into = self._of_others(sent), self._of_others(received)
+        rooms = {rank: _dense(part) for rank, part in into.items()}
+        for rank, part in out.items():
+            out[rank] = _dense(part)
+            if out[rank] is not part:
+                _copy(out[rank], part)
         operations = [
-            dist.P2POp(does, row, group=self.group, group_peer=rank)
-            for does, parts in ((dist.isend, sent), (dist.irecv, received))
-            for rank, part in enumerate(parts)
-            if rank != self.index
-            for row in part
-            if row.numel()
+            dist.P2POp(does, part, group=self.group, group_peer=rank)
+            for does, parts in ((dist.isend, out), (dist.irecv, rooms))
+            for rank, part in parts.items()
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        for work in works:
+        for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
+        for rank, part in into.items():
+            if rooms[rank] is not part:
+                _copy(part, rooms[rank])
+
+    def _of_others(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What is there of the parts of other ranks."""
+        return {rank: part for rank, part in enumerate(parts) if rank != self.index and part.numel()}
+
+
+def _dense(part: Tensor) -> Tensor:
+    """A part that lies in one piece, or room for one."""
+    return part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
 
 
 def _copy(there: Tensor, here: Tensor) -> None:

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from petune.models.boundary import BoundaryHook
 from petune.models.transition import applied
 from petune.models.tuned_linear import TunedLinear
 from petune.parallel.collectives import SEQ
@@ -283,8 +284,9 @@ class Overlap:
 
     def column(self, site: nn.Module) -> None:
         """Hook a site that hidden states enter by."""
-        site.register_forward_pre_hook(before_column)
-        site.register_forward_hook(after_column)
+        hook = Column()
+        site.register_forward_pre_hook(hook.before)
+        site.register_forward_hook(hook.after)
 
     def row(self, site: nn.Module) -> Row:
         """Hook the site a region is left by."""
@@ -293,28 +295,29 @@ class Overlap:
         return hook
 
 
-def before_column(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
-    """Hook before a column site: the first tile instead of a stand-in that nobody has taken, else the
-    whole."""
-    _open.arriving = None
-    arriving: Arriving | None = getattr(args[0], "arriving", None) if args else None
-    if arriving is None:
-        return None  # not what enters the region: a cross-attention's keys and values
-    first = arriving.begin()
-    if first is None:
-        return (arriving.whole(),)
-    _open.arriving = arriving
-    return (first,)
+class Column(BoundaryHook):
+    """Hooks on a site that hidden states enter by."""
 
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+        """Hook before it: the first tile instead of a stand-in that nobody has taken, else the whole."""
+        _open.arriving = None
+        arriving: Arriving | None = getattr(args[0], "arriving", None) if args else None
+        if arriving is None:
+            return None  # not what enters the region: a cross-attention's keys and values
+        first = arriving.begin()
+        if first is None:
+            return (arriving.whole(),)
+        _open.arriving = arriving
+        return (first,)
 
-def after_column(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Hook after a column site: the output for the other tiles too, if it was given the first."""
-    arriving, _open.arriving = _open.arriving, None
-    return output if arriving is None else arriving.through(module, output)
+    def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Hook after it: the output for the other tiles too, if it was given the first."""
+        arriving, _open.arriving = _open.arriving, None
+        return output if arriving is None else arriving.through(module, output)
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(BoundaryHook):
     """Tiles through the site a region is left by: the site is called with the first, and `summed` makes the
     rest from its way out.
 

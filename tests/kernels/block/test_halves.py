@@ -12,30 +12,31 @@ from petune.kernels.block import halves
 from petune.kernels.block.halves import Halves
 from petune.kernels.block.turns import Turns, alone, together
 from petune.kernels.configs import MemoryConfig
-from petune.kernels.memory.policy_hook import Governor
+from petune.kernels.memory import policy_hook
 from tests.parallel import harness
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import Case, Trace, compare, oracle
-from tests.parallel.plans import BACKENDS
+from tests.parallel.plans import OVERLAPPED
 from tests.pool import run
 
 # how often a block that keeps all talks to other ranks on its way ahead and back, where all of it trains
-TALKS = {"tp": 4, "galaxy": 8, "galaxy2": 4, "sp-gather": 2, "sp-ulysses": 4, "cut": 6}
+TALKS = {"tp": 4, "galaxy": 8, "galaxy2": 4, "cut": 6}
 CUT = list(TALKS)
 ALL = MemoryConfig("all", offload="none")
 
 
-def _in_halves(one: Case, limit: float, pays: bool = True) -> dict[str, Any]:
-    """The trace of steps whose halves pay or not, and the sizes of those that went in turns."""
+def _in_halves(one: Case, limit: float) -> dict[str, Any]:
+    """The trace of steps, the sizes of halves that went in turns, how often they talked, what was said."""
     seen: list[tuple[int, ...]] = []
+    said: list[str] = []
+    policy_hook.say = said.append  # type: ignore[attr-defined]  # in this very process, which ends soon
     made = Halves.forward
 
     def forward(ctx: Any, calls: Any, hidden: torch.Tensor, *tensors: Any) -> torch.Tensor:
         seen.append(tuple(rows.stop - rows.start for rows in halves.halves(len(hidden))))
         return made(ctx, calls, hidden, *tensors)
 
-    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]  # in this very process, which ends soon
-    Governor._pays = lambda *_: pays  # type: ignore[method-assign]
+    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]
     talk, talks = Turns.talk, []
 
     def counted(self: Turns, say: Any) -> Any:
@@ -43,23 +44,26 @@ def _in_halves(one: Case, limit: float, pays: bool = True) -> dict[str, Any]:
         return talk(self, say)
 
     Turns.talk = counted  # type: ignore[method-assign]
-    return {"trace": harness._steps(one, limit), "seen": seen, "talks": len(talks)}
+    return {"trace": harness._steps(one, limit), "seen": seen, "talks": len(talks), "said": said}
 
 
-def _check(one: Case, sizes: tuple[int, int] | None) -> list[float]:
-    """Compare with one process; how often each rank lets the other half have its turn, a block and half."""
+def _check(one: Case, sizes: tuple[int, int] | None, why: str = "") -> list[float]:
+    """Compare with one process, and what was said of those that went whole; how often each rank lets the
+    other half have its turn, a block and half."""
     expected = oracle(one)
     found = run(one.plan.world, _in_halves, one, expected.norms[0] / 2, timeout=90)
     compare([Trace(**rank["trace"]) for rank in found], expected, one)
     for rank in found:
         assert set(rank["seen"]) == (set() if sizes is None else {sizes})
+        told = [line.rpartition(": ")[2] for line in rank["said"] if line.startswith("overlap:")]
+        assert set(told) == ({why} if why else set())
     return [rank["talks"] / max(1, 2 * len(rank["seen"])) for rank in found]
 
 
 @pytest.mark.parametrize("backend", CUT)
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
 def test_halves_train_as_one_process(backend: str, method: str) -> None:
-    plan = BACKENDS[backend]("llama-causal", 2)
+    plan = OVERLAPPED[backend]("llama-causal", 2)
     talks = _check(case("llama-causal", method, plan, passes=(4,), blocks=ALL), (2, 2))
     assert method != "full" or talks == [TALKS[backend]] * 2
     assert min(talks) >= TALKS[backend] / 2
@@ -67,34 +71,33 @@ def test_halves_train_as_one_process(backend: str, method: str) -> None:
 
 @pytest.mark.parametrize("backend", CUT)
 def test_halves_of_an_odd_number_of_rows_draw_the_same_and_compute_again(backend: str) -> None:
-    plan = BACKENDS[backend]("llama-causal", 2)
+    plan = OVERLAPPED[backend]("llama-causal", 2)
     for kept in KEPT:
         one = case("llama-causal", "lora", plan, passes=(3,), dropout=0.1, steps=1, blocks=kept)
         _check(one, (2, 1))
 
 
 def test_encoders_go_in_halves_and_what_reads_an_encoder_does_not() -> None:
-    one = case("bert-classify", "lora", BACKENDS["galaxy"]("bert-classify", 2), passes=(4,), blocks=ALL)
+    one = case("bert-classify", "lora", OVERLAPPED["galaxy"]("bert-classify", 2), passes=(4,), blocks=ALL)
     _check(one, (2, 2))
-    two = case("t5-seq2seq", "lora", BACKENDS["tp"]("t5-seq2seq", 2), passes=(4,), blocks=ALL)
-    _check(replace(two, steps=1), None)
+    two = case("t5-seq2seq", "lora", OVERLAPPED["tp"]("t5-seq2seq", 2), passes=(4,), blocks=ALL)
+    _check(replace(two, steps=1), None, "its blocks read an encoder or a bias of positions")
 
 
-def test_padded_rows_and_a_single_row_go_whole() -> None:
-    plan = BACKENDS["tp"]("llama-causal", 2)
-    _check(case("llama-causal", "lora", plan, passes=(1,), steps=1, blocks=ALL), None)
-
-
-def test_all_ranks_go_whole_where_halves_do_not_pay_on_one() -> None:
-    plan = BACKENDS["tp"]("llama-causal", 2)
-    one = case("llama-causal", "lora", plan, passes=(4,), steps=1, blocks=ALL)
+@pytest.mark.parametrize(
+    ("passes", "why"), [((1,), "one row has no halves"), ((3, 1), "there is padding in them")], ids=str
+)
+def test_what_has_no_halves_goes_whole_and_is_said_once(passes: tuple[int, ...], why: str) -> None:
+    one = case(
+        "llama-causal", "lora", OVERLAPPED["tp"]("llama-causal", 2), passes=passes, steps=1, blocks=ALL
+    )
     expected = oracle(one)
-    found = run(2, _pays_on_the_first, one, expected.norms[0] / 2)
-    assert [rank["seen"] for rank in found] == [[], []]
-
-
-def _pays_on_the_first(one: Case, limit: float) -> dict[str, Any]:
-    return _in_halves(one, limit, torch.distributed.get_rank() == 0)
+    found = run(2, _in_halves, one, expected.norms[0] / 2)
+    compare([Trace(**rank["trace"]) for rank in found], expected, one)
+    for rank in found:
+        assert not rank["seen"]
+        said = [line for line in rank["said"] if line.startswith("overlap:")]
+        assert why in said[0] and len(set(said)) == len(said)
 
 
 def test_two_passes_take_turns_where_they_talk() -> None:
