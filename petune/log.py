@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Timer
+from threading import Event, Timer
 from typing import TextIO
 
 PATIENCE = 2.0  # seconds that a phase may last in silence
@@ -69,9 +69,15 @@ def warn(line: str) -> None:
 
 @contextmanager
 def phase(doing: str) -> Iterator[None]:
-    """Say what the block is doing once it has taken PATIENCE seconds, while it goes on. Its time is a debug
-    record of `petune.phases`."""
-    late = Timer(PATIENCE, say, [f"{doing} ..."])
+    """Say what the block is doing once it has taken PATIENCE seconds, while it goes on, and at its end how
+    long it took then. The time of any phase is a debug record of `petune.phases`."""
+    told = Event()
+
+    def tell() -> None:
+        told.set()
+        say(f"{doing} ...")
+
+    late = Timer(PATIENCE, tell)
     late.daemon = True
     began = time.perf_counter()
     late.start()
@@ -80,7 +86,10 @@ def phase(doing: str) -> Iterator[None]:
     finally:
         late.cancel()
         late.join()
-        _phases.debug("%s: %.3f s", doing, time.perf_counter() - began)
+        took = time.perf_counter() - began
+        _phases.debug("%s: %.3f s", doing, took)
+    if told.is_set():
+        say(f"{doing}: {took:.1f} s")
 
 
 def human(size: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import threading
 from pathlib import Path
@@ -15,16 +16,26 @@ from petune.log import phase
 from tests.small_runs import run, settings
 
 
-def test_a_long_phase_is_named_while_it_goes_on_and_a_short_one_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_a_long_phase_is_named_while_it_goes_on_and_its_time_is_told_and_a_short_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
     said, heard = [], threading.Event()
     monkeypatch.setattr(petune.log, "say", lambda line: (said.append(line), heard.set()))
     monkeypatch.setattr(petune.log, "PATIENCE", 0.001)
     with phase("reading the weights"):
         assert heard.wait(60)
+    heard.clear()
+    with pytest.raises(ZeroDivisionError), phase("multiplying"):
+        assert heard.wait(60)
+        _ = 1 / 0
     monkeypatch.setattr(petune.log, "PATIENCE", 3600.0)
     with pytest.raises(ZeroDivisionError), phase("dividing"):
         _ = 1 / 0
-    assert said == ["reading the weights ..."]
+    assert [line for line in said if not line.startswith("reading the weights: ")] == [
+        "reading the weights ...",
+        "multiplying ...",
+    ]
+    assert re.fullmatch(r"reading the weights: \d+\.\d s", said[1])
     assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
 
 

@@ -155,12 +155,10 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
 
 # ------------------------------------------------------------------------------------------------------ rules
 
-UNFUSED: tuple[Any, ...] = (
-    {"dp": {"size": 2, "shard": True}, "pp": 2},
-    {"tp": {"size": 2, "overlap": True}},
-)
+UNFUSED: tuple[Any, ...] = ({"dp": {"size": 2, "shard": True}, "pp": 2},)
 CUTTING = (
     "tp",
+    {"tp": {"size": 2, "overlap": True}},
     "galaxy",
     "galaxy2",
     {"tp": 2, "dp": 2},
