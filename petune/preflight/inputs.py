@@ -84,8 +84,11 @@ def check_inputs(recipe: Recipe) -> Inputs:
         task = looking.at(lambda: infer_task(format_, kind))
     if task and kind and model:
         looking.at(lambda: check_fit(task, kind, recipe.data.packing, packs(model[0]), reads(model[0])))
+    wanted = reads(model[0]) if model else None
     unused = (
-        looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
+        looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder, reads=wanted))
+        if task and local
+        else None
     )
     if recipe.init_adapter is not None:
         looking.at(lambda: _adapter(recipe))

@@ -10,6 +10,7 @@ from petune.errors import DataError
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
 from petune.tasks.formats import detect
+from petune.tasks.media import refuse_other_format
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.sources import find_source, held_out_of
 
@@ -22,12 +23,14 @@ def hub_specs(config: DataConfig, folder: Path) -> tuple[str, ...]:
     return tuple(spec for spec in (config.path, config.eval) if spec and find_source(spec, folder).hub)
 
 
-def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = FIRST_ROWS) -> tuple[str, ...]:
+def check_first_rows(
+    config: DataConfig, task: str, folder: Path, count: int = FIRST_ROWS, reads: str | None = None
+) -> tuple[str, ...]:
     """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first; the
     columns that play no role.
 
-    Data of the hub is left alone. Raises DataError for rows that cannot be read, UsageError where format and
-    task do not fit.
+    Data of the hub is left alone. reads: what the model does, where it is known. Raises DataError for rows
+    that cannot be read, UsageError where format and task, or format and model, do not fit.
     """
     unused: dict[str, None] = {}
     layout, source, distant = None, find_source(config.path, folder), hub_specs(config, folder)
@@ -43,6 +46,8 @@ def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = F
             faults.settle(0)
             raise DataError("there are no rows", where=source.name)
         layout = layout or detect(first, config.format, config.columns, task)
+        if reads is not None:
+            refuse_other_format(layout.format, reads)
         make = RowMaker(layout, task, faults)
         good = sum(make(record) is not None for record in (first, *records))
         unused |= dict.fromkeys(make.unused)

@@ -17,6 +17,7 @@ from petune.preflight.draft import draft
 from petune.preflight.inputs import check_inputs
 from petune.recipe import load_recipe
 from petune.run.build import prepare
+from tests.picture_runs import write_pictures, write_vit
 from tests.small_runs import Scripted, run, settings, write_model
 
 
@@ -35,6 +36,23 @@ def refused(**changes: Any) -> PetuneError:
     with pytest.raises(PetuneError) as caught:
         check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"}, changes))
     return caught.value
+
+
+def test_rows_that_the_model_does_not_read_are_refused_as_training_refuses_them(mine: Path) -> None:
+    write_vit(mine / "vit")
+    for changes, said in (
+        ({"model": "vit"}, "the model reads pictures, and the rows are of format text-label"),
+        (
+            {"data": str(write_pictures(mine))},
+            "the model reads texts, and the rows are of format image-label",
+        ),
+    ):
+        recipe = load_recipe(None, {"model": "model", "data": "rows.csv", **changes})
+        with pytest.raises(UsageError, match=f"^data.format  {said}") as trained:
+            prepare(recipe)
+        with pytest.raises(UsageError, match=f"^data.format  {said}") as checked:
+            check_inputs(recipe)
+        assert checked.value.problems == trained.value.problems
 
 
 def test_what_is_there_is_accepted_and_no_weight_is_read(mine: Path) -> None:
