@@ -16,9 +16,7 @@ from petune.log import phase
 from tests.small_runs import run, settings
 
 
-def test_a_long_phase_is_named_while_it_goes_on_and_its_time_is_told_and_a_short_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_long_phase_is_named_and_its_time_told_and_a_short_one_is_not(monkeypatch: pytest.MonkeyPatch):
     said, heard = [], threading.Event()
     monkeypatch.setattr(petune.log, "say", lambda line: (said.append(line), heard.set()))
     monkeypatch.setattr(petune.log, "PATIENCE", 0.001)

@@ -270,7 +270,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
     stack.edges.append(InDtype())
     if stack.ladder is None and _recordable(model, stack, specs, plan):
-        most = math.ceil(plan.in_flight)
+        most = math.ceil(plan.in_flight * len(plan.models))  # all passes of a rank may be of one stage
         stack.whole = Graphs() if most == 1 else Lanes(most)
     return None
 

@@ -230,9 +230,9 @@ class Runner:
 
     def _sum_over(self, values: Sequence[Tensor], axis: Axis) -> None:
         """Sum in place along an axis, by way of the device for what rests on the CPU."""
-        moved = [value.to(self.mesh.device) for value in values]
-        all_sum_(moved, self.mesh.groups[axis])
-        for value, summed in zip(values, moved, strict=True):
+        there = [value.to(self.mesh.device) for value in values]
+        all_sum_(there, self.mesh.groups[axis])
+        for value, summed in zip(values, there, strict=True):
             if value is not summed:
                 value.copy_(summed)
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Twins = tuple[tuple[Tensor, Tensor], ...]
+# a tensor on a device, the same on the CPU, and how often each had been changed in place by then
+Twins = tuple[tuple[Tensor, Tensor, tuple[int, int]], ...]
 
 
 @dataclass
@@ -34,9 +35,8 @@ class Running:
     held here. segments: which tokens of a padded or packed batch are kept and attend to each other
     (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the
     encoder's tokens, inside a decoder that attends across to them. passing: which of several passes that are
-    on the way at once this is (petune.kernels.memory.offload.Passing), else None. host: pairs of a
-    tensor on a device that the call was given and the same on the CPU, where it came from; neither is
-    changed. See `on_host`.
+    on the way at once this is (petune.kernels.memory.offload.Passing), else None. host: tensors
+    on a device that the call was given, and the same on the CPU, where they came from. See `on_host`.
     """
 
     rows: Tensor | None = None
@@ -85,10 +85,12 @@ def bound_to(here: Running) -> Iterator[Running]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The same tensor on the CPU where the running call knows it, so that nothing waits for the device; else
-    the tensor itself."""
-    twin = next((host for given, host in running().host if given is tensor), tensor)
-    return twin if twin.shape == tensor.shape else tensor
+    """The same tensor on the CPU where the running call knows it and neither was changed since, so that
+    nothing waits for the device; else the tensor itself."""
+    for given, host, versions in running().host:
+        if given is tensor and host.shape == tensor.shape and versions == (given._version, host._version):
+            return host
+    return tensor
 
 
 def moved(batch: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -105,4 +107,5 @@ def moved(batch: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, 
 
 def twins(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> Twins:
     """`Running.host` of a call that is given the tensors `there`, of which the CPU has those in `here`."""
-    return tuple((there[name], value) for name, value in here.items() if name in there)
+    pairs = ((there[name], value) for name, value in here.items() if name in there)
+    return tuple((given, host, (given._version, host._version)) for given, host in pairs)

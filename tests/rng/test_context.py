@@ -87,11 +87,21 @@ def test_each_thread_has_its_own() -> None:
 
 def test_a_tensor_is_found_on_the_host_inside_the_call_that_knows_it() -> None:
     given, host = torch.empty(2, 3, device="meta"), torch.zeros(2, 3)
-    with bound(host=((given, host), (host, host[:1]))):
+    pairs = twins({"given": given, "host": host}, {"given": host, "host": host[:1]})
+    with bound(host=pairs):
         assert on_host(given) is host
         assert on_host(given[:]) is not host, "another tensor"
         assert on_host(host) is host, "a twin has its shape"
     assert on_host(given) is given
+
+
+@pytest.mark.parametrize("changed", ["on the device", "on the host"])
+def test_a_tensor_that_was_changed_since_is_read_itself(changed: str) -> None:
+    given, host = torch.zeros(2, 3), torch.zeros(2, 3)
+    with bound(host=twins({"mask": given}, {"mask": host})):
+        assert on_host(given) is host
+        (given if changed == "on the device" else host)[0, 0] = 1
+        assert on_host(given) is given
 
 
 def test_what_the_device_got_a_copy_of_is_what_the_host_has() -> None:
@@ -99,7 +109,8 @@ def test_what_the_device_got_a_copy_of_is_what_the_host_has() -> None:
     there, here = moved(batch, torch.device("meta"))
     assert {name: value.device.type for name, value in there.items()} == {"ids": "meta", "there": "meta"}
     assert here == {"ids": batch["ids"]}
-    assert twins(there, here) == ((there["ids"], batch["ids"]),)
+    ((given, host, _),) = twins(there, here)
+    assert given is there["ids"] and host is batch["ids"]
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
+from petune.kernels.block.layout import MASKS
 from petune.kernels.block.linear import Bank
 from petune.kernels.block.mixture import OF_MIXTURE, Mixture, MixturePart
 from petune.kernels.block.packed_linear import Group
@@ -26,6 +27,7 @@ from petune.models.boundary import Boundary
 from petune.models.exchange import Exchange
 from petune.models.experts import Spread, spread_of
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank
+from petune.rng.context import running
 from petune.rng.dropout import Drop
 
 Where = tuple[nn.Module, str] | None  # an attribute of a module
@@ -49,7 +51,7 @@ class Spec:
     (module, name) of those of each attention that has some, and of each norm tensor. dropouts: where each
     probability is, which counts while training. boundaries: of the sub-layers that are cut across ranks, by
     number. exchanges: of each attention, None where all its tokens are here. rung and tile may be changed
-    between steps. halved: the rows of this call go through in two halves, in turns.
+    between steps.
     """
 
     program: Program
@@ -64,7 +66,6 @@ class Spec:
     exchanges: Sequence[Exchange | None] = ()
     rung: Rung = field(default_factory=Rung)
     tile: int | None = None
-    halved: bool = False
     store: Store | None = None
     banks: list[Bank | None] = field(default_factory=list)
     # the modules of the block that may be told to exchange tokens with other ranks
@@ -107,10 +108,13 @@ class Spec:
         """Whether its communication is to be hidden behind other work."""
         return any(boundary.overlapped for boundary in self.boundaries.values())
 
-    @property
-    def unhalved(self) -> str | None:
-        """Why halves of a batch may not go through in turns, or None."""
-        return None if self.program.inputs == ("x",) else "its blocks read an encoder or a bias of positions"
+    def unhalved(self, rows: int, given: Mapping[str, Any]) -> str | None:
+        """Why halves of so many rows may not go through in turns, or None. given: the call's arguments."""
+        if self.program.inputs != ("x",):
+            return "its blocks read an encoder or a bias of positions"
+        if running().segments is not None or any(given.get(name) is not None for name in MASKS):
+            return "there is padding in them"
+        return None if rows > 1 else "one row has no halves"
 
     @property
     def padded(self) -> str | None:

@@ -141,7 +141,11 @@ class FusedBlock(nn.Module):
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
         parts, memory = self.parts(), given.get(MEMORY)
-        if self.spec.halved and torch.is_grad_enabled():
+        if (
+            self.spec.overlapped
+            and torch.is_grad_enabled()
+            and self.spec.unhalved(len(hidden), given) is None
+        ):
             return self.result(self._in_halves(parts, hidden, given), None)
         layout = Layout.of(hidden, memory, self.spec.by_sequence)
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
@@ -163,13 +167,15 @@ class FusedBlock(nn.Module):
         return self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
 
     def _in_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> Tensor:
-        """Both halves of the rows, in turns; see `Spec.halved`."""
+        """Both halves of the rows, in turns."""
         calls, numbers = [], running().rows
+        if numbers is None:  # a half does not begin at row 0
+            numbers = torch.arange(len(hidden), device=hidden.device)
         for rows in halves(len(hidden)):
-            own, cut = hidden[rows], {**given}
+            own, cut = hidden[rows], dict(given)
             if (angles := given.get("position_embeddings")) is not None and len(angles[0]) > 1:
                 cut["position_embeddings"] = tuple(angle[rows] for angle in angles)
-            with bound(rows=None if numbers is None else numbers[rows]):
+            with bound(rows=numbers[rows]):
                 layout = Layout.of(own, None, self.spec.by_sequence)
                 calls.append(self._call_of(parts, layout, own, cut))
         return Halves.apply(calls, hidden, *self.tensors(parts))  # type: ignore[no-any-return, no-untyped-call]

@@ -116,7 +116,8 @@ class Step:
         raise NotImplementedError
 
     def talks(self, back: bool) -> bool:
-        """Whether its pass, that for the way back or the other, waits for other ranks."""
+        """Whether its pass, that for the way back or the other, goes on the stream of what ranks say, while
+        another call may compute; see turns.py. No step of rows does."""
         return False
 
     # What it takes of time and memory, for the plan of a step: bytes of a row, kernels of so many rows.

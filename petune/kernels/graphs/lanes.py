@@ -29,22 +29,24 @@ class Lanes:
         """A copy has no recordings, as one of Graphs."""
         return Lanes, (self.most, self.make)
 
-    def _free(self) -> Graphs:
-        """An idle lane, or the first one, which says what is wrong with a pass that none can take."""
+    def _free(self) -> Graphs | None:
+        """An idle lane; None where there are as many as there may be, and all are taken."""
         for lane in self.lanes:
             if lane.idle:
                 return lane
         if len(self.lanes) == self.most:
-            return self.lanes[0]
+            return None
         lane = self.make()
-        lane.said = self.lanes[0].said
+        lane.said, lane.other = self.lanes[0].said, self.lanes[0]
         self.lanes.append(lane)
         return lane
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """See petune.models.stack.Whole."""
-        return self._free().takes(stack, call)
+        lane = self._free()
+        return lane is not None and lane.takes(stack, call)
 
     def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
         """See petune.models.stack.Whole."""
-        return self._free()(stack, call, here, below)
+        lane = self._free()
+        return None if lane is None else lane(stack, call, here, below)

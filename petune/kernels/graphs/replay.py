@@ -81,15 +81,17 @@ class Graphs:
         self.long: set[tuple[torch.Size, torch.dtype]] = set()  # of hidden states whose recording would not
         self.turn: Callable[[], Turn | None] = lambda: None
         self.calls = 0
+        self.other: Graphs | None = None  # of the same blocks: its weights, and its room for gradients
         self._begin(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what comes back from a file, has no recordings: they are of these very tensors."""
         return Graphs, (self.make, self.beside)
 
-    def _begin(self, weights: Weights | None) -> None:
+    def _begin(self, weights: Weights | None, learned: Learned | None = None) -> None:
         """Forget all recordings, and begin with these weights."""
-        self.weights, self.learned = weights, Learned(weights.trained if weights else ())
+        self.weights = weights
+        self.learned = learned or Learned(weights.trained if weights else ())
         self.recorder: Recorder | None = None
         self.graphs: dict[Bucket, Graph] = {}
         # replays, for want of a recording of just this size
@@ -186,7 +188,9 @@ class Graphs:
         inputs += [] if meeting is None else meeting[:2]
         out = Node.apply(turn, len(inputs), *inputs, *weights.trained)  # type: ignore[no-untyped-call]
         # the next stage has no table to make one of
-        handed = None if stack.wire is None else blocks[0].bias(arrival.bias, arrival.longest)
+        handed = (
+            None if stack.wire is None or stack.wire.ends else blocks[0].bias(arrival.bias, arrival.longest)
+        )
         return {"hidden_states": out, BIAS: handed}
 
     def _say(self, line: str) -> None:
@@ -208,8 +212,11 @@ class Graphs:
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
         """The weights; recordings of others are forgotten."""
         if self.weights is None or not self.weights.current(blocks):
-            # which may have moved some into their banks
-            self._begin(Weights(blocks, [block.parts() for block in blocks]))
+            other = self.other
+            if other is not None and other.weights is not None and other.weights.current(blocks):
+                self._begin(other.weights, other.learned)
+            else:  # which may have moved some into their banks
+                self._begin(Weights(blocks, [block.parts() for block in blocks]))
         assert self.weights is not None
         return self.weights
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
-from petune.kernels.block.layout import MASKS, MEMORY
+from petune.kernels.block.layout import MEMORY
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
@@ -49,7 +49,7 @@ class Governor:
         self.config, self.passes = config, passes
         self.besides = [weakref.ref(model) for model in beside]
         self.policies: dict[tuple[int, int, int, torch.dtype], Policy] = {}
-        self.whole: set[str] = set()  # why rows did not go in halves
+        self.unhalved: set[str] = set()  # why rows did not go in halves
         # a weak reference to the one that is running: a copy of a model copies its hooks
         self.model: Any = None
         self.said: tuple[str, ...] = ()
@@ -95,25 +95,15 @@ class Governor:
             _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
         ):
             spec.rung, spec.tile = rung, tile
-        halved = self._halved(stack, hidden, kwargs)
-        for spec in _specs(stack):
-            spec.halved = halved
+        self._say_unhalved(stack, len(hidden), kwargs)
 
-    def _halved(self, stack: Stack, hidden: Tensor, given: Call) -> bool:
-        """Whether halves of these rows [b, t, w] go through the blocks in turns, as overlap asks for; a
-        reason why they do not is said once."""
-        specs = _specs(stack)
-        if not any(spec.overlapped for spec in specs):
-            return False
-        reason = next((reason for spec in specs if (reason := spec.unhalved)), None)
-        if running().segments is not None or any(given.get(name) is not None for name in MASKS):
-            reason = "there is padding in them"
-        if len(hidden) < 2:
-            reason = "one row has no halves"
-        if reason is not None and reason not in self.whole:
-            self.whole.add(reason)
+    def _say_unhalved(self, stack: Stack, rows: int, given: Call) -> None:
+        """Say once why rows do not go through the blocks in halves, though overlap asks for it."""
+        asked = (spec for spec in _specs(stack) if spec.overlapped)
+        reason = next((reason for spec in asked if (reason := spec.unhalved(rows, given))), None)
+        if reason is not None and reason not in self.unhalved:
+            self.unhalved.add(reason)
             say(f"overlap: rows go through the {stack.name} at once, nothing hides what is sent: {reason}")
-        return reason is None
 
     def _kept(
         self, stack: Stack, device: torch.device, tokens: int, longest: int

@@ -39,7 +39,7 @@ def _seen(one: Case, batches: list[Batch]) -> list[dict[str, bool]]:
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         pairs, found = running().host, {}
         for name, value in batch.items():
-            twins = [host for given, host in pairs if given is value]
+            twins = [host for given, host, _ in pairs if given is value]
             if twins:
                 assert len(twins) == 1 and twins[0].untyped_storage() is not value.untyped_storage()
                 found[name] = twins[0].shape == value.shape and bool((twins[0] == value).all())
@@ -80,7 +80,7 @@ def _steps(one: Case, limit: float) -> dict[str, Any]:
     plain = unpad.from_mask
 
     def reading(mask: Tensor, wanted: Tensor | None = None) -> Any:
-        read.append(any(host is mask for _, host in running().host))
+        read.append(any(host is mask for _, host, _ in running().host))
         return plain(mask, wanted)
 
     schedule.moved = runner.moved = copied  # type: ignore[attr-defined]
