@@ -18,6 +18,7 @@ from petune.models.loading import load_tokenizer, read_config
 from petune.models.source import resolve_model
 from petune.preflight.inputs import check_inputs
 from petune.recipe import load_recipe
+from petune.run.build import prepare
 from petune.run.evaluate import outputs_of
 from petune.run.finished import Run
 from petune.run.readers import reader_of
@@ -149,6 +150,21 @@ def test_a_sound_of_another_rate_is_refused_with_what_to_do(place: Path, tmp_pat
     with pytest.raises(DataError, match="ffmpeg") as caught:
         encoded(place, file)
     assert str(caught.value.problems[0].where).endswith("rows.jsonl:3")
+
+
+def test_a_sound_of_another_rate_is_a_bad_row_that_is_skipped_and_counted(
+    place: Path, tmp_path: Path
+) -> None:
+    file = write_sounds(tmp_path, 24)
+    (tmp_path / "sounds" / "2.wav").write_bytes(wav(tone(0), 8000))
+    recipe = settings(place, data={"path": str(file)})
+    with pytest.raises(DataError, match="another rate than the model reads") as caught:
+        prepare(load_recipe(recipe))
+    assert str(caught.value.problems[0].where).endswith("rows.jsonl:3")
+    recipe["data"] |= {"on_bad_line": "skip"}
+    found = prepare(load_recipe(recipe))
+    assert len(found.encoded.train) + len(found.encoded.eval) == 23
+    assert any(note.startswith("skipped 1 bad rows (4.2%)") for note in found.rows.notes)
 
 
 @pytest.mark.parametrize(("cell", "words"), [("gone.wav", "No such file"), ("rows.jsonl", "is no sound")])
