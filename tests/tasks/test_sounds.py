@@ -210,6 +210,16 @@ def test_check_says_what_means_nothing_for_sounds(place: Path) -> None:
         check_inputs(load_recipe(settings(place, data=data)))
 
 
+def test_check_finds_a_sound_of_another_rate(place: Path, tmp_path: Path) -> None:
+    file = write_sounds(tmp_path, 24)
+    (tmp_path / "sounds" / "2.wav").write_bytes(wav(tone(0), 8000))
+    with pytest.raises(DataError, match="another rate than the model reads") as caught:
+        check_inputs(load_recipe(settings(place, data=str(file))))
+    assert str(caught.value.problems[0].where).endswith("rows.jsonl:3")
+    skipping = {"path": str(file), "on_bad_line": "skip"}
+    assert check_inputs(load_recipe(settings(place, data=skipping))).task == "seq2seq"
+
+
 @pytest.mark.parametrize("name", ["encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"])
 def test_what_is_left_out_at_random_is_refused(name: str, tmp_path: Path) -> None:
     folder = write_whisper(tmp_path / "whisper", **{name: True if name.startswith("apply") else 0.1})
