@@ -21,7 +21,8 @@ from petune.run.readers import inputs_of
 from petune.run.rows import shelf_of
 from petune.run.setup import data_facts
 from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
-from petune.tasks.media import refuse_settings
+from petune.tasks.media import Reader, refuse_settings
+from petune.tasks.registry import find_task
 
 _Found = TypeVar("_Found")
 
@@ -84,12 +85,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
         task = looking.at(lambda: infer_task(format_, kind))
     if task and kind and model:
         looking.at(lambda: check_fit(task, kind, recipe.data.packing, packs(model[0]), reads(model[0])))
-    wanted = reads(model[0]) if model else None
-    unused = (
-        looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder, reads=wanted))
-        if task and local
-        else None
-    )
+    unused = looking.at(lambda: _first_rows(recipe, task, model)) if task and local else None
     if recipe.init_adapter is not None:
         looking.at(lambda: _adapter(recipe))
     if task and kind and recipe.init_adapter is None and not looking.errors_of(FileError):
@@ -105,15 +101,27 @@ def check_inputs(recipe: Recipe) -> Inputs:
     )
 
 
-def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Config and tokenizer of a model on this machine; no tokenizer of one that reads pictures. Raises
-    FileError for what its folder lacks."""
+_Model = tuple[Any, PreTrainedTokenizerBase | None, Reader | None]
+
+
+def _model(source: Source) -> _Model:
+    """Config, tokenizer and reader of a model on this machine; no tokenizer of one that reads pictures, no
+    reader of one that reads texts. Raises FileError for what its folder lacks."""
     looking = _Looking()
     config = looking.at(lambda: read_config(source))
     found = None if config is None else looking.at(lambda: inputs_of(source, config))
     looking.at(lambda: check_weights(source))
     looking.settle()
-    return config, found[0] if found else None
+    return config, *(found or (None, None))
+
+
+def _first_rows(recipe: Recipe, task: str, model: _Model | None) -> tuple[str, ...]:
+    """Look at the first rows, for the model where it is known; a task that is not for what it reads was
+    refused before."""
+    known = reads(model[0]) if model else None
+    rate = model[2].rate if model and model[2] is not None else None
+    fits = known if known in find_task(task).reads else None
+    return check_first_rows(recipe.data, task, recipe.folder, reads=fits, rate=rate)
 
 
 def _adapter(recipe: Recipe) -> None:

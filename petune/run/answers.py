@@ -49,7 +49,8 @@ def before_and_after(run: Run, count: int, metrics: Sequence[str] = ()) -> dict[
     for name in metrics:
         metric_named(name)  # before the models are asked, which takes longer
     prepared = prepare(run.recipe, run.labels, run.objects)
-    rows = texts_of(run.recipe, prepared.task.name, prepared.rows.labels, run.objects).eval
+    labels, reader = prepared.rows.labels, prepared.reader
+    rows = texts_of(run.recipe, prepared.task.name, labels, run.objects, reader).eval
     asked = [_question(row, prepared.task.name) for row in rows[:count]]
     if not asked:
         raise UsageError("the run has no held-out rows", where="--answers", remedy="give data.eval")

@@ -69,7 +69,8 @@ from petune.tasks.media import Reader, refuse_settings
 @dataclass(frozen=True)
 class Prepared:
     """A recipe with its data read and tokenized; no weights yet. config: the model's, as it was read.
-    tokenizer: None for a model that reads pictures, which has a `reader`."""
+    tokenizer: None for a model that reads pictures, which has a `reader`. restored: what trains will be read
+    from a checkpoint, whatever it begins as."""
 
     recipe: Recipe
     source: Source
@@ -80,6 +81,7 @@ class Prepared:
     encoded: Encoded
     objects: Objects = NO_OBJECTS
     reader: Reader | None = None
+    restored: bool = False
 
     @property
     def processor(self) -> Processor:

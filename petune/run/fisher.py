@@ -1,6 +1,7 @@
 """What `start: fisher` of a ladder is made of: the Fisher information of a base on rows of its run.
 
 Every process of a group computes it, as each has the whole base then, and all compare what they have chosen.
+Where what trains is read from a checkpoint, nothing is measured.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def weigh_by_rows(model: nn.Module, prepared: Prepared) -> None:
         raise UsageError(
             "start: fisher draws among all rows, and these are streamed", where=where, remedy=remedy
         )
+    if prepared.restored:  # only the shapes of what is kept will matter
+        weigh(model, {name: value.detach() for name, value in model.eval().named_parameters()})
+        return
     units = prepared.encoded.train
     order = torch.randperm(len(units), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
     chosen = [units[at] for at in order[: config.fisher_rows or ROWS]]
@@ -61,9 +65,12 @@ def weigh_by_rows(model: nn.Module, prepared: Prepared) -> None:
         weigh(model, fisher_of(model.eval(), losses()))
 
 
-def agree_on_start(model: nn.Module) -> None:
+def agree_on_start(model: nn.Module, prepared: Prepared) -> None:
     """Compare among all ranks what a ladder with `start: fisher` begins as, whole. Raises DistributedError
     where they chose other weights: what they measured rounds by the machine."""
-    config = tuning(model).config
+    config, restored = tuning(model).config, prepared.restored
+    if restored and process_group.restarted():
+        return  # the ranks that this one meets again are past their start
     if process_group.inside() and isinstance(config, SideConfig) and config.start == "fisher":
-        process_group.agree({"start of the ladder": digest(checksums(tuned_parameters(model)))})
+        found = "a checkpoint" if restored else digest(checksums(tuned_parameters(model)))
+        process_group.agree({"start of the ladder": found})

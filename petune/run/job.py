@@ -18,6 +18,7 @@ from petune.run.entrance import entered
 from petune.run.folder import RunFolder
 from petune.run.notebook import fitting_reporter
 from petune.run.reporting import Reporter
+from petune.saving import checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Job:
         if self.resume is not True or not self.folder.finished():
             return False
         return not differences(self.folder.resolved(), self.recipe.resolved())
+
+    def has_state(self, folder: RunFolder) -> bool:
+        """Whether a run that is resumed in `folder` has a state to go on from; without, it begins anew."""
+        return self.resume is not True or bool(checkpoint.candidates(folder.checkpoints))
 
     def again(self) -> Job:
         """The same, or, for a rank that was started anew after the run had begun, the job to take that up."""

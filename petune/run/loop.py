@@ -85,6 +85,7 @@ class Loop:
             ended = resume is True and self.folder.finished()  # with other settings, or nobody would be here
             with phase("reading the checkpoint"):
                 self.saver.restore(resume, allow_change)
+            assert self.saver.came_from or not self.prepared.restored, "what trains has not begun"
             if ended and self.progress.step >= self.steps.total:
                 what = f"all {self.steps.total} steps of this run are done: the change would train nothing"
                 remedy = "raise epochs or max_steps as well and --allow-change it, or choose another out"

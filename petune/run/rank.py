@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from petune.errors import Stopped
 from petune.log import phase
@@ -57,6 +57,7 @@ def _train(job: Job, base: Base, plan: ParallelPlan, here: Here) -> Run:
         folder = distributed.one_folder(job.folder)
         with phase("reading config, data and tokenizer"):
             prepared = prepare(job.recipe, objects=objects, base=base)
+            prepared = replace(prepared, restored=bool(job.resume) and job.has_state(folder))
         if plan.world > 1:
             distributed.agree(prepared)
         if not mesh.main:

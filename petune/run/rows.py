@@ -67,7 +67,15 @@ def shelf_of(recipe: Recipe) -> Shelf | None:
     return Shelf(home / "petune" / "rows", most)
 
 
-def texts_of(recipe: Recipe, task: str, labels: tuple[str, ...] | None, objects: Objects) -> Rows:
+def texts_of(
+    recipe: Recipe,
+    task: str,
+    labels: tuple[str, ...] | None,
+    objects: Objects,
+    reader: Reader | None = None,
+) -> Rows:
     """The rows as they were read, with their texts, which tokenized ones are without."""
-    given = objects.data
-    return load_rows(recipe.data, task, recipe.folder, seed=recipe.seed, labels=labels, objects=given)
+    given, rate = objects.data, None if reader is None else reader.rate
+    return load_rows(
+        recipe.data, task, recipe.folder, seed=recipe.seed, labels=labels, objects=given, rate=rate
+    )

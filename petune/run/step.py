@@ -144,7 +144,7 @@ class Step:
         """What can be said of the tuned model only before it is cut."""
         self.described = describe(model), count_parameters(model)
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
-        agree_on_start(model)
+        agree_on_start(model, self.prepared)
         # of what the files say, whatever a plan cuts and base_dtype rounds: another plan may go on
         whole = mesh.main and (mesh.plan.world > 1 or self.recipe.base_dtype is not None)
         needed = whole or bool(self.recipe.cache)

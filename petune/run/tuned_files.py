@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class TunedFiles:
         """The tuned model in one piece, with what has trained in it: as far as it need not be read, its
         tensors are on the meta device."""
         trained = {} if self._writes_ranges else self._gathered()
-        model = build(self.prepared)
+        model = build(replace(self.prepared, restored=not self._writes_ranges))
         tuned = tuned_parameters(model)
         if not self.step.read_by_ranges:
             for name, value in tuned.items():

@@ -9,8 +9,8 @@ from pathlib import Path
 from petune.errors import DataError
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
-from petune.tasks.formats import detect
-from petune.tasks.media import refuse_other_format
+from petune.tasks.formats import DEMO, NEEDS, TASK_FORMATS, detect
+from petune.tasks.media import FORMAT_OF, refuse_other_format
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.sources import find_source, held_out_of
 
@@ -24,13 +24,20 @@ def hub_specs(config: DataConfig, folder: Path) -> tuple[str, ...]:
 
 
 def check_first_rows(
-    config: DataConfig, task: str, folder: Path, count: int = FIRST_ROWS, reads: str | None = None
+    config: DataConfig,
+    task: str,
+    folder: Path,
+    count: int = FIRST_ROWS,
+    *,
+    reads: str | None = None,
+    rate: int | None = None,
 ) -> tuple[str, ...]:
     """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first; the
     columns that play no role.
 
-    Data of the hub is left alone. reads: what the model does, where it is known. Raises DataError for rows
-    that cannot be read, UsageError where format and task, or format and model, do not fit.
+    reads: what the model reads, "text", "image" or "audio", None where nobody knows; rate: of its sounds.
+    Data of the hub is left alone. Raises DataError for rows that cannot be read, UsageError where format and
+    task, or format and model, do not fit.
     """
     unused: dict[str, None] = {}
     layout, source, distant = None, find_source(config.path, folder), hub_specs(config, folder)
@@ -38,6 +45,8 @@ def check_first_rows(
     held_out = None if (config.eval or config.path) in distant else held_out_of(source, config.eval, folder)
     for source, side in filter(None, (train, held_out)):
         if source.demo:
+            if reads in FORMAT_OF and not config.columns and config.format == "auto":
+                refuse_other_format(_format_of_demo(task), str(reads))
             continue
         faults = Faults(skip=config.on_bad_line == "skip")
         records = itertools.islice(source.records(side, faults, whole=config.chunk), count)
@@ -48,9 +57,14 @@ def check_first_rows(
         layout = layout or detect(first, config.format, config.columns, task)
         if reads is not None:
             refuse_other_format(layout.format, reads)
-        make = RowMaker(layout, task, faults)
+        make = RowMaker(layout, task, faults, rate=rate)
         good = sum(make(record) is not None for record in (first, *records))
         unused |= dict.fromkeys(make.unused)
         if not faults.skip:  # of all rows few may be bad; the first say little of that
             faults.settle(good)
     return tuple(unused)
+
+
+def _format_of_demo(task: str) -> str:
+    """The format that rows of the demo corpus have for a task."""
+    return next(name for name in TASK_FORMATS[task] if set(NEEDS[name]) <= DEMO[task].keys())

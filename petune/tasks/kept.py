@@ -101,7 +101,13 @@ class Asked:
     def make(self) -> tuple[RowFacts, Encoded]:
         """Read, check and tokenize. Raises as `load_rows` and `encode` do."""
         rows = load_rows(
-            self.config, self.task, self.folder, seed=self.seed, labels=self.labels, objects=self.objects
+            self.config,
+            self.task,
+            self.folder,
+            seed=self.seed,
+            labels=self.labels,
+            objects=self.objects,
+            rate=None if self.reader is None else self.reader.rate,
         )
         encoded = encode(
             rows,

@@ -117,12 +117,14 @@ def load_rows(
     seed: int = 0,
     labels: tuple[str, ...] | None = None,
     objects: Mapping[str, DataObject] = {},
+    rate: int | None = None,
 ) -> Rows:
     """Read and check every row of a run. `folder` is where relative paths start (the recipe's), `seed`
     matters to `split_by: seed` alone.
 
     `labels` are the classes, in the order of their ids, of a model that has been trained; without them the
     rows define the classes. `objects` are rows given from Python, by the spec that names them in `config`.
+    `rate` is that of sounds, in samples a second: a row of another is a bad one.
     Raises DataError with the first ten bad rows, UsageError if format and task do not fit, MachineError if a
     file or the hub cannot be reached.
     """
@@ -134,7 +136,7 @@ def load_rows(
         )
     source = find_source(config.path, folder, objects)
     notes = list(source.notes)
-    train, layout = _read(source, "train", config, task, notes)
+    train, layout = _read(source, "train", config, task, notes, rate)
     if config.chunk and layout.format != "text":
         remedy = "remove data.chunk, or set format: text"
         raise UsageError(
@@ -145,7 +147,7 @@ def load_rows(
             remedy=remedy,
         )
     if given := held_out_of(source, config.eval, folder, objects):
-        held_out, _ = _read(*given, config, task, notes, layout)
+        held_out, _ = _read(*given, config, task, notes, rate, layout)
         split = keep_apart(
             train, held_out, f"held-out rows {'are' if config.eval else 'come with'} {given[0].name}"
         )
@@ -187,7 +189,13 @@ def _first(records: Iterator[Record], name: str, faults: Faults) -> Record:
 
 
 def _read(
-    source: Source, side: str, config: DataConfig, task: str, notes: list[str], layout: Layout | None = None
+    source: Source,
+    side: str,
+    config: DataConfig,
+    task: str,
+    notes: list[str],
+    rate: int | None,
+    layout: Layout | None = None,
 ) -> tuple[list[Row], Layout]:
     """The rows of one side, in `layout` or the one found from the first record."""
     faults = Faults(skip=config.on_bad_line == "skip")
@@ -198,7 +206,11 @@ def _read(
     first = _first(records, source.name, faults)
     columns: Mapping[str, str] = DEMO[task] if demo else config.columns
     make = RowMaker(
-        layout or detect(first, config.format, columns, task), task, faults, drop_empty=demo is not None
+        layout or detect(first, config.format, columns, task),
+        task,
+        faults,
+        drop_empty=demo is not None,
+        rate=rate,
     )
     rows = [row for record in itertools.chain((first,), records) if (row := make(record)) is not None]
     if layout is None:

@@ -19,7 +19,7 @@ import numpy as np
 from petune.errors import DataError, MachineError, Problem, UsageError
 from petune.tasks.configs import DataConfig
 from petune.tasks.lines import shown
-from petune.tasks.sounds import samples_of, sound_of
+from petune.tasks.sounds import Sound, samples_of, sound_of
 
 Kind = Literal["image", "audio"]
 Read = TypeVar("Read")
@@ -72,6 +72,11 @@ class Reader:
     tokens: int
     begins: int | None = None
 
+    @property
+    def rate(self) -> int | None:
+        """Samples a second of the sounds it takes; None for pictures."""
+        return int(self.processor.sampling_rate) if self.kind == "audio" else None
+
     def save_pretrained(self, folder: Path) -> None:
         """Write the processor's settings, which transformers reads."""
         self.processor.save_pretrained(folder)
@@ -114,7 +119,12 @@ def read_sound(media: Media, rate: int, where: str, read: Callable[[bytes], Read
             return read(data)
     except (OSError, ValueError) as error:
         raise DataError(f"the sound cannot be read: {error}", where=where, found=str(media)) from error
-    raise DataError(
+    raise other_rate(own, rate, where)
+
+
+def other_rate(own: int, rate: int, where: str) -> DataError:
+    """What is wrong with a sound of `own` samples a second for a model that reads `rate`."""
+    return DataError(
         "the sound has another rate than the model reads",
         where=where,
         expected=f"{rate} samples a second",
@@ -152,18 +162,18 @@ def _upright(picture: Any) -> Any:
     return ImageOps.exif_transpose(picture)
 
 
-def refuse_other(media: Media, kind: Kind) -> None:
+def refuse_other(media: Media, kind: Kind) -> Sound | None:
     """Raise ValueError, in words, for what is no picture, or no sound, by its first bytes; the rest is not
-    read."""
+    read. What a sound says of itself; None of a picture."""
     if kind == "audio":
-        sound_of(media.read())
-        return
+        return sound_of(media.read())
     image = pillow()
     try:
         with image.open(io.BytesIO(media.read())):
             pass
     except Exception as error:
         raise ValueError(_first_line(error)) from error
+    return None
 
 
 def png(picture: Any) -> bytes:

@@ -17,7 +17,7 @@ from petune.tasks.bad_rows import Faults
 from petune.tasks.cells import FILL, Bad, clean
 from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
-from petune.tasks.media import Media, refuse_other
+from petune.tasks.media import Media, other_rate, refuse_other
 from petune.tasks.preferences import answered, preference
 from petune.tasks.read import kind_of
 from petune.tasks.rows import (
@@ -52,10 +52,15 @@ def _found(path: str, folder: Path | None) -> Path:
 
 
 class RowMaker:
-    """Turns records of one layout into rows of one task, remembering the type each column began with."""
+    """Turns records of one layout into rows of one task, remembering the type each column began with.
 
-    def __init__(self, layout: Layout, task: str, faults: Faults, *, drop_empty: bool = False) -> None:
+    rate: samples a second that sounds must have; None: any."""
+
+    def __init__(
+        self, layout: Layout, task: str, faults: Faults, *, drop_empty: bool = False, rate: int | None = None
+    ) -> None:
         self.format, self.task, self.faults, self.drop_empty = layout.format, task, faults, drop_empty
+        self.rate = rate
         self.columns = dict(layout.columns)
         self.seen: dict[str, None] = {}
         self.began: dict[str, tuple[str, str]] = {}
@@ -153,13 +158,16 @@ class RowMaker:
             raise Bad(f"{what} is {kind_of(value)}", f"the path of a {called}, or its bytes", kind_of(value))
         try:
             media = Media.of(value) if isinstance(value, bytes) else Media.at(_found(value, record.folder))
-            refuse_other(media, role)
+            sound = refuse_other(media, role)
         except OSError as error:
             raise Bad(f"{what}: {error.strerror or error}", f"the path of a {called}", str(value)) from error
         except ValueError as error:
             raise Bad(
                 f"{what} is no {called}: {error}", None, str(media), "mend the file, or delete the row"
             ) from error
+        if sound is not None and self.rate not in (None, sound.rate):
+            (other,) = other_rate(sound.rate, self.rate or 0, record.where).problems
+            raise Bad(other.what, other.expected, other.found, other.remedy)
         return media
 
     def _label(self, record: Record) -> str:

@@ -19,6 +19,7 @@ from petune.recipe import load_recipe
 from petune.run.build import prepare
 from tests.picture_runs import write_pictures, write_vit
 from tests.small_runs import Scripted, run, settings, write_model
+from tests.sound_runs import write_sounds, write_whisper
 
 
 @pytest.fixture
@@ -36,23 +37,6 @@ def refused(**changes: Any) -> PetuneError:
     with pytest.raises(PetuneError) as caught:
         check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"}, changes))
     return caught.value
-
-
-def test_rows_that_the_model_does_not_read_are_refused_as_training_refuses_them(mine: Path) -> None:
-    write_vit(mine / "vit")
-    for changes, said in (
-        ({"model": "vit"}, "the model reads pictures, and the rows are of format text-label"),
-        (
-            {"data": str(write_pictures(mine))},
-            "the model reads texts, and the rows are of format image-label",
-        ),
-    ):
-        recipe = load_recipe(None, {"model": "model", "data": "rows.csv", **changes})
-        with pytest.raises(UsageError, match=f"^data.format  {said}") as trained:
-            prepare(recipe)
-        with pytest.raises(UsageError, match=f"^data.format  {said}") as checked:
-            check_inputs(recipe)
-        assert checked.value.problems == trained.value.problems
 
 
 def test_what_is_there_is_accepted_and_no_weight_is_read(mine: Path) -> None:
@@ -97,6 +81,46 @@ def test_what_a_recipe_names_wrongly_is_found(
 ) -> None:
     error = refused(**changes)
     assert isinstance(error, kind) and said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "said"),
+    [
+        ("vit", "rows.csv", "the model reads pictures, and the rows are of format text-label"),
+        ("vit", "demo:docstrings", "the model reads pictures, and the rows are of format text-label"),
+        ("whisper", "pairs.jsonl", "the model reads sounds, and the rows are of format pairs"),
+        ("whisper", "demo:docstrings", "the model reads sounds, and the rows are of format pairs"),
+        ("model", "pictures/rows.jsonl", "the model reads texts, and the rows are of format image-label"),
+        ("t5", "sounds/rows.jsonl", "the model reads texts, and the rows are of format audio-text"),
+    ],
+)
+def test_rows_of_another_kind_than_the_model_reads_are_refused_as_train_does(
+    model: str, data: str, said: str, mine: Path
+) -> None:
+    made = {
+        "vit": lambda: write_vit(mine / "vit"),
+        "whisper": lambda: write_whisper(mine / "whisper"),
+        "t5": lambda: write_model(mine / "t5", "t5"),
+    }
+    made.get(model, lambda: None)()
+    if data.startswith("pictures"):
+        write_pictures(mine / "pictures")
+    elif data.startswith("sounds"):
+        write_sounds(mine / "sounds", 4)
+    lines = [json.dumps({"source": f"red {at}", "target": f"sun {at}"}) + "\n" for at in range(8)]
+    (mine / "pairs.jsonl").write_text("".join(lines))
+    error = refused(model=model, data=data)
+    assert said in str(error)
+    with pytest.raises(UsageError) as caught:
+        prepare(load_recipe(None, {"model": model, "data": data}))
+    assert error.problems == caught.value.problems
+
+
+def test_a_task_that_is_not_for_what_the_model_reads_is_not_refused_for_its_rows_too(mine: Path) -> None:
+    write_vit(mine / "vit")
+    error = refused(model="vit", task="mlm")
+    assert "task mlm is not for a model that reads pictures" in str(error)
+    assert all(problem.where != "data.format" for problem in error.problems)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])

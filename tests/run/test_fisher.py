@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from petune.errors import UsageError
+from petune.errors import Stopped, UsageError
 from petune.methods import tuned_parameters
 from petune.recipe import load_recipe
 from petune.run.build import build, prepare
 from tests.planned_runs import PLANS, small, trained
-from tests.small_runs import brief, numbers, run
+from tests.small_runs import assert_same_run, brief, numbers, run, settings, terminate_at
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 FISHER: dict[str, Any] = {"name": "side", "reduction": 4, "start": "fisher"}
@@ -55,3 +56,31 @@ def test_streamed_rows_are_refused(tmp_path: Path) -> None:
     recipe = brief(tmp_path, "llama", FISHER)
     with pytest.raises(UsageError, match="and these are streamed"):
         run(recipe | {"data": recipe["data"] | {"stream": True}})
+
+
+def test_a_resumed_run_measures_nothing_and_ends_as_one_that_was_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = run(settings(tmp_path, "llama", FISHER, max_steps=3, out="straight"))
+    stopped = settings(tmp_path, "llama", FISHER, max_steps=3, out="stopped")
+    with pytest.raises(Stopped):
+        run(stopped, terminate_at(2))
+
+    def measured(*_: Any) -> None:
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("petune.run.fisher.fisher_of", measured)
+        run(stopped, resume=True)
+    assert_same_run(tmp_path / "stopped", straight.folder)
+
+
+def test_a_run_resumed_before_its_first_checkpoint_is_measured(tmp_path: Path) -> None:
+    straight = run(settings(tmp_path, "llama", FISHER, max_steps=3, out="straight"))
+    begun = settings(tmp_path, "llama", FISHER, max_steps=3, out="begun")
+    with pytest.raises(Stopped):
+        run(begun, terminate_at(1))
+    for place in (tmp_path / "begun" / "checkpoints").glob("step-*"):
+        shutil.rmtree(place)
+    run(begun, resume=True)
+    assert_same_run(tmp_path / "begun", straight.folder)

@@ -18,6 +18,7 @@ from petune.models.loading import load_tokenizer, read_config
 from petune.models.source import resolve_model
 from petune.preflight.inputs import check_inputs
 from petune.recipe import load_recipe
+from petune.run.build import prepare
 from petune.run.evaluate import outputs_of
 from petune.run.finished import Run
 from petune.run.readers import reader_of
@@ -151,6 +152,21 @@ def test_a_sound_of_another_rate_is_refused_with_what_to_do(place: Path, tmp_pat
     assert str(caught.value.problems[0].where).endswith("rows.jsonl:3")
 
 
+def test_a_sound_of_another_rate_is_a_bad_row_that_is_skipped_and_counted(
+    place: Path, tmp_path: Path
+) -> None:
+    file = write_sounds(tmp_path, 24)
+    (tmp_path / "sounds" / "2.wav").write_bytes(wav(tone(0), 8000))
+    recipe = settings(place, data={"path": str(file)})
+    with pytest.raises(DataError, match="another rate than the model reads") as caught:
+        prepare(load_recipe(recipe))
+    assert str(caught.value.problems[0].where).endswith("rows.jsonl:3")
+    recipe["data"] |= {"on_bad_line": "skip"}
+    found = prepare(load_recipe(recipe))
+    assert len(found.encoded.train) + len(found.encoded.eval) == 23
+    assert any(note.startswith("skipped 1 bad rows (4.2%)") for note in found.rows.notes)
+
+
 @pytest.mark.parametrize(("cell", "words"), [("gone.wav", "No such file"), ("rows.jsonl", "is no sound")])
 def test_what_is_no_sound_is_a_bad_row_with_its_line(cell: str, words: str, tmp_path: Path) -> None:
     file = write_sounds(tmp_path, 4)
@@ -192,6 +208,16 @@ def test_check_says_what_means_nothing_for_sounds(place: Path) -> None:
     data = {"path": str(place / "rows.jsonl"), "prefix": "write: "}
     with pytest.raises(UsageError, match="it means nothing for a model that reads sounds"):
         check_inputs(load_recipe(settings(place, data=data)))
+
+
+def test_check_finds_a_sound_of_another_rate(place: Path, tmp_path: Path) -> None:
+    file = write_sounds(tmp_path, 24)
+    (tmp_path / "sounds" / "2.wav").write_bytes(wav(tone(0), 8000))
+    with pytest.raises(DataError, match="another rate than the model reads") as caught:
+        check_inputs(load_recipe(settings(place, data=str(file))))
+    assert str(caught.value.problems[0].where).endswith("rows.jsonl:3")
+    skipping = {"path": str(file), "on_bad_line": "skip"}
+    assert check_inputs(load_recipe(settings(place, data=skipping))).task == "seq2seq"
 
 
 @pytest.mark.parametrize("name", ["encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"])
