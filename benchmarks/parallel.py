@@ -310,8 +310,8 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
 
     def pipeline(microbatches: int, schedule: str = "1f1b") -> dict[str, dict[str, Any]]:
         stages = shape.stages.get(world if schedule == "1f1b" else 2 * world)
-        size = {"size": world} if stages is None else {"stages": stages, "size": world}
-        return {"pp": {**size, "schedule": schedule, "microbatches": microbatches}}
+        given = {} if stages is None else {"stages": stages}
+        return {"pp": {"size": world, **given, "schedule": schedule, "microbatches": microbatches}}
 
     def sequences(total: int) -> list[Job]:
         return [ours(f"sp {way}", total, **cut("sp", exchange=way)) for way in ("gather", "ulysses", "ring")]

@@ -33,8 +33,8 @@ class Boundary(Protocol):
     shape.
 
     first: the number in the whole model of the first feature that this rank's part of the way out reads.
-    overlapped: other work is to hide the communication. own: the caller has no
-    more use for what it gives, which may be written over.
+    overlapped: other work is to hide the communication. own: the caller has no more use for what it gives,
+    which may be written over.
     """
 
     @property

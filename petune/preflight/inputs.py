@@ -21,7 +21,7 @@ from petune.run.readers import inputs_of
 from petune.run.rows import shelf_of
 from petune.run.setup import data_facts
 from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
-from petune.tasks.media import Reader, refuse_settings
+from petune.tasks.media import Reader, rate_of, refuse_settings
 from petune.tasks.registry import find_task
 
 _Found = TypeVar("_Found")
@@ -119,7 +119,7 @@ def _first_rows(recipe: Recipe, task: str, model: _Model | None) -> tuple[str, .
     """Look at the first rows, for the model where it is known; a task that is not for what it reads was
     refused before."""
     known = reads(model[0]) if model else None
-    rate = model[2].rate if model and model[2] is not None else None
+    rate = rate_of(model[2]) if model else None
     fits = known if known in find_task(task).reads else None
     return check_first_rows(recipe.data, task, recipe.folder, reads=fits, rate=rate)
 

@@ -12,7 +12,7 @@ from petune.models.loading import kind_of
 from petune.recipe import Recipe
 from petune.run.objects import Objects
 from petune.tasks import Asked, Encoded, RowFacts, Rows, Shelf, load_rows, rows_and_examples, stream_rows
-from petune.tasks.media import Reader
+from petune.tasks.media import Reader, rate_of
 
 
 def rows_of(
@@ -75,7 +75,7 @@ def texts_of(
     reader: Reader | None = None,
 ) -> Rows:
     """The rows as they were read, with their texts, which tokenized ones are without."""
-    given, rate = objects.data, None if reader is None else reader.rate
+    given, rate = objects.data, rate_of(reader)
     return load_rows(
         recipe.data, task, recipe.folder, seed=recipe.seed, labels=labels, objects=given, rate=rate
     )

@@ -36,7 +36,7 @@ from petune.tasks.configs import DataConfig
 from petune.tasks.encode import Encoded, encode, make_coder
 from petune.tasks.lines import shown
 from petune.tasks.load import load_rows
-from petune.tasks.media import Reader
+from petune.tasks.media import Reader, rate_of
 from petune.tasks.mlm import masking_of
 from petune.tasks.objects import DataObject
 from petune.tasks.report import DataReport
@@ -107,7 +107,7 @@ class Asked:
             seed=self.seed,
             labels=self.labels,
             objects=self.objects,
-            rate=None if self.reader is None else self.reader.rate,
+            rate=rate_of(self.reader),
         )
         encoded = encode(
             rows,

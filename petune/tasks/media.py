@@ -72,14 +72,14 @@ class Reader:
     tokens: int
     begins: int | None = None
 
-    @property
-    def rate(self) -> int | None:
-        """Samples a second of the sounds it takes; None for pictures."""
-        return int(self.processor.sampling_rate) if self.kind == "audio" else None
-
     def save_pretrained(self, folder: Path) -> None:
         """Write the processor's settings, which transformers reads."""
         self.processor.save_pretrained(folder)
+
+
+def rate_of(reader: Reader | None) -> int | None:
+    """Samples a second of the sounds that a reader takes; None where it takes none."""
+    return int(reader.processor.sampling_rate) if reader is not None and reader.kind == "audio" else None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Halves(torch.autograd.Function):
             factors = found[0][2]
             ctx.parked = [park(call, one) for call, (_, one, _) in zip(calls, found, strict=True)]
             kept = [flattened(one) for _, one, _ in found]
-            ctx.names, ctx.ends = [names for _, names in kept], [len(flat) for flat, _ in kept]
+            ctx.names = [names for _, names in kept]
             ctx.counts = len(tensors), len(factors)
             ctx.save_for_backward(*tensors, *factors, *kept[0][0], *kept[1][0])
         return torch.cat([y for y, _, _ in found]).view(hidden.shape)
@@ -51,9 +51,10 @@ class Halves(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved, (count, made) = ctx.saved_tensors, ctx.counts
         tensors, factors, rest = saved[:count], saved[count : count + made], saved[count + made :]
+        middle = len(ctx.names[0])
         kept = [
             unflattened(flat, names)
-            for flat, names in zip((rest[: ctx.ends[0]], rest[ctx.ends[0] :]), ctx.names, strict=True)
+            for flat, names in zip((rest[:middle], rest[middle:]), ctx.names, strict=True)
         ]
         for at in (1, 0):  # the last that was parked first
             kept[at] = fetched(ctx.calls[at], kept[at], ctx.parked[at])

@@ -27,8 +27,9 @@ Meeting = tuple[Tensor, Tensor, float]
 class Arrival:
     """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary
     positions, None where blocks read none; the segments of both; the form of each attention; what drops out
-    in each block; a bias by distance [heads, 2 longest - 1] that an earlier stage has handed on. meeting: on
-    a ladder, what its gates mix in, [levels, b, t, w], the gates [levels] and their temperature."""
+    in each block; a bias by distance [heads, 2 longest - 1] that an earlier stage has handed on. trains:
+    whether hidden states, the encoder's and the bias need gradients. meeting: on a ladder, what its gates mix
+    in, [levels, b, t, w], the gates [levels] and their temperature."""
 
     def __init__(
         self, call: Arguments, block: FusedBlock, here: Running, meeting: Meeting | None = None
@@ -46,13 +47,16 @@ class Arrival:
         self.draws: Sequence[Draws] = ()
         self.meeting = meeting
         distances = block.distances if self.bias is None else self.bias
-        trains = tuple(one is not None and one.requires_grad for one in (hidden, memory, distances))
+        inputs = hidden, memory, distances
+        self.trains = tuple(one is not None and one.requires_grad for one in inputs)
         angles = (
             None
             if self.angles is None
             else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
         )
-        self.bucket = Bucket.of(hidden.shape, segments, (self.backends, hidden.dtype, trains, angles), across)
+        self.bucket = Bucket.of(
+            hidden.shape, segments, (self.backends, hidden.dtype, self.trains, angles), across
+        )
 
     def distances(self, block: FusedBlock, longest: int) -> Tensor | None:
         """The bias by distance up to `longest`, made of the table of the first block, or what was handed on

@@ -334,8 +334,7 @@ class Graphs:
 
 def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
     """Why these blocks have to run one by one, though launches bound them; or None."""
-    inputs = arrival.hidden, arrival.memory, blocks[0].distances if arrival.bias is None else arrival.bias
-    if not weights.trained and not any(one is not None and one.requires_grad for one in inputs):
+    if not weights.trained and not any(arrival.trains):
         return "nothing of it trains"
     if arrival.bias is not None and arrival.bias.dim() == 4:
         return "it is handed a bias of relative positions"

@@ -98,9 +98,10 @@ class Governor:
         self._say_unhalved(stack, len(hidden), kwargs)
 
     def _say_unhalved(self, stack: Stack, rows: int, given: Call) -> None:
-        """Say once why rows do not go through the blocks in halves, though overlap asks for it."""
-        asked = (spec for spec in _specs(stack) if spec.overlapped)
-        reason = next((reason for spec in asked if (reason := spec.unhalved(rows, given))), None)
+        """Say once why rows do not go through the blocks in halves, though overlap asks for it: of all blocks
+        or of none, as one plan cuts them."""
+        first = _specs(stack)[0]
+        reason = first.unhalved(rows, given) if first.overlapped else None
         if reason is not None and reason not in self.unhalved:
             self.unhalved.add(reason)
             say(f"overlap: rows go through the {stack.name} at once, nothing hides what is sent: {reason}")

@@ -83,7 +83,7 @@ def _steps(one: Case, limit: float) -> dict[str, Any]:
         read.append(any(host is mask for _, host, _ in running().host))
         return plain(mask, wanted)
 
-    schedule.moved = runner.moved = copied  # type: ignore[attr-defined]
+    schedule.moved = runner.moved = copied  # type: ignore[attr-defined]  # in this very process, which ends soon
     unpad.from_mask = reading  # type: ignore[assignment]
     return {"trace": harness._steps(one, limit), "read": read}
 
