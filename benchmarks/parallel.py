@@ -139,7 +139,7 @@ class Shape:
         return MODELS[self.case.shape].task
 
 
-_LONGEST: Sizes = {"max_position_embeddings": 262144}
+_LONGEST: Sizes = {"max_position_embeddings": 524288}
 _SMALL: Sizes = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -150,20 +150,26 @@ _SMALL: Sizes = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
+_STAGES_8B = {2: [17, 15], 4: [9, 9, 8, 6], 8: [5, 5, 4, 4, 4, 4, 4, 2]}
+_STAGES_70B = {2: [41, 39], 4: [21, 20, 20, 19]}
 SHAPES = {
-    "8b": Shape(Case.parse("petune:llama-8b:lora:4x2048:limit=60"), stages={2: [17, 15], 4: [9, 9, 8, 6]}),
+    "8b": Shape(Case.parse("petune:llama-8b:lora:4x2048:limit=60"), stages=_STAGES_8B),
     "8b-12": Shape(Case.parse("petune:llama-8b:lora:4x2048:layers=12:limit=60")),
     "8b-16k": Shape(Case.parse("petune:llama-8b:lora:1x16384:limit=90")),
     "8b-256k": Shape(Case.parse("petune:llama-8b:lora:1x262144:limit=400"), _LONGEST, together=True),
+    "8b-512k": Shape(Case.parse("petune:llama-8b:lora:1x524288:limit=500"), _LONGEST, together=True),
+    "70b": Shape(Case.parse("petune:llama-70b:lora:2x2048:layers=80:limit=120"), stages=_STAGES_70B),
     "70b-40": Shape(Case.parse("petune:llama-70b:lora:1x2048:layers=40:limit=120")),
-    "70b-fp8": Shape(Case.parse("petune:llama-70b:lora:1x2048:layers=80:base=fp8:limit=120")),
+    "70b-fp8": Shape(
+        Case.parse("petune:llama-70b:lora:1x2048:layers=80:base=fp8:limit=120"), stages=_STAGES_70B
+    ),
     "bert-adapter": Shape(Case.parse("petune:bert-large:adapter:32x512:fill=0.3:limit=60")),
     "t5-lora": Shape(Case.parse("petune:t5-large:lora:16x512:fill=0.4:limit=60"), stages={2: [18, 30]}),
     "tiny": Shape(Case.parse("petune:llama-8b:lora:4x32:r=4:limit=60"), _SMALL),
 }
-_FOUR_BLOCKS: Sizes = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "num_key_value_heads"), 4),
-    "num_attention_heads": 8,
+_EIGHT_BLOCKS: Sizes = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "num_attention_heads"), 8),
+    "num_key_value_heads": 4,
 }
 
 
@@ -207,7 +213,7 @@ class Options:
         if not self.tiny:
             return shape
         small = replace(shape.case, tokens=32, layers=0)
-        return replace(shape, case=small, sizes=TINY | _FOUR_BLOCKS, stages={})
+        return replace(shape, case=small, sizes=TINY | _EIGHT_BLOCKS, stages={})
 
 
 @dataclass
@@ -345,8 +351,10 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
         jobs.append(ours("dp x tp", many, dp={"size": 2}, tp={"size": 2, "vocabulary": True}))
         jobs.append(ours("dp x galaxy", many, dp={"size": 2}, galaxy={"size": 2, "vocabulary": True}))
     jobs.append(ours("pp", 2 * many, **pipeline(2 * many)))
-    jobs.append(ours("pp interleaved", many, **pipeline(many, "interleaved")))
-    jobs.append(ours("pp interleaved", 2 * many, **pipeline(2 * many, "interleaved")))
+    jobs += [ours("pp interleaved", total, **pipeline(total, "interleaved")) for total in (many, 2 * many)]
+    if many > 8:
+        schedules = {"pp 8": "1f1b", "pp interleaved 8": "interleaved"}
+        jobs += [ours(name, many, **pipeline(8, schedule)) for name, schedule in schedules.items()]
     return jobs
 
 

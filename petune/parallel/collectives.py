@@ -34,6 +34,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from petune.models.transition import transition
@@ -142,6 +143,17 @@ def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], grou
                 [pieces[rank][number].view(shapes[rank][number]) for rank in ranks], cuts[at][1]
             )
     return found
+
+
+@torch.no_grad()
+def gather_rows_(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: Group) -> None:
+    """Fill each of `wholes`, in place, with every rank's rows, of which `parts` are this rank's: equally many
+    on all of them. Autograd is not told that they change."""
+    with preserved_versions(tuple(wholes)):
+        for places in _alike(parts):
+            with _coalescing_manager(group):
+                for at in places:
+                    _all_gather(wholes[at], parts[at], group=group)
 
 
 @torch.no_grad()

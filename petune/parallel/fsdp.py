@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,6 +43,7 @@ from petune.models.frozen_weight import quantised_in
 from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack
 from petune.parallel.collectives import gather_dims
+from petune.parallel.in_place import gather_in_place, in_turn
 from petune.parallel.launch.process_group import limit
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import ParallelPlan, Sharding
@@ -96,6 +97,9 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
         # FSDP's own object: `local` gives another one over the same memory
         if isinstance(value, DTensor) and isinstance(own := value._local_tensor, ShardedWeight):
             own.begin_at(first_row(value))
+    in_turn(blocks)
+    if not any(value.is_meta for value in model.parameters()):
+        settle(model, sharding)
     put_shards(model, _held(model, blocks, sharding))
     if hasattr(model, "generate"):  # it calls an encoder by itself, which needs what is the root's
         register_fsdp_forward_method(model, "generate")
@@ -294,10 +298,23 @@ def allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
-def settle(model: nn.Module) -> None:
+def settle(model: nn.Module, sharding: Sharding) -> None:
     """Let the units of `model` know the parameters that were put in the place of theirs. Shards of unequal
-    size change their memory here, so nobody may hold it yet."""
+    size change their memory here, so nobody may hold it yet. From then on what is large is gathered in
+    place."""
     model._apply(lambda tensor: tensor)
+    gather_in_place(_units(model, sharding.reshard))
+
+
+def _units(model: nn.Module, reshard: bool) -> Iterator[tuple[list[nn.Parameter], bool]]:
+    """The parameters of FSDP's units, the blocks and the rest, and whether they are freed after a forward
+    pass."""
+    seen: set[nn.Parameter] = set()
+    for unit in reversed([module for module in model.modules() if isinstance(module, FSDPModule)]):
+        assert isinstance(unit, nn.Module)
+        own = [value for value in unit.parameters() if value not in seen]
+        seen.update(own)
+        yield own, reshard and unit is not model
 
 
 def first_row(parameter: Tensor) -> int:

@@ -127,7 +127,8 @@ def _read(
     what is not finite there."""
     if contents is None:
         return []
-    offloads = mesh.plan.sharding is not None and mesh.plan.sharding.offload
+    sharding = mesh.plan.sharding
+    offloads = sharding is not None and sharding.offload
 
     def make(value: nn.Parameter) -> nn.Parameter:
         rests_here = streams or (offloads and is_sharded(value))
@@ -136,8 +137,9 @@ def _read(
     with room_for(contents.place):
         made = allocate(modules, make)
         bad = contents.fill(parts_of(made, placed, mesh))
-    for module in modules if mesh.plan.sharding is not None else ():
-        settle(module)
+    if sharding is not None:
+        for module in modules:
+            settle(module, sharding)
     return bad
 
 

@@ -1,0 +1,141 @@
+"""Large tensors of an FSDP2 unit gathered in place: each rank's rows go straight to where the whole tensor is
+read.
+
+FSDP2 sends the tensors of a unit as one message: it copies shards into it and wholes out of it. For blocks of
+an 8B model these copies take 47 of 528 ms of a step on two H200s. A shard may say itself how it is gathered
+(`fsdp_pre_all_gather` and `fsdp_post_all_gather`, torch's extension for tensor subclasses, which also takes
+them from attributes). So a shard of a large tensor adds one element to the message, and what is large in a
+unit travels in one group of all-gathers beside it, on the stream of FSDP2's own, as early.
+
+The memory of the wholes is FSDP2's to free. It is taken on the stream that computes, so the all-gather waits
+for what has been launched there until then. Blocks therefore ask for the next one's before they begin
+(`in_turn`), as FSDP2 does by itself in the backward pass.
+
+Frozen tensors of units that are not freed after their forward pass (`dp.reshard: false`, and what lies
+outside the blocks) stay whole between steps, too, and travel once: nobody may write into their shards after
+the first forward pass, which torch's version counter would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from petune.errors import PetuneError
+from petune.parallel.collectives import gather_rows_
+
+# bytes from which a whole tensor is gathered in place
+LARGE = 2**20
+
+
+def gather_in_place(units: Iterable[tuple[Sequence[Tensor], bool]]) -> None:
+    """Let the large tensors of FSDP2's units be gathered in place. A unit is its parameters, and whether they
+    are freed after the forward pass.
+
+    Shards must have their memory, on the device that computes, and the first forward pass must be to come.
+    Tensors whose rows are not equally many on all ranks, and quantised ones, travel as before.
+    """
+    for parameters, freed in units:
+        unit = _Unit()
+        for value in parameters:
+            if isinstance(value, DTensor) and _fits(value):
+                unit.add(value, kept=not (freed or value.requires_grad))
+
+
+def in_turn(blocks: Iterable[torch.nn.Module]) -> None:
+    """Let each block gather the next one's tensors while it computes."""
+    for one, other in pairwise(block for block in blocks if isinstance(block, FSDPModule)):
+        one.set_modules_to_forward_prefetch([other])
+
+
+def _fits(value: DTensor) -> bool:
+    """Whether what a rank holds can be a part of the message as it is."""
+    shard, ranks = value._local_tensor, value.device_mesh.size(-1)
+    if type(shard) is not Tensor or shard.device.type != value.device_mesh.device_type:
+        return False
+    return value.nbytes >= LARGE and len(value) % ranks == 0 and shard.is_contiguous()
+
+
+class _Unit:
+    """What of a unit is gathered in place, all at once."""
+
+    def __init__(self) -> None:
+        self.members: list[_Member] = []
+        self.begun = False
+
+    def add(self, value: DTensor, kept: bool) -> None:
+        """Take over a parameter from FSDP2's message."""
+        member = _Member(self, value, kept)
+        self.members.append(member)
+        value._local_tensor.__dict__.update(fsdp_pre_all_gather=member.begin, fsdp_post_all_gather=member.end)
+
+    def begin(self, mesh: DeviceMesh) -> None:
+        """Gather, unless it has begun: FSDP2 asks each of the tensors. Raises PetuneError for a shard that
+        was written to though its whole is kept."""
+        if self.begun:
+            return
+        self.begun = True
+        due = [member for member in self.members if not member.holds]
+        with _computing() as stream:
+            wholes = [member.allocated() for member in due]
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+        gather_rows_(wholes, [member.shard for member in due], mesh.get_group())
+
+
+@contextmanager
+def _computing() -> Iterator[torch.cuda.Stream | None]:
+    """On the stream that computes, the device's default one."""
+    if not torch.cuda.is_initialized():
+        yield None
+        return
+    stream = torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+class _Member:
+    """A parameter of a unit. whole: all its rows, whose memory FSDP2 frees with the unit, or where it is
+    `kept` nobody. seen: the version of the shard that it holds."""
+
+    def __init__(self, unit: _Unit, value: DTensor, kept: bool) -> None:
+        self.unit, self.shard, self.kept = unit, value._local_tensor, kept
+        self.size = value.shape
+        self.whole = self.shard.new_empty(0)
+        self.seen = -1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the whole is there already."""
+        if not self.kept or self.seen < 0:
+            return False
+        if self.seen != self.shard._version:
+            raise PetuneError("a frozen shard was written to after it had been gathered for good")
+        return True
+
+    def allocated(self) -> Tensor:
+        """The whole, with memory."""
+        if self.seen < 0:
+            self.whole = self.shard.new_empty(self.size)
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.seen = self.shard._version
+        return self.whole
+
+    def begin(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], None]:
+        """Called by FSDP2 before its own message, of which one element is the least."""
+        self.unit.begin(mesh)
+        return (self.shard.view(-1)[:1],), None
+
+    def end(
+        self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole tensor and what of it is to be freed, which FSDP2 asks for once: later it only waits."""
+        self.unit.begun = False
+        return None if out is not None else (self.whole, () if self.kept else (self.whole,))
