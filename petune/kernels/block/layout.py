@@ -15,6 +15,12 @@ from petune.rng.dropout import places
 # What blocks read beside hidden states, as transformers names it
 MEMORY, BIAS, MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
 
+# Stands in for the attention mask of a call whose segments are known, or that is known to have whole rows.
+# Hugging Face hands a mask with four dims on as it is, so the [b, 1, t, t] that nobody would read is never
+# made, nor does the host wait for the device to learn whether one is needed; a block that reads it after all
+# raises, as no scores have such a shape.
+NO_MASK = torch.empty(0, 0, 0, 0, dtype=torch.bool)
+
 
 class Layout(NamedTuple):
     """The rows or segments of a call's tokens as attention sees them, and of the memory that it attends to.

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from petune.kernels.block.hooks import Ready
+from petune.kernels.block.layout import MASKS, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, from_mask, from_positions, of_rows, pack, unpack
 from petune.kernels.head.linear_cross_entropy import IGNORED
@@ -34,12 +35,6 @@ from petune.log import say
 from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running, on_host, running
-
-# Stands in for the attention mask of a call whose segments are known. Hugging Face hands a mask with four
-# dims on as it is, so the [b, 1, t, t] that nobody would read is never made; a block that reads it after all
-# raises, as no scores have such a shape.
-NO_MASK = torch.empty(0, 0, 0, 0, dtype=torch.bool)
-
 
 _ACROSS = "encoder_hidden_states"
 
@@ -50,8 +45,9 @@ class Unpadded:
 
     Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them,
     has [1, total] instead, `position_embeddings` and `position_ids` among them, and there is no attention
-    mask: blocks have to attend within segments. Where `running().memory` says what the encoder kept, its
-    hidden states are packed as well, and there is no mask of them.
+    mask, as there is none where rows have no padding: blocks have to attend within segments. Where
+    `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask
+    of them.
     """
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
@@ -60,11 +56,9 @@ class Unpadded:
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
         """See petune.models.stack.Edges: the encoder's hidden states have rows and padding of their own."""
-        own = here.memory if name == _ACROSS else here.segments
-        if name in _MASKS:
-            gone = own is not None or (name == "encoder_attention_mask" and here.memory is not None)
-            return None if gone else value
-        return cast("Tensor", _packed(value, own))
+        if name in MASKS:
+            return None if value is NO_MASK else value
+        return cast("Tensor", _packed(value, here.memory if name == _ACROSS else here.segments))
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
         """See petune.models.stack.Edges: a ladder's carry is made from one that has entered."""
@@ -77,9 +71,6 @@ class Unpadded:
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
         """See petune.models.stack.Edges."""
         return hidden if here.segments is None else unpack(hidden, here.segments)
-
-
-_MASKS = {"attention_mask", "encoder_attention_mask"}
 
 
 def _packed(value: Any, segments: Segments | None) -> Any:
@@ -147,11 +138,11 @@ class FindSegments:
     decoder, the finder of its encoder.
     counted: the owner counts positions along the mask. packs: its masks tell samples apart by positions.
     causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask
-    comes first: with one, positions say nothing of samples. These calls are left alone, with no segments and
-    their mask as it was:
-    - with a mask that is not [b, t], or with nothing to leave out, unless rows are longer than the model's
-      sliding window: they are segments too, as the dense mask that says the window would cost more than
-      attention within it;
+    comes first: with one, positions say nothing of samples. Where there is nothing to leave out, a call has
+    neither segments nor a mask, unless rows are longer than the model's sliding window: they are segments
+    too, as the dense mask that says the window would cost more than attention within it. These calls are left
+    alone, with no segments and their mask as it was:
+    - with a mask that is not [b, t];
     - that read or fill a cache, which for a decoder is the default: pass use_cache=False;
     - that go across to an encoder, unless the encoder's own finder is given, by whom `running().memory` is
       found;
@@ -211,17 +202,13 @@ class FindSegments:
         """Bind what the call's mask or positions say, and take the mask away where it is said."""
         call = dict(zip(self.arguments, args, strict=False)) | kwargs
         config = getattr(owner, "config", None)
-        segments, memory = (
-            (None, None)
-            if self._left_alone(config, call) or not self.ready(owner)
-            else self._both(config, call)
-        )
-        running().segments, running().memory = segments, memory
-        if segments is None and memory is None:
+        known = None
+        if not self._left_alone(config, call) and self.ready(owner):
+            known = self._both(config, call)
+        running().segments, running().memory = (None, None) if known is None else known
+        if known is None:
             return None
-        masks = ["attention_mask"] * (segments is not None) + ["encoder_attention_mask"] * (
-            call.get(_ACROSS) is not None
-        )
+        masks = ["attention_mask"] + ["encoder_attention_mask"] * (call.get(_ACROSS) is not None)
         return (), call | self._positions(call) | dict.fromkeys(masks, NO_MASK)
 
     def _positions(self, call: Call) -> Call:
@@ -251,12 +238,12 @@ class FindSegments:
             _asked(config, call, "use_cache") if self.causal else bool(getattr(config, "is_decoder", False))
         )
 
-    def _both(self, config: Any, call: Call) -> tuple[Segments | None, Segments | None]:
-        """(segments of the call's own tokens, of those it attends across to)."""
+    def _both(self, config: Any, call: Call) -> tuple[Segments | None, Segments | None] | None:
+        """(segments of the call's own tokens, of those it attends across to), None for whole rows; or None
+        where padding is computed, and has a mask."""
         memory = None if self.encoder is None or call.get(_ACROSS) is None else self.encoder.said_of(call)
-        if isinstance(memory, str):  # its padding is computed, and has a mask
-            return None, None
-        return self._found(config, call), memory
+        own = "" if isinstance(memory, str) else self._found(config, call)
+        return None if isinstance(own, str) or isinstance(memory, str) else (own, memory)
 
     def said_of(self, call: Call) -> Segments | str | None:
         """Of an encoder: what `from_mask` said of the mask with which a decoder's call reads its hidden
@@ -275,10 +262,10 @@ class FindSegments:
             )
         return self.last[2]
 
-    def _found(self, config: Any, call: Call) -> Segments | None:
+    def _found(self, config: Any, call: Call) -> Segments | str | None:
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if inputs is None:
-            return None
+            return "it has no tokens"
         (rows, tokens), mask = inputs.shape[:2], call.get("attention_mask")
         positions = call.get("position_ids") if self.causal and self.packs else None
         found: Segments | str | None = None
@@ -290,8 +277,6 @@ class FindSegments:
             )
         elif positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
             found = _there(from_positions(on_host(positions).expand(rows, -1)), inputs.device)
-        if isinstance(found, str):
-            return None
         if found is None and self.causal and _masks_whole_rows(config, tokens):
             return of_rows(rows, rows * tokens, inputs.device)
         return found

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
-from petune.kernels.block.layout import MEMORY
+from petune.kernels.block.layout import MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
@@ -101,6 +101,7 @@ class Governor:
         """Say once why rows do not go through the blocks in halves, though overlap asks for it: of all blocks
         or of none, as one plan cuts them."""
         first = _specs(stack)[0]
+        given = {name: value for name, value in given.items() if value is not NO_MASK}
         reason = first.unhalved(rows, given) if first.overlapped else None
         if reason is not None and reason not in self.unhalved:
             self.unhalved.add(reason)
