@@ -96,10 +96,12 @@ def _places(tree: Any) -> set[int]:
 
 
 def _unmoved(func: Any, args: Any) -> AbstractContextManager[None]:
-    """Puts the generator that attention may draw from back where it was."""
-    if torch.Tag.nondeterministic_seeded not in func.tags or torch.cuda.is_current_stream_capturing():
+    """Puts the generator that attention may draw from back where it was, where none is being recorded."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
         return nullcontext()
-    return _put_back(next(one.device for one in tree_leaves(args) if isinstance(one, Tensor)))
+    device = next(one.device for one in tree_leaves(args) if isinstance(one, Tensor))
+    recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return nullcontext() if recording else _put_back(device)
 
 
 @contextmanager

@@ -31,10 +31,10 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(twice: bool, fused: bool) -> tuple[Tensor, dict[str, Tensor], Tensor, Counter[str]]:
+def step(twice: bool, fused: bool, drops: float) -> tuple[Tensor, dict[str, Tensor], Tensor, Counter[str]]:
     """The loss of a step, its gradients, a number drawn after it, and what was run."""
-    model: Any = zoo.tiny("llama-causal", attention_dropout=0.1)
-    tune(model, LoraConfig(r=4, dropout=0.1))
+    model: Any = zoo.tiny("llama-causal", attention_dropout=drops)
+    tune(model, LoraConfig(r=4, dropout=drops))
     zoo.stir(model, std=0.1)
     if fused:
         fuse(model, FAMILIES["llama"], "reference")
@@ -46,9 +46,10 @@ def step(twice: bool, fused: bool) -> tuple[Tensor, dict[str, Tensor], Tensor, C
     return loss, gradients, torch.rand(3), seen.names
 
 
+@pytest.mark.parametrize("drops", [0.0, 0.1])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_is_the_same_to_the_bit(fused: bool) -> None:
-    once, again = step(False, fused), step(True, fused)
+def test_a_step_is_the_same_to_the_bit(fused: bool, drops: float) -> None:
+    once, again = step(False, fused, drops), step(True, fused, drops)
     assert torch.equal(once[0], again[0])
     assert torch.equal(once[2], again[2])
     assert once[1].keys() == again[1].keys()
