@@ -67,6 +67,8 @@ class Twice(TorchDispatchMode):
 @cache
 def _again(func: Any) -> Any:
     """What does the work of an operation and changes nothing but an `out`; None where nothing does."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
     schema, name = func._schema, func._schema.name
     only_memory = "empty" in name or not any("Tensor" in str(one.type) for one in schema.returns)
     random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name

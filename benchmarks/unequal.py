@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import platform
 import signal
@@ -146,7 +147,8 @@ class Asked:
         settings = {"model": f"config:{place}", "data": {"path": "nowhere", "max_length": case.tokens}}
         settings |= {"task": "causal", "method": {"name": case.method, **method_settings(case)}}
         settings |= {"batch_size": case.rows, "device": self.device, "kernels": self.kernels}
-        return load_recipe(settings | {"dtype": "bf16" if self.dtype is torch.bfloat16 else "fp32"})
+        settings |= {"dtype": "bf16" if self.dtype is torch.bfloat16 else "fp32"}
+        return load_recipe(settings)
 
 
 # ------------------------------------------------------------------ a slow device
@@ -302,6 +304,7 @@ def foretold(planner: Planner, configs: Sequence[ParallelConfig], here: Here) ->
     them, and as `petune plan` tells them of fused blocks."""
     drawn, memory = planner.drawn, [device.memory or 0 for device in planner.cluster.devices]
     process, found = PROCESS[drawn.device], dict[str, list[float]](planner=[], fused=[])
+    logging.getLogger("petune").setLevel(logging.WARNING)  # of every plan the same would be said
     for config in configs:
         plan = planner.plan(config)
         at = coordinate(plan, here.rank)
