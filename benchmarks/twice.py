@@ -6,10 +6,11 @@
 
 Each operation of torch is run, its result dropped, and run again, so results are those of once, to the bit
 where the operation's are the same each time, and the most memory is that of once, but for the result of a
-product that is added to one. Autograd's own threads do as the thread that asked them. Run once are: what ranks say to one another; views, and what only takes memory;
-what writes over its inputs, but for products that are added to one, which run beside; what draws at random,
-but for attention, whose generator is put back. Kernels that are launched past torch, as Triton's are, are not
-seen, so a device is less than so many times as slow: measure how much.
+product that is added to one. Autograd's own threads do as the thread that asked them. Run once are: what
+ranks say to one another; views, and what only takes memory; what writes over its inputs, but for products
+that are added to one, which run beside; what draws at random, but for attention, whose generator is put back.
+Kernels that are launched past torch, as Triton's are, are not seen, so a device is less than so many times as
+slow: measure how much.
 """
 
 from __future__ import annotations

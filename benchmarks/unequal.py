@@ -443,7 +443,11 @@ def do(job: Job, run: Callable[..., dict[str, Any]], asked: Asked) -> list[dict[
     (outcome,) = attempt([job], kernels, time.monotonic() + job.limit)
     if outcome.error:
         print(f"FAILED {job.name}: {outcome.error}", flush=True)
-    print(f"{job.name}: {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+    again = next((one["again"] for one in outcome.answers if "again" in one), None)
+    note = (
+        f"; run again: {again[0]} operations where asked, {again[1]} by autograd's threads" if again else ""
+    )
+    print(f"{job.name}: {outcome.seconds:.0f} s{note}", file=sys.stderr, flush=True)
     return outcome.answers
 
 
