@@ -603,9 +603,11 @@ class Drawn(Contents):
         out.detach().copy_(box_of(whole, part.start, out.shape))
 
 
-def untouched(shape: Shape) -> tuple[Any, Contents]:
-    """The base model, bf16, its tensors on the meta device, and what they hold."""
+def untouched(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Contents]:
+    """The base model, its parameters in `dtype` on the meta device, and what they hold."""
     model = base_model(shape.case, "meta", shape.sizes)
+    for value in model.parameters():
+        value.data = value.data.to(dtype)
     contents = Drawn(model, {}, NO_PLAN, 0, "random weights")
     make_buffers(model, contents)
     return model, contents
@@ -622,18 +624,34 @@ def batch_of(shape: Shape, model: Any, total: int) -> tuple[Batch, dict[str, flo
 
 def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     """Steps of petune's runner under the job's plan."""
-    shape = options.shape
+    runner, step, counts = stepper(options.shape, settings_of(job.axes), job, here, options)
+    return {"plan": describe(runner.plan), **counts, **measured(step, job, here, options)}
+
+
+def stepper(
+    shape: Shape,
+    config: ParallelConfig,
+    job: Job,
+    here: Here,
+    options: Options,
+    dtype: torch.dtype = torch.bfloat16,
+    mesh: Mesh | None = None,
+) -> tuple[Runner, Callable[[], float], dict[str, float]]:
+    """petune's runner under a plan, a step of the job's rows with it, which gives its loss, and how many
+    tokens these have. mesh: of another plan with axes as long, whose groups are used again."""
     case = shape.case
-    model, contents = untouched(shape)
+    model, contents = untouched(shape, dtype)
     tune(model, make_config(case.method, method_settings(case)))
     for value in tuned_parameters(model).values():
         value.data = value.data.float()
     attach(model, contents)
     batch, counts = batch_of(shape, model, job.rows)
     family, head = family_of(model), TASKS[shape.task].over_vocabulary
-    plan = make_plan(settings_of(job.axes), family, model.config, here.world, job.rows, vocabulary_head=head)
-    mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
-    objective = objective_for(shape.task, here, torch.bfloat16)
+    plan = make_plan(config, family, model.config, here.world, job.rows, vocabulary_head=head)
+    if mesh is None:
+        mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
+    mesh = replace(mesh, plan=plan)
+    objective = objective_for(shape.task, here, dtype)
     more: dict[str, Any] = {"recompute": job.recompute, "base_dtype": case.base or None}
     runner = Runner(parallelize(model, family, plan, mesh, objective.tuned, **more), objective)
     fuse_as_training_does(runner, job, options)
@@ -650,7 +668,7 @@ def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    return {"plan": describe(plan), **counts, **measured(step, job, here, options)}
+    return runner, step, counts
 
 
 def fuse_as_training_does(runner: Runner, job: Job, options: Options) -> None:

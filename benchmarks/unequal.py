@@ -4,25 +4,36 @@ promises of it.
     PYTHONPATH=. python benchmarks/unequal.py                  tp, galaxy, pp and dp, the second device three
                                                                times slower
     PYTHONPATH=. python benchmarks/unequal.py --slow 2 --steps 15 --only tp pp
-    PYTHONPATH=. python benchmarks/unequal.py --every --steps 5          the plan found beside every other
+    PYTHONPATH=. python benchmarks/unequal.py --every --steps 5          the plan found beside others, too
+    PYTHONPATH=. python benchmarks/unequal.py --device cuda --every      two GPUs
+    PYTHONPATH=. python benchmarks/unequal.py --shape tiny --twice --every        the same code, without a GPU
 
-The devices are two processes of one thread, each on a core of its own, that talk through gloo. The second is
-slowed by a child on the same core: every millisecond it stops its parent (SIGSTOP), uses the core twice as
-long as the parent has just done, and lets it go on. So the parent's computing takes three times as much, on a
-busy machine too, and its waiting does not; the ranks meet every 20 ms or more. Both are measured as `petune
-plan --auto` does it, at the same time, and so is the link. Then steps of the two plans take turns, so that
-whatever else the machine does hits both. A step is as long as on the rank that takes longest. Times are
-medians with quartiles, and the fastest step stands beside them, as any other load only slows; the machine's
-load is printed. Promised is the planner's time of a step, communication and all.
+The devices of a CPU are two processes of one thread, each on a core of its own, that talk through gloo. The
+second is slowed by a child on the same core: every millisecond it stops its parent (SIGSTOP), uses the core
+twice as long as the parent has just done, and lets it go on. So the parent's computing takes three times as
+much, on a busy machine too, and its waiting does not; the ranks meet every 20 ms or more. A GPU, or a CPU
+with --twice, is slowed by running its work twice (benchmarks/twice.py): all but Triton's kernels, what is
+written in place, and what is sent; how much slower it is, is measured.
+
+Both are measured as `petune plan --auto` does it, at the same time, and so is the link. Then steps of the two
+plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank that
+takes longest. Times are medians with quartiles, and the fastest step stands beside them, as any other load
+only slows; the machine's load is printed. Promised is the planner's time of a step, communication and all.
+Memory is the most that tensors took on a GPU in a step, beside what the planner counts for the rank and what
+`petune plan` foretells once blocks are fused, both without what a process takes by itself.
 
 With --every, the plan found is run beside all others of its backend that give the first device half or more:
-of rows (dp), of stages (pp), or of heads (tp and galaxy), with MLP columns in the same ratio or as found.
+of rows (dp), of stages (pp), or of heads (tp and galaxy), with MLP columns in the same ratio, as found, or by
+a tenth more or less; or beside the --most of these that are nearest to it. Everything that was measured goes
+to unequal.json in the folder $OUT, where there is one.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import logging
 import os
 import platform
 import signal
@@ -30,61 +41,46 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from petune.estimate.cluster import Link
-from petune.estimate.forecast import sketch
+from benchmarks.parallel import ENVIRONMENT, GIB, RUNS, Here, Job, Options, Shape, attempt, stepper
+from benchmarks.shapes import TINY, Case, method_settings
+from benchmarks.twice import Twice
+from petune.estimate.balance import reduced
+from petune.estimate.cluster import Cluster, Link
+from petune.estimate.forecast import PROCESS, priced, sketch
+from petune.estimate.fused_forecast import outlook
 from petune.estimate.measure import cluster_of, device_facts
-from petune.estimate.planner import Planner
-from petune.methods import tune, tuned_parameters
-from petune.methods.configs import LoraConfig
-from petune.models import FAMILIES
-from petune.parallel import (
-    Objective,
-    ParallelConfig,
-    ParallelPlan,
-    Runner,
-    alone,
-    describe,
-    make_mesh,
-    make_plan,
-    parallelize,
-)
+from petune.estimate.planner import Choice, Planner
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, describe
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
 from petune.parallel.launch.link_speed import link_speed
+from petune.parallel.mesh import coordinate
+from petune.parallel.plan import apportion
 from petune.recipe import Recipe, load_recipe
-from petune.run.evaluate import outputs_of
-from petune.tasks import loss_sum
-from petune.tasks.loss import trained_positions
-from tests.pool import run
 
-CPU = torch.device("cpu")
-FAMILY = FAMILIES["llama"]
-ROWS, TOKENS, BLOCKS = 4, 256, 4
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": TOKENS,
+_ALIKE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+SHAPES = {
+    "8b": Shape(Case.parse("petune:llama-8b:lora:8x2048:layers=8"), {"vocab_size": 32000}),
+    "1k": Shape(
+        Case.parse("petune:llama-8b:lora:4x256:layers=4:r=8"),
+        {"vocab_size": 512, **dict(zip(_ALIKE, (1024, 2816, 16, 16, 64), strict=True))},
+    ),
+    "tiny": Shape(
+        Case.parse("petune:llama-8b:lora:8x32:layers=8:r=4"),
+        TINY | dict(zip(_ALIKE, (64, 128, 8, 4, 8), strict=True)),
+    ),
 }
-BACKENDS: dict[str, ParallelConfig] = {
-    "tp": ParallelConfig(tp=CutConfig(size=2)),
-    "galaxy": ParallelConfig(galaxy=CutConfig(size=2, vocabulary=True)),
-    "pp": ParallelConfig(pp=PpConfig(size=2, microbatches=ROWS)),
-    "dp": ParallelConfig(dp=DpConfig(size=2)),
-}
+NAMES = ("tp", "galaxy", "pp", "dp")
 PAIR = (
     *("backend", "plan found", "even, ms", "promised", "as found, ms", "promised"),
     *("ratio promised", "of medians", "of fastest"),
@@ -93,7 +89,66 @@ EVERY = (
     *("backend", "plan found", "ms", "plans", "best of them", "ms", "found / best"),
     *("promised of all: off by, median", "most"),
 )
+MEMORY = (
+    "backend",
+    "plan",
+    "rank",
+    "GiB by the planner",
+    "once fused",
+    "measured",
+    "planner off",
+    "fused off",
+)
 TICK_S = 1e-3  # between two looks at what the slowed process has used
+WARM = 3  # steps of each plan that do not count
+ALIKE = 1e-2  # losses of plans that train alike, relatively
+LONGEST_S = 60.0  # of the steps of a backend, if three of each plan count by then
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says. folder: for files of this run; most: plans beside the one found, 0 for
+    all."""
+
+    device: str
+    folder: str
+    shape: Shape
+    kernels: Any
+    dtype: torch.dtype
+    twice: bool
+    slow: float
+    steps: int
+    every: bool
+    most: int
+
+    @property
+    def rows(self) -> int:
+        """Of a step."""
+        return self.shape.case.rows
+
+    def config(self) -> Any:
+        """transformers' config of the model."""
+        return self.shape.case.config(self.shape.sizes)
+
+    def backend(self, name: str) -> ParallelConfig:
+        """A backend over two devices, without shares."""
+        return {
+            "tp": ParallelConfig(tp=CutConfig(size=2)),
+            "galaxy": ParallelConfig(galaxy=CutConfig(size=2, vocabulary=True)),
+            "pp": ParallelConfig(pp=PpConfig(size=2, microbatches=self.rows)),
+            "dp": ParallelConfig(dp=DpConfig(size=2)),
+        }[name]
+
+    def recipe(self) -> Recipe:
+        """The same model and method as a recipe, for what measures and plans."""
+        case = self.shape.case
+        place = Path(self.folder, "llama.json")
+        place.write_text(json.dumps(self.config().to_dict()))
+        settings = {"model": f"config:{place}", "data": {"path": "nowhere", "max_length": case.tokens}}
+        settings |= {"task": "causal", "method": {"name": case.method, **method_settings(case)}}
+        settings |= {"batch_size": case.rows, "device": self.device, "kernels": self.kernels}
+        settings |= {"dtype": "bf16" if self.dtype is torch.bfloat16 else "fp32"}
+        return load_recipe(settings)
 
 
 # ------------------------------------------------------------------ a slow device
@@ -134,212 +189,362 @@ def _make_slow(watched: int, times: float) -> None:
 # ------------------------------------------------------------------ on a rank
 
 
-def model_of(blocks: int) -> tuple[nn.Module, LlamaConfig]:
-    """A Llama in float32, random by a seed, with LoRA on every linear of its blocks."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, num_hidden_layers=blocks, tie_word_embeddings=False)
-    model = LlamaForCausalLM(config)
-    tune(model, LoraConfig(r=8))
-    return model.train(), config
+def slow_way(asked: Asked, here: Here) -> AbstractContextManager[Any]:
+    """What makes the second device slow, on its rank."""
+    if here.rank != 1 or asked.slow <= 1:
+        return nullcontext()
+    return Twice(round(asked.slow)) if asked.twice else slowed(asked.slow)
 
 
-def stepper(plan: ParallelPlan, blocks: int, rows: int = ROWS) -> Callable[[], float]:
-    """One step of `rows` rows under `plan`, all ranks together, or alone; returns its loss."""
-    objective = Objective(
-        forward=outputs_of,
-        loss=lambda outputs, batch: loss_sum(outputs.logits, batch, "causal")[0],
-        select=lambda outputs, batch: trained_positions(outputs.logits, batch["labels"], "causal"),
-        tuned=tuned_parameters,
-    )
-    model, _ = model_of(blocks)
-    mesh = make_mesh(plan, CPU) if plan.world > 1 else alone(CPU)
-    runner = Runner(parallelize(model, FAMILY, plan, mesh, tuned_parameters), objective)
-    optimizer = torch.optim.AdamW(runner.tuned.values(), lr=1e-4)
-    ids = torch.randint(0, SIZES["vocab_size"], (rows, TOKENS), generator=torch.Generator().manual_seed(1))
-    mine = runner.share(list(range(rows)))
-    batch = {
-        "input_ids": ids[mine],
-        "attention_mask": torch.ones_like(ids[mine]),
-        "labels": ids[mine],
-        "rows": torch.tensor(mine),
-    }
+def told(run: Callable[[Job, Here, Options], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same, and whatever is raised on any rank is printed in full."""
 
-    def step() -> float:
-        loss = runner.backward([batch], float(rows * (TOKENS - 1)))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
+    def on_a_rank(job: Job, here: Here, options: Options) -> dict[str, Any]:
+        if not here.cuda:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[here.rank % len(cores)]})
+        try:
+            return run(job, here, options)
+        except BaseException:
+            print(f"\nrank {here.rank}, {job.name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            raise
 
-    return step
+    return on_a_rank
 
 
-def seconds(step: Callable[[], float]) -> float:
-    """Of one step, which every rank begins at the same time."""
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
-
-
-def recipe_of(folder: Path) -> Recipe:
-    """The same model and method as a recipe, for what measures and plans."""
-    place = folder / "llama.json"
-    config = LlamaConfig(**SIZES, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
-    place.write_text(json.dumps(config.to_dict()))
-    settings = {"model": f"config:{place}", "data": {"path": "nowhere", "max_length": TOKENS}}
-    method = {"name": "lora", "r": 8}
-    return load_recipe({**settings, "task": "causal", "method": method, "batch_size": ROWS, "device": "cpu"})
-
-
-def measured_on_a_rank(slow: float, folder: str) -> tuple[dict[str, Any], tuple[float, float]]:
+def measure(asked: Asked, job: Job, here: Here, options: Options) -> dict[str, Any]:
     """What `petune plan --auto` finds of this rank's device and of the link, while the other does the
     same."""
-    _own_core()
-    with slowed(slow) if dist.get_rank() == 1 and slow > 1 else nullcontext():
-        link = link_speed(CPU)
-        dist.barrier()
-        return device_facts(recipe_of(Path(folder))), link
+    with slow_way(asked, here) as way:
+        link = link_speed(here.device)
+        here.meet()
+        facts = device_facts(asked.recipe())
+    return {"facts": facts, "link": link} | counted(way)
 
 
-def steps_on_a_rank(
-    plans: list[ParallelPlan], slow: float, number: int
-) -> tuple[list[list[float]], list[float]]:
-    """Seconds of `number` steps of each plan, which take turns, and the losses of the last."""
-    _own_core()
-    ways = [stepper(plan, BLOCKS) for plan in plans]
-    found: list[list[float]] = [[] for _ in plans]
-    with slowed(slow) if dist.get_rank() == 1 and slow > 1 else nullcontext():
-        for turn in range(-1, number):  # the first turn warms up
-            for times, step in zip(found, ways, strict=True):
-                took = seconds(step)
-                if turn >= 0:
-                    times.append(took)
-    return found, [step() for step in ways]
+def counted(way: Any) -> dict[str, Any]:
+    """How many operations ran more than once, on the thread that asked and on autograd's."""
+    return {"again": [way.counted[own] for own in (True, False)]} if isinstance(way, Twice) else {}
 
 
-def _own_core() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+def run_plans(asked: Asked, cluster: Cluster, job: Job, here: Here, options: Options) -> dict[str, Any]:
+    """Steps of the plans of a backend, which take turns, with what was promised of each; `found` is the place
+    of the planner's among them, and the even one is the first."""
+    planner = Planner(sketch(asked.recipe()), cluster)
+    name = job.name
+    choice = planner.search([asked.backend(name)]).choices[0]
+    if choice.again:
+        raise RuntimeError(f"the plan found for {name} recomputes its blocks")
+    others = plans_of(asked, name, choice, planner) if asked.every else []
+    known: dict[object, ParallelConfig] = {}
+    for one in (asked.backend(name), choice.parallel, *others):
+        known.setdefault(_meaning(planner, one), one)
+    configs = list(known.values())
+    plans = [planner.plan(one) for one in configs]
+    ways: list[Callable[[], float]] = []
+    mesh: Mesh | None = None
+    own: list[float] = []
+    with slow_way(asked, here) as way:
+        for config in configs:
+            before = here.allocated()
+            runner, step, _ = stepper(asked.shape, config, job, here, options, asked.dtype, mesh)
+            mesh = runner.mesh
+            here.meet()
+            step()
+            ways.append(step)
+            own.append(held(here) - before)
+        began = counted(way)
+        turns = take_turns(asked, ways, own, here)
+    return {
+        "plans": [describe(plan) for plan in plans],
+        "found": list(known).index(_meaning(planner, choice.parallel)),
+        "promised": [planner.clocks[False].of(plan).total for plan in plans],
+        **foretold(planner, configs, here),
+        **turns,
+        "built": began,
+        **counted(way),
+    }
 
 
-# ------------------------------------------------------------------ the table
+def held(here: Here) -> float:
+    """GiB on the device once what nobody needs is gone."""
+    here.meet()
+    gc.collect()
+    return here.allocated()
 
 
-def compare(name: str, planner: Planner, slow: float, number: int) -> list[str]:
-    """A row of the table: the even plan against the one that the planner makes of it."""
-    plans = _plans([BACKENDS[name], found_of(name, planner)])
-    promised = [planner.clocks[False].of(plan).total for plan in plans]
-    times = run_in_turn(name, plans, slow, number)
-    cells = [name, describe(plans[1])]
-    for took, seconds_ in zip(times, promised, strict=True):
-        cells += [spread(took), f"{1e3 * seconds_:.0f}"]
-    return [*cells, *(f"{ratio:.2f}" for ratio in ratios_of(promised, times))]
+def take_turns(
+    asked: Asked, ways: Sequence[Callable[[], float]], own: Sequence[float], here: Here
+) -> dict[str, Any]:
+    """Seconds of the steps of each, the most GiB that one took, and the losses of the last. own: GiB that
+    each holds between steps."""
+    times: list[list[float]] = [[] for _ in ways]
+    peaks, losses = [0.0] * len(ways), [0.0] * len(ways)
+    late = time.perf_counter() + LONGEST_S
+    for turn in range(1 - WARM, asked.steps):
+        if here.meet(time.perf_counter() > late) and turn >= min(3, asked.steps):
+            break
+        for at, step in enumerate(ways):
+            if here.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            others = here.allocated() - own[at]
+            here.meet()
+            began = time.perf_counter()
+            losses[at] = step()
+            here.sync()
+            took = time.perf_counter() - began
+            peaks[at] = max(peaks[at], here.allocated(peak=True) - others)
+            if turn >= 0:
+                times[at].append(took)
+    return {"times": times, "peaks": peaks, "losses": losses}
 
 
-def found_of(name: str, planner: Planner) -> ParallelConfig:
-    """What the planner chooses of a backend."""
-    return planner.search([BACKENDS[name]]).choices[0].parallel
+def foretold(planner: Planner, configs: Sequence[ParallelConfig], here: Here) -> dict[str, list[float]]:
+    """GiB that this rank needs under each plan, but for what a process takes by itself: as the planner counts
+    them, and as `petune plan` tells them of fused blocks."""
+    drawn, memory = planner.drawn, [device.memory or 0 for device in planner.cluster.devices]
+    process, found = PROCESS[drawn.device], dict[str, list[float]](planner=[], fused=[])
+    logging.getLogger("petune").setLevel(logging.WARNING)  # of every plan the same would be said
+    for config in configs:
+        plan = planner.plan(config)
+        at = coordinate(plan, here.rank)
+        rows = apportion(planner.work.rows, plan.shares)[at.dp]
+        counted = planner.bytes_of(plan, at.pp, at.tp, rows, False, at.dp)
+        seen = outlook(priced(drawn, config, here.world, memory)).forecast.ranks[here.rank]
+        found["planner"].append((counted - process) / GIB)
+        found["fused"].append((seen.total - process) / GIB)
+    return found
 
 
-def _plans(configs: Sequence[ParallelConfig]) -> list[ParallelPlan]:
-    _, config = model_of(1)
-    config.num_hidden_layers = BLOCKS
-    return [make_plan(one, FAMILY, config, 2, ROWS) for one in configs]
+# ------------------------------------------------------------------ plans
 
 
-def run_in_turn(name: str, plans: list[ParallelPlan], slow: float, number: int) -> list[list[float]]:
-    """Seconds of `number` steps of each plan; AssertionError unless all train alike."""
-    ranks = run(2, steps_on_a_rank, plans, slow, number, timeout=600)
-    losses = ranks[0][1]
-    if max(losses) - min(losses) > 1e-3:
-        raise AssertionError(f"the plans of {name} train differently: losses {losses}")
-    return [
-        [max(pair) for pair in zip(*(rank[0][which] for rank in ranks), strict=True)]
-        for which in range(len(plans))
-    ]
+def _meaning(planner: Planner, config: ParallelConfig) -> object:
+    """What two settings have in common that are the same plan."""
+    plan = planner.plan(config)
+    return apportion(planner.work.rows, plan.shares), plan.cut, str(plan.stages)
 
 
-def others_of(name: str, found: ParallelConfig) -> list[ParallelConfig]:
-    """Every plan of a backend that gives the first device half or more."""
-    changes: list[dict[str, Any]]
+def plans_of(asked: Asked, name: str, choice: Choice, planner: Planner) -> list[ParallelConfig]:
+    """Every plan of a backend that gives the first device half or more, or those nearest to the one found."""
+    found, plan = choice.parallel, choice.plan
+    rows, blocks = asked.rows, len(planner.work.blocks)
+    changes: list[tuple[float, dict[str, Any]]]
     if name == "dp":
-        changes = [{"shares": (k, ROWS - k)} for k in range(ROWS // 2, ROWS)]
+        own = apportion(rows, plan.shares)[0]
+        changes = [(abs(k - own), {"shares": reduced((k, rows - k))}) for k in range(rows // 2, rows)]
     elif name == "pp":
-        changes = [{"stages": (k, BLOCKS - k)} for k in range(BLOCKS // 2, BLOCKS)]
+        own = plan.stages[0].blocks["decoder"][1]
+        changes = [(abs(k - own), {"stages": (k, blocks - k)}) for k in range(blocks // 2, blocks)]
     else:
-        changes = _cuts(getattr(found, name).columns[0])
-    return [replace(found, **{name: replace(getattr(found, name), **one)}) for one in changes]
+        changes = _cuts(asked.config(), plan)
+    nearest = sorted(changes, key=lambda one: one[0])[: asked.most or None]
+    return [replace(found, **{name: replace(getattr(found, name), **one)}) for _, one in nearest]
 
 
-def _cuts(columns: int) -> list[dict[str, Any]]:
-    """Heads of both devices, with MLP columns in the same ratio, and with so many for the first."""
-    heads, inner, made = SIZES["num_attention_heads"], SIZES["intermediate_size"], []
-    for k in range(heads // 2, heads):
-        for many in dict.fromkeys((round(inner * k / heads / 8) * 8, columns)):
-            made.append({"heads": (k, heads - k), "columns": (many, inner - many)})
+def _cuts(config: Any, plan: ParallelPlan) -> list[tuple[float, dict[str, Any]]]:
+    """Heads of both devices with MLP columns, each with how far it is from what was found."""
+    assert plan.cut is not None
+    heads, inner = config.num_attention_heads, config.intermediate_size
+    own, columns, made = plan.cut.heads[0], plan.cut.columns[0], []
+    for k in range(heads // 2, heads, heads // config.num_key_value_heads):
+        near = [columns * part / 10 for part in (9, 11)] if k == own else []
+        for many in dict.fromkeys(round(one / 8) * 8 for one in (inner * k / heads, columns, *near)):
+            far = abs(k - own) / heads + abs(many - columns) / inner
+            if many < inner:
+                made.append((far, {"heads": (k, heads - k), "columns": (many, inner - many)}))
     return made
 
 
-def exhaust(name: str, planner: Planner, slow: float, number: int) -> list[str]:
-    """A row of the other table: the plan found against the best of all."""
-    found = found_of(name, planner)
-    plans = _plans([found, *(one for one in others_of(name, found) if one != found)])
-    times = [statistics.median(one) for one in run_in_turn(name, plans, slow, number)]
-    promised = [planner.clocks[False].of(plan).total for plan in plans]
-    best = min(range(len(plans)), key=times.__getitem__)
-    off = [abs(a / b - 1) for a, b in zip(promised, times, strict=True)]
-    cells = [name, describe(plans[0]), f"{1e3 * times[0]:.0f}", str(len(plans)), describe(plans[best])]
-    cells += [f"{1e3 * times[best]:.0f}", f"{times[0] / times[best]:.3f}"]
-    return [*cells, f"{statistics.median(off):.1%}", f"{max(off):.1%}"]
+# ------------------------------------------------------------------ the tables
 
 
-def ratios_of(promised: list[float], times: list[list[float]]) -> tuple[float, float, float]:
-    """The plan by speed over the even one: as promised, by medians, by the fastest steps."""
-    medians, fastest = [statistics.median(one) for one in times], [min(one) for one in times]
-    return promised[1] / promised[0], medians[1] / medians[0], fastest[1] / fastest[0]
+@dataclass(frozen=True)
+class Result:
+    """The plans of a backend with all ranks in one: names, which of them was found, seconds promised and
+    measured of each, and of each and each rank GiB by the planner, of fused blocks, and measured."""
+
+    name: str
+    plans: list[str]
+    found: int
+    promised: list[float]
+    times: list[list[float]]
+    losses: list[float]
+    memory: list[list[tuple[float, float, float]]]
+
+    @classmethod
+    def of(cls, name: str, answers: Sequence[dict[str, Any]]) -> Result:
+        """From what ranks have answered."""
+        first = answers[0]
+        number = range(len(first["plans"]))
+        each = [zip(*(one["times"][at] for one in answers), strict=True) for at in number]
+        memory = [
+            [(one["planner"][at], one["fused"][at], one["peaks"][at]) for one in answers] for at in number
+        ]
+        alike = {key: first[key] for key in ("plans", "found", "promised", "losses")}
+        return cls(name, times=[[max(pair) for pair in one] for one in each], memory=memory, **alike)
+
+    def compared(self) -> list[str]:
+        """A row of the table: the even plan against the one that the planner makes of it, and how the second
+        is to the first."""
+        cells = [self.name, self.plans[self.found]]
+        for at in (0, self.found):
+            cells += [spread(self.times[at]), f"{1e3 * self.promised[at]:.0f}"]
+        ways = (
+            self.promised,
+            [statistics.median(one) for one in self.times],
+            [min(one) for one in self.times],
+        )
+        return [*cells, *(f"{one[self.found] / one[0]:.2f}" for one in ways)]
+
+    def exhausted(self) -> list[str]:
+        """A row of the other table: the plan found against the best of all."""
+        times = [statistics.median(one) for one in self.times]
+        best = min(range(len(times)), key=times.__getitem__)
+        off = [abs(a / b - 1) for a, b in zip(self.promised, times, strict=True)]
+        own = times[self.found]
+        cells = [self.name, self.plans[self.found], f"{1e3 * own:.0f}", str(len(times)), self.plans[best]]
+        cells += [f"{1e3 * times[best]:.0f}", f"{own / times[best]:.3f}"]
+        return [*cells, f"{statistics.median(off):.1%}", f"{max(off):.1%}"]
+
+    def remembered(self) -> list[list[str]]:
+        """Rows of the table of memory: every plan and rank."""
+        rows = []
+        for plan, ranks in zip(self.plans, self.memory, strict=True):
+            for rank, (planner, fused, peak) in enumerate(ranks):
+                off = [f"{one / peak - 1:+.1%}" if peak else "-" for one in (planner, fused)]
+                rows.append(
+                    [self.name, plan, str(rank), *(f"{one:.2f}" for one in (planner, fused, peak)), *off]
+                )
+        return rows
+
+    def train_alike(self) -> bool:
+        """Whether the last losses of all plans are the same but for rounding."""
+        return max(self.losses) - min(self.losses) <= ALIKE * max(self.losses)
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Milliseconds: median (quartiles; fastest)."""
     low, middle, high = (1e3 * value for value in statistics.quantiles(values, n=4))
     return f"{middle:.0f} ({low:.0f} to {high:.0f}; {1e3 * min(values):.0f})"
 
 
-def main() -> int:
-    """Print the table."""
+def show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    print("\n|", " | ".join(heads), "|\n" + "|---" * len(heads) + "|")
+    for row in rows:
+        print("|", " | ".join(row), "|", flush=True)
+
+
+def do(job: Job, run: Callable[..., dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
+    """What two fresh processes, one for each device, answer; none where one fails, which is printed."""
+    RUNS[job.run] = told(run)
+    kernels = Options(2, asked.device, "", False, 0, asked.steps, False, "fork", asked.kernels)
+    (outcome,) = attempt([job], kernels, time.monotonic() + job.limit)
+    if outcome.error:
+        print(f"FAILED {job.name}: {outcome.error}", flush=True)
+    again = next((one["again"] for one in outcome.answers if "again" in one), None)
+    note = (
+        f"; run again: {again[0]} operations where asked, {again[1]} by autograd's threads" if again else ""
+    )
+    print(f"{job.name}: {outcome.seconds:.0f} s{note}", file=sys.stderr, flush=True)
+    return outcome.answers
+
+
+def measured(asked: Asked) -> tuple[Cluster, list[dict[str, Any]]]:
+    """The two devices and the link, by what each rank has found."""
+    found = do(Job("measuring", "measure", 2, limit=150), partial(measure, asked), asked)
+    if not found:
+        raise SystemExit(1)
+    return cluster_of([one["facts"] for one in found], Link(*found[0]["link"])), found
+
+
+def heading(asked: Asked, cluster: Cluster, load: float) -> None:
+    """Print what is measured, and what of the devices was."""
+    rates, sizes, case = [device.rates.matmul for device in cluster.devices], asked.config(), asked.shape.case
+    where = f"2 of {os.cpu_count()} cores" if asked.device == "cpu" else cluster.devices[0].name[:-2]
+    print(
+        f"{time.strftime('%Y-%m-%d')}: torch {torch.__version__}, Python {platform.python_version()},"
+        f" {where}, load before {load:.1f};"
+        f" {case.rows} rows of {case.tokens} tokens, hidden {sizes.hidden_size},"
+        f" {sizes.num_hidden_layers} blocks, LoRA, {str(asked.dtype).removeprefix('torch.')}."
+    )
+    how = f"runs its work {asked.slow:g} times" if asked.twice else f"asked for {asked.slow:g} : 1"
+    print(
+        f"Measured speeds {rates[0] / rates[1]:.2f} : 1, {how}; link {1e6 * cluster.inside.latency:.0f} us,"
+        f" {cluster.inside.bandwidth / 1e9:.2f} GB/s; a launch"
+        f" {' and '.join(f'{1e6 * device.rates.launch:.0f} us' for device in cluster.devices)}.",
+        flush=True,
+    )
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--slow", type=float, default=3.0, help="how many times slower the second device is")
-    parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="1k on a CPU, 8b on GPUs")
+    parser.add_argument("--twice", action="store_true", help="slow a CPU as a GPU is slowed")
     parser.add_argument(
-        "--every", action="store_true", help="beside the plan found, all others of its backend"
+        "--slow", type=float, help="how many times slower the second device is: 3, 2 where work runs twice"
     )
-    parser.add_argument("--only", nargs="+", choices=tuple(BACKENDS), default=list(BACKENDS))
-    given = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
+    parser.add_argument("--every", action="store_true", help="beside the plan found, others of its backend")
+    parser.add_argument("--most", type=int, help="of these, the nearest: all on a CPU, 11 on GPUs")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
+    return parser.parse_args()
+
+
+def asked_by(given: argparse.Namespace, folder: str) -> Asked:
+    """What it means."""
+    cuda = given.device == "cuda"
+    twice, name = given.twice or cuda, given.shape or ("8b" if cuda else "1k")
+    return Asked(
+        given.device,
+        folder,
+        SHAPES[name],
+        "auto" if cuda or name != "tiny" else "reference",
+        torch.float32 if name == "1k" else torch.bfloat16,
+        twice,
+        given.slow or (2.0 if twice else 3.0),
+        given.steps,
+        given.every,
+        (11 if cuda else 0) if given.most is None else given.most,
+    )
+
+
+def main() -> int:
+    """Print the tables; 1 where a backend failed or its plans train differently."""
+    given, load = parsed(), os.getloadavg()[0]
     warnings.simplefilter("ignore", FutureWarning)
-    load = os.getloadavg()[0]
+    os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory() as folder:
-        found = run(2, measured_on_a_rank, given.slow, folder, timeout=300)
-        cluster = cluster_of([facts for facts, _ in found], Link(*found[0][1]))
-        planner = Planner(sketch(recipe_of(Path(folder))), cluster)
-    rates = [device.rates.matmul for device in cluster.devices]
-    machine = (
-        f"{time.strftime('%Y-%m-%d')}: torch {torch.__version__}, Python {platform.python_version()}, 2 of"
-        f" {os.cpu_count()} cores"
-    )
-    model = f"{ROWS} rows of {TOKENS} tokens, hidden {SIZES['hidden_size']}, {BLOCKS} blocks, LoRA, float32"
-    print(f"{machine}, load before {load:.1f}; {model}.")
-    print(
-        f"Measured speeds {rates[0] / rates[1]:.2f} : 1, asked for {given.slow:g} : 1; link"
-        f" {1e6 * cluster.inside.latency:.0f} us, {cluster.inside.bandwidth / 1e9:.2f} GB/s.\n"
-    )
-    heads, row = (EVERY, exhaust) if given.every else (PAIR, compare)
-    print("|", " | ".join(heads), "|\n" + "|---" * len(heads) + "|")
-    for name in given.only:
-        print("|", " | ".join(row(name, planner, given.slow, given.steps)), "|", flush=True)
+        asked = asked_by(given, folder)
+        cluster, facts = measured(asked)
+        heading(asked, cluster, load)
+        answers: dict[str, list[dict[str, Any]]] = {}
+        for name in given.only:
+            job = Job(name, "plans", 2, rows=asked.rows, limit=LONGEST_S + (240 if asked.every else 120))
+            answers[name] = do(job, partial(run_plans, asked, cluster), asked)
+            write({"measured": facts, **answers})
+    results = [Result.of(name, found) for name, found in answers.items() if found]
+    show(PAIR, [one.compared() for one in results])
+    if asked.every:
+        show(EVERY, [one.exhausted() for one in results])
+    if given.device == "cuda":
+        show(MEMORY, [row for one in results for row in one.remembered()])
+    unlike = [one for one in results if not one.train_alike()]
+    for one in unlike:
+        print(f"the plans of {one.name} train differently: losses {one.losses}")
     print(f"\nload after {os.getloadavg()[0]:.1f}")
-    return 0
+    return int(bool(unlike) or len(results) < len(given.only))
+
+
+def write(found: dict[str, Any]) -> None:
+    """What is known so far, on disk."""
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "unequal.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
