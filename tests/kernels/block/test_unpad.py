@@ -463,7 +463,8 @@ def test_the_mask_that_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch)
         batch = inputs("right")
         model(**batch, use_cache=False)
         model(input_ids=batch["input_ids"], position_ids=torch.tensor(PACKED), use_cache=False)
-        model(**inputs(""), use_cache=False)  # whole rows: whether they are is not asked again
+        whole = torch.ones_like(batch["attention_mask"])
+        model(input_ids=batch["input_ids"], attention_mask=whole, use_cache=False)
         model(input_ids=batch["input_ids"], use_cache=False)
         assert not made
         model(**batch, use_cache=True)
