@@ -99,7 +99,7 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
             own.begin_at(first_row(value))
     in_turn(blocks)
     if not any(value.is_meta for value in model.parameters()):
-        settle(model, sharding)
+        settle(model, sharding, mesh.device)
     put_shards(model, _held(model, blocks, sharding))
     if hasattr(model, "generate"):  # it calls an encoder by itself, which needs what is the root's
         register_fsdp_forward_method(model, "generate")
@@ -298,12 +298,12 @@ def allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
-def settle(model: nn.Module, sharding: Sharding) -> None:
+def settle(model: nn.Module, sharding: Sharding, device: torch.device) -> None:
     """Let the units of `model` know the parameters that were put in the place of theirs. Shards of unequal
     size change their memory here, so nobody may hold it yet. From then on what is large is gathered in
     place."""
     model._apply(lambda tensor: tensor)
-    gather_in_place(_units(model, sharding.reshard))
+    gather_in_place(model, _units(model, sharding.reshard), device)
 
 
 def _units(model: nn.Module, reshard: bool) -> Iterator[tuple[list[nn.Parameter], bool]]:

@@ -7,6 +7,9 @@ an 8B model these copies take 47 of 528 ms of a step on two H200s. A shard may s
 them from attributes). So a shard of a large tensor adds one element to the message, and what is large in a
 unit travels in one group of all-gathers beside it, on the stream of FSDP2's own, as early.
 
+Frozen shards do not even have to be sent: where the GPUs of all ranks can read one another's memory, each
+copies what it needs from there (peer_memory.py), and no rank waits for another.
+
 The memory of the wholes is FSDP2's to free. It is taken on the stream that computes, so the all-gather waits
 for what has been launched there until then. Blocks therefore ask for the next one's before they begin
 (`in_turn`), as FSDP2 does by itself in the backward pass.
@@ -21,35 +24,51 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from petune.errors import PetuneError
 from petune.parallel.collectives import gather_rows_
+from petune.parallel.peer_memory import PeerMemory, reachable
 
 # bytes from which a whole tensor is gathered in place
 LARGE = 2**20
 
 
-def gather_in_place(units: Iterable[tuple[Sequence[Tensor], bool]]) -> None:
-    """Let the large tensors of FSDP2's units be gathered in place. A unit is its parameters, and whether they
-    are freed after the forward pass.
+def gather_in_place(
+    model: nn.Module, units: Iterable[tuple[Sequence[Tensor], bool]], device: torch.device
+) -> None:
+    """Let the large tensors of FSDP2's units of `model` be gathered in place. A unit is its parameters, and
+    whether they are freed after the forward pass.
 
-    Shards must have their memory, on the device that computes, and the first forward pass must be to come.
-    Tensors whose rows are not equally many on all ranks, and quantised ones, travel as before.
+    Shards must have their memory, on the `device` that computes, and the first forward pass must be to come.
+    Tensors whose rows are not equally many on all ranks, and quantised ones, travel as before. All ranks must
+    call this.
     """
+    found: list[tuple[_Unit, DeviceMesh]] = []
     for parameters, freed in units:
         unit = _Unit()
         for value in parameters:
             if isinstance(value, DTensor) and _fits(value):
-                unit.add(value, kept=not (freed or value.requires_grad))
+                unit.members.append(_Member(unit, value, kept=not (freed or value.requires_grad)))
+                found.append((unit, value.device_mesh))
+    if found and reachable(device, group := found[0][1].get_group(-1)):
+        for unit in dict(found):
+            unit.share(group)
+        dist.barrier(group)  # before anybody reads
+    model._apply(lambda tensor: tensor)  # lets FSDP2 see shards that have moved, as objects of its own
+    for unit in dict(found):
+        for member in unit.members:
+            member.attach()
 
 
-def in_turn(blocks: Iterable[torch.nn.Module]) -> None:
+def in_turn(blocks: Iterable[nn.Module]) -> None:
     """Let each block gather the next one's tensors while it computes."""
     for one, other in pairwise(block for block in blocks if isinstance(block, FSDPModule)):
         one.set_modules_to_forward_prefetch([other])
@@ -68,13 +87,16 @@ class _Unit:
 
     def __init__(self) -> None:
         self.members: list[_Member] = []
+        self.memory: PeerMemory | None = None
         self.begun = False
 
-    def add(self, value: DTensor, kept: bool) -> None:
-        """Take over a parameter from FSDP2's message."""
-        member = _Member(self, value, kept)
-        self.members.append(member)
-        value._local_tensor.__dict__.update(fsdp_pre_all_gather=member.begin, fsdp_post_all_gather=member.end)
+    def share(self, group: dist.ProcessGroup) -> None:
+        """Let the other ranks read the frozen shards that travel in every pass. All ranks must call this."""
+        shared = [member for member in self.members if member.frozen and not member.kept]
+        if shared:
+            self.memory = PeerMemory([member.shard for member in shared], group)
+            for number, member in enumerate(shared):
+                member.number = number
 
     def begin(self, mesh: DeviceMesh) -> None:
         """Gather, unless it has begun: FSDP2 asks each of the tensors. Raises PetuneError for a shard that
@@ -84,10 +106,15 @@ class _Unit:
         self.begun = True
         due = [member for member in self.members if not member.holds]
         with _computing() as stream:
-            wholes = [member.allocated() for member in due]
+            for member in due:
+                member.allocate()
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
-        gather_rows_(wholes, [member.shard for member in due], mesh.get_group())
+        if self.memory is not None:
+            read = {member.number: member.whole for member in due if member.number is not None}
+            self.memory.read_(list(read.values()), list(read))
+        sent = [member for member in due if member.number is None]
+        gather_rows_([one.whole for one in sent], [one.shard for one in sent], mesh.get_group())
 
 
 @contextmanager
@@ -103,13 +130,23 @@ def _computing() -> Iterator[torch.cuda.Stream | None]:
 
 class _Member:
     """A parameter of a unit. whole: all its rows, whose memory FSDP2 frees with the unit, or where it is
-    `kept` nobody. seen: the version of the shard that it holds."""
+    `kept` nobody. seen: the version of the shard that it holds. number: in the unit's memory that other ranks
+    read, if it lies there."""
 
     def __init__(self, unit: _Unit, value: DTensor, kept: bool) -> None:
-        self.unit, self.shard, self.kept = unit, value._local_tensor, kept
-        self.size = value.shape
+        self.unit, self.value, self.kept = unit, value, kept
+        self.frozen, self.number = not value.requires_grad, cast("int | None", None)
         self.whole = self.shard.new_empty(0)
         self.seen = -1
+
+    @property
+    def shard(self) -> Tensor:
+        """The rows that this rank holds: FSDP2's own object, as `local` gives another one."""
+        return self.value._local_tensor
+
+    def attach(self) -> None:
+        """Take the parameter over from FSDP2's message."""
+        self.shard.__dict__.update(fsdp_pre_all_gather=self.begin, fsdp_post_all_gather=self.end)
 
     @property
     def holds(self) -> bool:
@@ -120,13 +157,12 @@ class _Member:
             raise PetuneError("a frozen shard was written to after it had been gathered for good")
         return True
 
-    def allocated(self) -> Tensor:
-        """The whole, with memory."""
+    def allocate(self) -> None:
+        """Give the whole memory."""
         if self.seen < 0:
-            self.whole = self.shard.new_empty(self.size)
+            self.whole = self.shard.new_empty(self.value.shape)
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         self.seen = self.shard._version
-        return self.whole
 
     def begin(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], None]:
         """Called by FSDP2 before its own message, of which one element is the least."""

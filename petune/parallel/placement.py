@@ -139,7 +139,7 @@ def _read(
         bad = contents.fill(parts_of(made, placed, mesh))
     if sharding is not None:
         for module in modules:
-            settle(module, sharding)
+            settle(module, sharding, mesh.device)
     return bad
 
 

@@ -1,0 +1,138 @@
+"""Memory that ranks read from one another; where there are no GPUs, a copy that each makes when it first
+reads stands for it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petune.kernels.configs import MemoryConfig
+from petune.parallel import in_place, peer_memory
+from petune.parallel.collectives import gather_rows_
+from petune.parallel.peer_memory import PeerMemory, reachable
+from petune.parallel.plan import ParallelPlan, Sharding
+from tests.parallel import harness
+from tests.parallel.harness import Case, check
+from tests.pool import run
+
+CPU = torch.device("cpu")
+PLAN = ParallelPlan(dp=2, shares=(2, 1), sharding=Sharding(1, reshard=True, offload=False, frozen=True))
+
+
+class Copies(Sequence[Tensor]):
+    """What every rank holds in `own` when it is first asked for, by all ranks together."""
+
+    def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
+        self.own, self.group = own, group
+        self.found: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return self.group.size()
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not self.found:
+            self.found = [torch.empty_like(self.own) for _ in range(len(self))]
+            dist.all_gather(self.found, self.own, group=self.group)
+        return self.found[rank]
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Ranks that are said to read one another's memory; the bytes of each part that is made."""
+    made: list[int] = []
+
+    def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Copies]:
+        made.append(size)
+        own = torch.full((size,), 255, dtype=torch.uint8)
+        return own, Copies(own, group)
+
+    monkeypatch.setattr(peer_memory, "_mapped", mapped)
+    monkeypatch.setattr(in_place, "reachable", lambda device, group: True)
+    monkeypatch.setattr(in_place, "LARGE", 1)
+    yield made
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "changes"),
+    [
+        ("llama-causal", "lora", {"blocks": MemoryConfig("attention", "input", tile=5)}),
+        ("t5-seq2seq", "side", {}),
+        ("bert-classify", "adapter", {}),
+    ],
+    ids=str,
+)
+def test_frozen_shards_that_others_read_train_as_one_process_does(
+    name: str, method: str, changes: dict[str, Any], mapped: list[int]
+) -> None:
+    check(Case(name, method, PLAN, steps=3, **changes))
+
+
+def sent(case: Case, monkeypatch: pytest.MonkeyPatch, mapped: list[int]) -> tuple[int, list[tuple[int, ...]]]:
+    """How many memories are made, and the shapes that are sent all the same."""
+    found: list[tuple[int, ...]] = []
+
+    def noted(wholes: list[Tensor], parts: list[Tensor], group: Any) -> None:
+        found.extend(tuple(whole.shape) for whole in wholes)
+        gather_rows_(wholes, parts, group)
+
+    monkeypatch.setattr(in_place, "gather_rows_", noted)
+    runner = harness.place(case, case.plan)
+    batches = [harness.collate(runner.share(chosen), case) for chosen in harness.rows(case, 0)]
+    runner.backward(batches, harness.total(case, 0))
+    return len(mapped), found
+
+
+def test_every_block_has_a_memory_and_none_of_its_frozen_shards_is_sent(
+    mapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("llama-causal", "lora", PLAN)
+    model: Any = harness.build(case)
+    block = {tuple(value.shape) for value in model.model.layers[0].parameters() if not value.requires_grad}
+    tuned = {tuple(value.shape) for value in model.parameters() if value.requires_grad}
+    for memories, shapes in run(2, sent, case, monkeypatch, mapped):
+        assert memories == len(model.model.layers)
+        assert shapes and not {shape for shape in shapes if len(shape) > 1} & (block - tuned)
+
+
+def _read() -> list[list[Tensor]]:
+    group = dist.group.WORLD
+    assert group is not None
+    rank, ranks = group.rank(), group.size()
+    parts = [torch.arange(6.0).view(2, 3) + 10 * rank, torch.full((1, 5), rank, dtype=torch.bfloat16)]
+    own = [part.clone() for part in parts]
+    memory = PeerMemory(own, group)
+    assert all(value.data_ptr() >= memory.own.data_ptr() for value in own)
+    assert all(map(torch.equal, own, parts))
+    wholes = [own[1].new_empty(ranks, 5), own[0].new_empty(2 * ranks, 3)]
+    memory.read_(wholes, [1, 0])
+    return [wholes, [value.clone() for value in own]]
+
+
+@pytest.mark.usefixtures("mapped")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_wholes_are_the_rows_of_every_rank_in_order(ranks: int) -> None:
+    for (narrow, wide), _ in run(ranks, _read):
+        assert torch.equal(narrow, torch.arange(ranks).bfloat16()[:, None].expand(-1, 5))
+        assert torch.equal(wide, torch.cat([torch.arange(6.0).view(2, 3) + 10 * at for at in range(ranks)]))
+
+
+def _asked(hosts: list[str], linked: bool) -> bool:
+    group = dist.group.WORLD
+    assert group is not None
+    socket.gethostname = lambda: hosts[group.rank()]
+    torch.cuda.current_device = group.rank  # type: ignore[assignment]
+    torch.cuda.can_device_access_peer = lambda one, other: linked  # type: ignore[assignment]
+    return reachable(torch.device("cuda"), group)
+
+
+def test_memory_is_read_on_one_host_between_linked_gpus_alone() -> None:
+    assert run(2, _asked, ["a", "a"], True) == [True, True]
+    assert run(2, _asked, ["a", "b"], True) == [False, False]
+    assert run(2, _asked, ["a", "a"], False) == [False, False]
+    assert run(2, lambda: reachable(CPU, dist.group.WORLD)) == [False, False]  # type: ignore[arg-type]
