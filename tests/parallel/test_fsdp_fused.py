@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from petune.errors import UsageError
+from petune.kernels.block import unpad
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse, fused_blocks
@@ -98,6 +99,18 @@ def test_factors_in_float32_train_over_sharded_weights_in_half_precision() -> No
 
 def test_replicas_of_shards_train_as_one_process() -> None:
     check(Case("llama-causal", "lora", plan_of(4, replicas=2), blocks=LESS, passes=(6, 5)))
+
+
+def _said_of_padding(case: Case) -> list[str]:
+    said: list[str] = []
+    unpad.say = said.append  # type: ignore[attr-defined]  # in this very process, which ends soon
+    gradients(case)
+    return said
+
+
+def test_padding_is_left_out_of_shards_too() -> None:
+    case = Case("llama-causal", "lora", plan_of(), blocks=LESS)
+    assert run(2, _said_of_padding, case) == [[], []]
 
 
 # ------------------------------------------------------------------ the loss

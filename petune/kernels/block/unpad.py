@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -319,7 +320,7 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
     """Why it is not known which hidden states the model around a stack's owner reads, or None."""
-    kind = type(model)
+    kind = type(model).__mro__[2 if isinstance(model, FSDPModule) else 0]  # FSDP2 mixes its own class in
     if model is owner:
         return f"{kind.__name__} has no head, and whoever calls it may read every place"
     if kind.__module__.partition(".")[0] != "transformers":
