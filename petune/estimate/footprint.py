@@ -20,7 +20,8 @@ from petune.kernels.memory.buffers import STREAMED_BLOCKS, kept_bytes, states_by
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models.spec import Family, StackName, StackRule
 from petune.models.stack import Stack, own_stacks
-from petune.parallel.fsdp import gathered
+from petune.parallel.fsdp import gathered, is_light
+from petune.parallel.in_place import LARGE
 from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline.schedule import cut_stages
 from petune.parallel.plan import Cut, ParallelPlan, apportion, in_flight
@@ -157,11 +158,14 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan) -> Footprint:
     """The same over shards."""
     sharding = plan.sharding
     assert sharding is not None
-    shards = plan.dp // sharding.replicas
+    shards, light = plan.dp // sharding.replicas, is_light(own, sharding, plan.dp)
     cuts = {
         id(value)
         for value in own
-        if value.dim() and isinstance(value, nn.Parameter) and (value.requires_grad or sharding.frozen)
+        if value.dim()
+        and isinstance(value, nn.Parameter)
+        and (value.requires_grad or sharding.frozen)
+        and not (light and (value.requires_grad or value.nbytes < LARGE))
     }
 
     def bytes_of(value: Tensor) -> int:

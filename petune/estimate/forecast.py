@@ -34,6 +34,7 @@ from petune.models.source import resolve_model
 from petune.models.spec import Family, Shape, StackName
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
+from petune.parallel.fsdp import is_light
 from petune.parallel.mesh import Coordinate, coordinate
 from petune.parallel.plan import apportion, attention_dropout
 from petune.recipe import Recipe
@@ -411,8 +412,9 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
     their shards."""
     sharding = plan.sharding
     assert sharding is not None
-    shards = plan.dp // sharding.replicas
-    whole = sum(value.nbytes for value in held.tensors() if value.requires_grad or sharding.frozen)
+    shards, every = plan.dp // sharding.replicas, list(held.tensors())
+    light = is_light(every, sharding, plan.dp)
+    whole = sum(value.nbytes for value in every if (not light if value.requires_grad else sharding.frozen))
     gathered = whole * (shards - 1) // shards
     found = [
         Transition(
@@ -423,10 +425,15 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
             gathered if sharding.reshard else 0,
             "weights",
         ),
-        Transition(
-            "shards of gradients", "- / reduce-scatter", 1, 0, trained * (shards - 1) // shards, "gradients"
-        ),
     ]
+    if light:
+        summed = summed_over(plan.dp, trained)
+        found.append(
+            Transition("gradients over replicas, once a step", "- / all-reduce", 1, 0, summed, "gradients")
+        )
+        return found
+    own = trained * (shards - 1) // shards
+    found.append(Transition("shards of gradients", "- / reduce-scatter", 1, 0, own, "gradients"))
     if sharding.replicas > 1:
         found.append(
             Transition(

@@ -20,6 +20,7 @@ from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_b
 from petune.estimate.forecast import PROCESS, Sketch
 from petune.models.spec import Family
 from petune.models.stack import Stack
+from petune.parallel.fsdp import is_light
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Sharding
 
@@ -90,6 +91,7 @@ class Room:
         self.drawn, self.family = drawn, cast("Family", drawn.family)
         self.first = first_trained(drawn.model, self.family)
         self.slices: dict[object, _Slice] = {}
+        self.light: dict[tuple[Sharding, int], bool] = {}
         self.process = PROCESS[drawn.device]
         shape = self.family.shape(drawn.config)
         self.experts = shape.experts
@@ -173,12 +175,20 @@ class Room:
             return every
         whole, frozen = self._slice(None), rest.sharding.frozen
         outside = whole.before + whole.behind
-        spread = own.tuned + own.trains + own.frozen * frozen
         inside = 2 * largest if rest.sharding.reshard else own - outside
-        together = (inside + outside).frozen * frozen + (inside + outside).tuned
-        together += 2 * largest.tuned + outside.tuned  # gradients
+        spread, together = own.frozen * frozen, (inside + outside).frozen * frozen
+        if not self._light(rest.sharding, rest.shards):
+            spread += own.tuned + own.trains
+            together += (inside + outside).tuned + 2 * largest.tuned + outside.tuned  # and gradients
         here = 0.0 if rest.sharding.offload else spread / rest.shards
         return every - spread + here + together
+
+    def _light(self, sharding: Sharding, shards: int) -> bool:
+        """Whether what trains stays whole; see `is_light`."""
+        key = sharding, shards
+        if key not in self.light:
+            self.light[key] = is_light(self.drawn.model.parameters(), sharding, shards * sharding.replicas)
+        return self.light[key]
 
     def _slice(self, cut: Cut | None) -> _Slice:
         """The model, or what one of two ranks holds that share it evenly."""

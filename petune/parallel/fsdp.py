@@ -12,8 +12,10 @@ averaged: the divisor is 1 and the only reduction SUM, which gloo and NCCL both 
 **What stays whole** on every replica, and is summed by whoever sums unsharded gradients: scalars, which FSDP
 cannot cut; with `frozen` False, what does not train; in a unit that trains two dtypes, those tensors that are
 of the rarer one, as a unit reduces in one dtype; on a pipeline's stages, what lies outside the blocks, as
-gradients arrive there without passing the model's output, where the root waits for them. No mixed-precision
-policy is set: tensors are gathered in the dtype they have, so numbers are those of one process.
+gradients arrive there without passing the model's output, where the root waits for them; and where a method
+is light (`is_light`) all that trains and all that is small, so that a step sends no weights but large frozen
+ones. No mixed-precision policy is set: tensors are gathered in the dtype they have, so numbers are those of
+one process.
 
 With replicas > 1 (HSDP) dp rank d holds shard d % (dp / replicas) of group d // (dp / replicas), and
 `replicas` ranks hold the same shard.
@@ -43,7 +45,7 @@ from petune.models.frozen_weight import quantised_in
 from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack
 from petune.parallel.collectives import gather_dims
-from petune.parallel.in_place import gather_in_place, in_turn
+from petune.parallel.in_place import LARGE, gather_in_place, in_turn
 from petune.parallel.launch.process_group import limit
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import ParallelPlan, Sharding
@@ -83,6 +85,8 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
     if sharding.frozen:
         _let_cut(blocks)
     left = _left_whole(model, blocks, plan, sharding)
+    if is_light(model.parameters(), sharding, plan.dp):
+        left |= {value for value in model.parameters() if value.requires_grad or value.nbytes < LARGE}
     _move(model, left, mesh.device)
     settings: dict[str, Any] = {
         "mesh": _devices(plan, sharding, mesh),
@@ -104,6 +108,17 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
     if hasattr(model, "generate"):  # it calls an encoder by itself, which needs what is the root's
         register_fsdp_forward_method(model, "generate")
     _check_mask(model, trains)
+
+
+def is_light(values: Iterable[Tensor], sharding: Sharding, replicas: int) -> bool:
+    """Whether what trains, with gradients and states, takes no more than a rank's shard of the large frozen
+    tensors. values: of the model that is sharded over so many `replicas`."""
+    every = list(values)
+    if not sharding.frozen or sharding.offload:
+        return False
+    trained = sum(value.nbytes for value in every if value.requires_grad)
+    large = sum(value.nbytes for value in every if not value.requires_grad and value.nbytes >= LARGE)
+    return 4 * trained <= large * sharding.replicas // replicas and large > 0
 
 
 def _held(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> Shards:
@@ -306,15 +321,15 @@ def settle(model: nn.Module, sharding: Sharding, device: torch.device) -> None:
     gather_in_place(model, _units(model, sharding.reshard), device)
 
 
-def _units(model: nn.Module, reshard: bool) -> Iterator[tuple[list[nn.Parameter], bool]]:
-    """The parameters of FSDP's units, the blocks and the rest, and whether they are freed after a forward
+def _units(model: nn.Module, reshard: bool) -> Iterator[tuple[FSDPModule, list[nn.Parameter], bool]]:
+    """FSDP's units, the blocks and the rest: their parameters, and whether they are freed after a forward
     pass."""
     seen: set[nn.Parameter] = set()
     for unit in reversed([module for module in model.modules() if isinstance(module, FSDPModule)]):
         assert isinstance(unit, nn.Module)
-        own = [value for value in unit.parameters() if value not in seen]
+        own = [value for value in unit.parameters() if is_sharded(value) and value not in seen]
         seen.update(own)
-        yield own, reshard and unit is not model
+        yield unit, own, reshard and unit is not model
 
 
 def first_row(parameter: Tensor) -> int:

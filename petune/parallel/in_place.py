@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
 from petune.errors import PetuneError
@@ -42,22 +43,24 @@ LARGE = 2**20
 
 
 def gather_in_place(
-    model: nn.Module, units: Iterable[tuple[Sequence[Tensor], bool]], device: torch.device
+    model: nn.Module, units: Iterable[tuple[FSDPModule, Sequence[Tensor], bool]], device: torch.device
 ) -> None:
-    """Let the large tensors of FSDP2's units of `model` be gathered in place. A unit is its parameters, and
-    whether they are freed after the forward pass.
+    """Let the large tensors of FSDP2's units of `model` be gathered in place. units: with their sharded
+    parameters, and whether these are freed after the forward pass.
 
     Shards must have their memory, on the `device` that computes, and the first forward pass must be to come.
     Tensors whose rows are not equally many on all ranks, and quantised ones, travel as before. All ranks must
     call this.
     """
     found: list[tuple[_Unit, DeviceMesh]] = []
-    for parameters, freed in units:
+    for module, parameters, freed in units:
         unit = _Unit()
         for value in parameters:
             if isinstance(value, DTensor) and _fits(value):
                 unit.members.append(_Member(unit, value, kept=not (freed or value.requires_grad)))
                 found.append((unit, value.device_mesh))
+        if parameters and len(unit.members) == len(parameters):
+            module.set_custom_all_gather(_Unsent())
     if found and reachable(device, group := found[0][1].get_group(-1)):
         for unit in dict(found):
             unit.share(group)
@@ -80,6 +83,26 @@ def _fits(value: DTensor) -> bool:
     if type(shard) is not Tensor or shard.device.type != value.device_mesh.device_type:
         return False
     return value.nbytes >= LARGE and len(value) % ranks == 0 and shard.is_contiguous()
+
+
+class _Unsent(AllGather):
+    """Stands for FSDP2's all-gather in a unit all of whose tensors are gathered in place: nobody reads what
+    its message would bring."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Room for the message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Send nothing."""
 
 
 class _Unit:

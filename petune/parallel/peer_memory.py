@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import zlib
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
+
+from petune.parallel.collectives import gather_dim
 
 ALIGNED = 256  # bytes
 
@@ -28,11 +31,15 @@ def reachable(device: torch.device, group: dist.ProcessGroup) -> bool:
     """
     if device.type != "cuda":
         return False
-    found: list[tuple[str, str, int]] = [("", "", 0)] * group.size()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    dist.all_gather_object(found, (socket.gethostname(), visible, torch.cuda.current_device()), group)
-    hosts, seen, devices = (set(values) for values in zip(*found, strict=True))
-    if len(hosts) > 1 or len(seen) > 1 or len(devices) < len(found):
+    host = f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+    own = torch.tensor([[zlib.crc32(host.encode()), torch.cuda.current_device()]], device=device)
+    return _linked(gather_dim(own, (1,) * group.size(), 0, group).tolist())
+
+
+def _linked(ranks: Sequence[Sequence[int]]) -> bool:
+    """Whether so many different GPUs are on one host and linked. ranks: the host and the GPU of each."""
+    hosts, devices = (set(values) for values in zip(*ranks, strict=True))
+    if len(hosts) > 1 or len(devices) < len(ranks):
         return False
     return all(
         torch.cuda.can_device_access_peer(one, other) for one in devices for other in devices if one != other

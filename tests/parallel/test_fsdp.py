@@ -16,8 +16,9 @@ from petune.errors import PetuneError, UsageError
 from petune.methods import tuned_parameters, wrap
 from petune.models import family_of
 from petune.models.stack import own_stacks
+from petune.parallel import fsdp, in_place
 from petune.parallel.collectives import gather_dim
-from petune.parallel.fsdp import chunks, copies, first_row, is_sharded, local, shard, wholes
+from petune.parallel.fsdp import chunks, copies, first_row, is_light, is_sharded, local, shard, wholes
 from petune.parallel.mesh import Mesh, coordinate, make_mesh
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage, apportion
 from petune.parallel.tensor import hooks, shard_params
@@ -481,3 +482,32 @@ def test_chunks_are_those_of_torchs_rule(length: int, count: int) -> None:
     parts = [len(part) for part in torch.empty(length).chunk(count)] if length else []
     assert len(found) == count and sum(found) == length
     assert [size for size in found if size] == [size for size in parts if size]
+
+
+# ------------------------------------------------------------------ light methods
+
+
+def test_a_light_method_stays_whole_and_trains_as_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "LARGE", 1024)
+    monkeypatch.setattr(in_place, "LARGE", 1024)
+    for changes in ({}, {"reshard": False}, {"replicas": 2}):
+        plan = plan_of(4 if changes.get("replicas") else 2, replace(PLAIN, **changes))
+        build = lambda: model_of("llama-causal", "lora", r=1)  # noqa: E731
+        for found in assert_as_alone("llama-causal", build, plan):
+            whole = {name for name, cut in found["sharded"].items() if not cut}
+            assert any("lora" in name for name in whole)
+            assert {name for name in found["sharded"] if "lora" in name or "norm" in name} <= whole
+            assert found["sharded"]["model.layers.0.mlp.up_proj.weight"]
+
+
+def test_what_is_light_takes_no_more_than_a_shard() -> None:
+    def light(trained: int, frozen: int, ranks: int = 2, **changes: Any) -> bool:
+        tuned = torch.nn.Parameter(torch.empty(trained, device="meta"))
+        base = torch.nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False)
+        return is_light([tuned, base], replace(PLAIN, **changes), ranks)
+
+    large = 2**20
+    assert light(large // 8, large) and not light(large // 8 + 1, large)
+    assert not light(large // 8, large, 4) and light(large // 8, large, 4, replicas=2)
+    assert not light(1, large, offload=True) and not light(1, large, frozen=False)
+    assert not light(0, large // 8)  # nothing is large

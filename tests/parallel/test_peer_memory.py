@@ -3,7 +3,6 @@ reads stands for it."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from petune.kernels.configs import MemoryConfig
 from petune.parallel import in_place, peer_memory
 from petune.parallel.collectives import gather_rows_
-from petune.parallel.peer_memory import PeerMemory, reachable
+from petune.parallel.peer_memory import PeerMemory, _linked, reachable
 from petune.parallel.plan import ParallelPlan, Sharding
 from tests.parallel import harness
 from tests.parallel.harness import Case, check
@@ -122,17 +121,10 @@ def test_wholes_are_the_rows_of_every_rank_in_order(ranks: int) -> None:
         assert torch.equal(wide, torch.cat([torch.arange(6.0).view(2, 3) + 10 * at for at in range(ranks)]))
 
 
-def _asked(hosts: list[str], linked: bool) -> bool:
-    group = dist.group.WORLD
-    assert group is not None
-    socket.gethostname = lambda: hosts[group.rank()]
-    torch.cuda.current_device = group.rank  # type: ignore[assignment]
-    torch.cuda.can_device_access_peer = lambda one, other: linked  # type: ignore[assignment]
-    return reachable(torch.device("cuda"), group)
-
-
-def test_memory_is_read_on_one_host_between_linked_gpus_alone() -> None:
-    assert run(2, _asked, ["a", "a"], True) == [True, True]
-    assert run(2, _asked, ["a", "b"], True) == [False, False]
-    assert run(2, _asked, ["a", "a"], False) == [False, False]
+def test_memory_is_read_on_one_host_between_linked_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: 3 not in (one, other))
+    assert _linked([[7, 0], [7, 1], [7, 2]])
+    assert not _linked([[7, 0], [8, 1]]), "two hosts"
+    assert not _linked([[7, 0], [7, 0]]), "each sees one GPU, or both have the same"
+    assert not _linked([[7, 0], [7, 1], [7, 3]]), "one has no link"
     assert run(2, lambda: reachable(CPU, dist.group.WORLD)) == [False, False]  # type: ignore[arg-type]

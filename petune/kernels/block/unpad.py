@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -33,6 +32,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, from_mask, from_positions, of_rows, pack, unpack
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
+from petune.models.sharded import shards_of
 from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running, on_host, running
@@ -320,7 +320,7 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
     """Why it is not known which hidden states the model around a stack's owner reads, or None."""
-    kind = type(model).__mro__[2 if isinstance(model, FSDPModule) else 0]  # FSDP2 mixes its own class in
+    kind = type(model).__mro__[0 if shards_of(model) is None else 2]  # FSDP2 mixes a class of its own in
     if model is owner:
         return f"{kind.__name__} has no head, and whoever calls it may read every place"
     if kind.__module__.partition(".")[0] != "transformers":
