@@ -161,7 +161,7 @@ SHAPES = {
     "70b": Shape(Case.parse("petune:llama-70b:lora:2x2048:layers=80:limit=120"), stages=_STAGES_70B),
     "70b-40": Shape(Case.parse("petune:llama-70b:lora:1x2048:layers=40:limit=120")),
     "70b-fp8": Shape(
-        Case.parse("petune:llama-70b:lora:1x2048:layers=80:base=fp8:limit=120"), stages=_STAGES_70B
+        Case.parse("petune:llama-70b:lora:2x2048:layers=80:base=fp8:limit=120"), stages=_STAGES_70B
     ),
     "bert-adapter": Shape(Case.parse("petune:bert-large:adapter:32x512:fill=0.3:limit=60")),
     "t5-lora": Shape(Case.parse("petune:t5-large:lora:16x512:fill=0.4:limit=60"), stages={2: [18, 30]}),

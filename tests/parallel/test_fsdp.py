@@ -501,10 +501,10 @@ def test_a_light_method_stays_whole_and_trains_as_one_process_does(monkeypatch: 
 
 
 def test_what_is_light_takes_no_more_than_a_shard() -> None:
-    def light(trained: int, frozen: int, ranks: int = 2, **changes: Any) -> bool:
+    def light(trained: int, frozen: int, world: int = 2, **changes: Any) -> bool:
         tuned = torch.nn.Parameter(torch.empty(trained, device="meta"))
         base = torch.nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False)
-        return is_light([tuned, base], replace(PLAIN, **changes), ranks)
+        return is_light([tuned, base], replace(PLAIN, **changes), world)
 
     large = 2**20
     assert light(large // 8, large) and not light(large // 8 + 1, large)
