@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
@@ -111,6 +112,7 @@ class _Unit:
     def __init__(self) -> None:
         self.members: list[_Member] = []
         self.memory: PeerMemory | None = None
+        self.places: list[tuple[Tensor, Tensor]] = []  # to copy to and from, of all that is read
         self.begun = False
 
     def share(self, group: dist.ProcessGroup) -> None:
@@ -134,10 +136,21 @@ class _Unit:
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
         if self.memory is not None:
-            read = {member.number: member.whole for member in due if member.number is not None}
-            self.memory.read_(list(read.values()), list(read))
+            self._read([member for member in due if member.number is not None])
         sent = [member for member in due if member.number is None]
         gather_rows_([one.whole for one in sent], [one.shard for one in sent], mesh.get_group())
+
+    @torch.no_grad()
+    def _read(self, members: Sequence[_Member]) -> None:
+        """Copy what other ranks hold; autograd is not told. The places are made once, as the host would be
+        busier with them than the device is with a block."""
+        assert self.memory is not None
+        if not self.places:
+            rows = [self.memory.places(one.whole, cast("int", one.number)) for one in members]
+            self.places = list(chain.from_iterable(zip(*rows, strict=True)))
+        with preserved_versions(tuple(one.whole for one in members)):
+            for place, part in self.places:
+                place.copy_(part)
 
 
 @contextmanager

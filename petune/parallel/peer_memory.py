@@ -17,7 +17,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_versions
 
 from petune.parallel.collectives import gather_dim
 
@@ -62,16 +61,16 @@ class PeerMemory:
             place.copy_(value)
             value.data = place
 
-    @torch.no_grad()
-    def read_(self, wholes: Sequence[Tensor], which: Sequence[int]) -> None:
-        """Fill each of `wholes`, in place, with every rank's rows of the tensor of that number. Autograd is
-        not told that they change."""
-        with preserved_versions(tuple(wholes)):
-            for step in range(self.ranks):  # not all from the same one at the same time
-                peer = (self.rank + step) % self.ranks
-                for whole, number in zip(wholes, which, strict=True):
-                    part = self.of[peer][self.spans[number]]
-                    whole.view(-1).view(torch.uint8)[peer * len(part) :][: len(part)].copy_(part)
+    def places(self, whole: Tensor, number: int) -> list[tuple[Tensor, Tensor]]:
+        """Where every rank's rows of the tensor of that number lie in its `whole`, and where they are read,
+        beginning with this rank: so not all read from the same one at the same time. They stay where they are
+        though the whole's memory is freed and taken again."""
+        flat, span, found = whole.view(-1).view(torch.uint8), self.spans[number], []
+        for step in range(self.ranks):
+            peer = (self.rank + step) % self.ranks
+            part = self.of[peer][span]
+            found.append((flat[peer * len(part) :][: len(part)], part))
+        return found
 
 
 def _mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:

@@ -501,9 +501,9 @@ def test_a_light_method_stays_whole_and_trains_as_one_process_does(monkeypatch: 
 
 
 def test_what_is_light_takes_no_more_than_a_shard() -> None:
-    def light(trained: int, frozen: int, world: int = 2, **changes: Any) -> bool:
+    def light(trained: int, others: int, world: int = 2, **changes: Any) -> bool:
         tuned = torch.nn.Parameter(torch.empty(trained, device="meta"))
-        base = torch.nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False)
+        base = torch.nn.Parameter(torch.empty(others, device="meta"), requires_grad=False)
         return is_light([tuned, base], replace(PLAIN, **changes), world)
 
     large = 2**20
