@@ -62,7 +62,7 @@ def refuse_place(file: Path, another: str) -> None:
         raise UsageError(
             "this file is there already",
             where=str(file),
-            remedy=f"give another name: {another}",
+            remedy=f"remove it first, or give another name: {another}",
         )
     if not file.parent.is_dir():
         raise UsageError(
