@@ -44,7 +44,9 @@ def init(
         f"{file}: {recipe.method_name} on {recipe.model} for task {prepared.task.name}, data"
         f" {recipe.data.path}"
     )
-    for line in (*prepared.rows.notes, f"train it with: petune train {file}"):
+    alone = "no column is a label, so it learns words that are hidden; to classify texts, add a label to each"
+    unasked = [alone] if prepared.task.name == "mlm" and "task" not in keys else []
+    for line in (*prepared.rows.notes, *unasked, f"train it with: petune train {file}"):
         echo(f"   {line}")
 
 
@@ -62,7 +64,7 @@ def refuse_place(file: Path, another: str) -> None:
         raise UsageError(
             "this file is there already",
             where=str(file),
-            remedy=f"give another name: {another}",
+            remedy=f"remove it first, or give another name: {another}",
         )
     if not file.parent.is_dir():
         raise UsageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import logging
 import os
 import sys
 import traceback
@@ -113,6 +114,14 @@ def _face(
     # what matters of its warnings petune says itself, in one line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torch reads it as it is loaded: threads that wait give their core away, which others may need
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_of_interest)
+
+
+def _of_interest(record: logging.LogRecord) -> bool:
+    """Whether the user wants a line of the hub's: petune itself says that it waits, and how that ended."""
+    return not record.getMessage().startswith("Retrying in ") and "thrown while" not in record.getMessage()
 
 
 def command_line() -> Any:

@@ -30,20 +30,13 @@ def report(
     metric: Metrics = None,
 ) -> None:
     """Write a page about a run, or about several side by side."""
-    from petune.errors import FileError
-    from petune.report.files import RunFiles, is_run
+    from petune.report.files import RunFiles, is_run, no_run
     from petune.report.page import NAME, write_report
 
     folders = [run.expanduser() for run in runs]
     for folder in folders:
         if not is_run(folder):
-            what, expected = "this is not a run folder", "a folder with resolved.yaml"
-            raise FileError(
-                what,
-                where=str(folder),
-                expected=expected,
-                remedy="give what `out` was; petune runs lists them",
-            )
+            raise no_run(folder)
         if forecast:
             _predict(folder)
         if answers:

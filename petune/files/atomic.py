@@ -37,7 +37,9 @@ def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, o
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not overwrite:
         raise UsageError(
-            "this folder is occupied", where=str(folder), remedy="give another, or overwrite it (--overwrite)"
+            "this folder is occupied",
+            where=str(folder),
+            remedy="give another folder, or overwrite this one (--overwrite)",
         )
     if occupied and not any((folder / name).is_file() for name in ours):
         raise UsageError(

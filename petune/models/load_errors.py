@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from petune.errors import FileError, MachineError
+from petune.log import phase
 from petune.models.source import Source, local_folder
 from petune.models.trust import code_refused, wanted_code
 
@@ -31,6 +32,11 @@ def room_for(place: str) -> Iterator[None]:
         if "allocate memory" not in str(error):
             raise
         raise MachineError(what, where=place, found=first_line(error), remedy=SMALLER) from None
+
+
+def asking(source: Source) -> AbstractContextManager[None]:
+    """Says that the hub is asked, which tries again for half a minute where it cannot be reached."""
+    return phase(f"asking the hub for {source.place}") if source.kind == "hub" else nullcontext()
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from petune.models.damage import (
 from petune.models.heads import AUTO as AUTO
 from petune.models.heads import Head as Head
 from petune.models.heads import model_class, refuse_headless
-from petune.models.load_errors import first_line, hub_errors, room_for
+from petune.models.load_errors import asking, first_line, hub_errors, room_for
 from petune.models.mxfp4_files import Mxfp4, held_in, mxfp4_weights
 from petune.models.read_plan import ReadPlan, plan_reads
 from petune.models.source import Source, check_weights, local_folder, weight_files
@@ -102,7 +102,7 @@ def read_config(source: Source) -> Any:
                 remedy='it needs a "model_type"',
             ) from None
     _check_folder(source)
-    with hub_errors(source):
+    with hub_errors(source), asking(source):
         fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
         refuse_settings(fields, source.place)
         config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from petune.errors import PetuneError
+from petune.errors import FileError, PetuneError, nearest
 from petune.files.json_fields import check_seal
 from petune.files.lock import RunLock
 from petune.files.safetensors import open_regular, read_bytes, read_json
@@ -215,6 +215,17 @@ def _end_of(path: Path, most: int) -> bytes:
 def is_run(path: Path) -> bool:
     """Whether a run began in this folder."""
     return (path / "resolved.yaml").is_file()
+
+
+def no_run(folder: Path) -> FileError:
+    """The refusal of a folder in which no run began; it names those beside it that are called alike."""
+    meant = nearest(folder.name, (run.name for run in find_runs(folder.parent, 1)))
+    remedy = "give what `out` was; petune runs lists them"
+    if meant:
+        remedy = f"did you mean: {' or '.join(str(folder.with_name(name)) for name in meant)}"
+    return FileError(
+        "this is not a run folder", where=str(folder), expected="a folder with resolved.yaml", remedy=remedy
+    )
 
 
 def find_runs(folder: Path, deep: int = _DEEP) -> list[Path]:

@@ -19,6 +19,7 @@ from petune.methods.configs import method_of
 from petune.models.loading import read_config
 from petune.models.source import model_files, resolve_model
 from petune.recipe import Recipe, load_recipe
+from petune.report.files import is_run, no_run
 from petune.report.results import read_metrics, read_summary
 from petune.run.build import Prepared, choose_place, load_base, positions_of, prepare
 from petune.run.evaluate import asking, batches, scored, scorer_of, scoring, shortcomings, undecided
@@ -334,13 +335,8 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
     FileError when the folder is not a run's.
     """
     path = Path(folder).expanduser()
-    if not (path / "resolved.yaml").is_file():
-        raise FileError(
-            "this is not a run folder",
-            where=str(path),
-            expected="a folder with resolved.yaml",
-            remedy="give what `out` was",
-        )
+    if not is_run(path):
+        raise no_run(path)
     return Run(path, verify_base, replace(NO_OBJECTS, model=base))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,11 +225,7 @@ def read_csv(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
                 elif not header:
                     header = _header(cells, where, delimiter)
                 elif len(cells) != len(header):
-                    what, remedy = (
-                        "a row of another width than the header",
-                        "quote cells that hold the separator",
-                    )
-                    faults.add(Problem(what, where, f"{len(header)} cells", str(len(cells)), remedy))
+                    faults.add(_of_another_width(cells, header, where))
                 else:
                     yield Record(
                         where,
@@ -271,6 +267,15 @@ def _header_of(path: Path, delimiter: str) -> list[str]:
         cells for cells in _cells(path, Faults(skip=True), Cursor(), delimiter) if cells not in ([], [""])
     )
     return [cell.strip() for cell in next(first, [])]
+
+
+def _of_another_width(cells: Sequence[str], header: Sequence[str], where: str) -> Problem:
+    """A row with too few or too many cells."""
+    what, expected = "a row of another width than the header", f"{len(header)} cells"
+    remedy = "quote cells that hold the separator"
+    if len(cells) < len(header):
+        remedy = "write the cells that are missing, or delete the row"
+    return Problem(what, where, expected, str(len(cells)), remedy)
 
 
 def _header(cells: list[str], where: str, delimiter: str) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -179,6 +181,34 @@ def test_recipes_are_listed_without_torch() -> None:
     code = "import sys; from petune_cli.recipes import ls; ls(); print({'torch'} & {*sys.modules})"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_give_their_core_away_unless_the_user_chose(
+    given: str | None, found: str, type_: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    type_("ls")
+    assert os.environ["OMP_WAIT_POLICY"] == found
+
+
+def test_of_what_the_hub_says_of_its_retries_only_a_limit_is_shown(
+    type_: Type,
+) -> None:
+    type_("ls")
+    heard = io.StringIO()
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    logger.addHandler(handler := logging.StreamHandler(heard))
+    for line in (
+        "'[Errno -2] Name or service not known' thrown while requesting HEAD https://huggingface.co/a/b",
+        "Retrying in 8s [Retry 4/5].",
+        "Rate limited. Waiting 9.0s before retry [Retry 1/5].",
+    ):
+        logger.warning(line)
+    logger.removeHandler(handler)
+    assert heard.getvalue() == f"{line}\n"
 
 
 def test_python_searches_nothing_for_garbage_as_the_command_ends() -> None:

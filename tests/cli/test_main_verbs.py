@@ -220,6 +220,16 @@ def test_init_and_check_say_the_task_and_the_columns_that_are_not_used(type_: Ty
         assert "for task classify" in shown and "columns not used: id\n" in shown
 
 
+@pytest.mark.parametrize(("more", "told"), [((), True), (("task=mlm",), False)])
+def test_init_says_what_texts_without_labels_are_for(
+    more: tuple[str, ...], told: bool, type_: Type, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("text\n" + "".join(f"red sun {at}\n" for at in range(20)))
+    shown = type_("init", "model=demo:minilm", "data=rows.csv", *more)
+    assert shown.code == 0 and "for task mlm" in shown.out
+    assert ("no column is a label" in shown.out) == told
+
+
 def test_check_of_a_good_recipe_is_one_line(type_: Type) -> None:
     shown = type_("check", "llama_lora")
     assert (shown.code, shown.out.count("\n")) == (0, 1)

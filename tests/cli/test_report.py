@@ -28,7 +28,7 @@ def test_the_page_of_a_run_lies_in_it_and_that_of_several_here(type_: Type, tmp_
 def test_what_is_no_run_is_refused(type_: Type, tmp_path: Path) -> None:
     write_run(tmp_path / "one")
     shown = type_("report", "one", "nothing")
-    assert shown.code == 4 and "this is not a run folder" in shown.err
+    assert shown.code == 4 and "this is not a run folder" in shown.err and "petune runs" in shown.err
     assert not (tmp_path / "report.html").exists()
     assert type_("report", "one", "-o", "no/such/page.html").code == 5
 

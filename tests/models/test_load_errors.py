@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from typing import Literal
+
 import pytest
 
 from petune.errors import MachineError
-from petune.models.load_errors import room_for
+from petune.models.load_errors import asking, room_for
+from petune.models.source import Source
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,16 @@ def test_a_want_of_memory_names_the_model_and_the_ways_out(error: Exception) -> 
 def test_another_error_is_not_called_a_want_of_memory() -> None:
     with pytest.raises(RuntimeError, match="shapes"), room_for("runs/big"):
         raise RuntimeError("shapes do not fit")
+
+
+@pytest.mark.parametrize(("kind", "told"), [("hub", True), ("folder", False)])
+def test_waiting_for_the_hub_is_told(
+    kind: Literal["hub", "folder"],
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("petune.log.PATIENCE", 0.01)
+    with caplog.at_level("INFO", "petune"), asking(Source("org/name", kind, "org/name", None, "")):
+        time.sleep(0.1)
+    assert any("asking the hub for org/name ..." in line for line in caplog.messages) == told

@@ -297,6 +297,17 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
 
 
 @pictureless
+def test_a_folder_called_nearly_as_a_run_is_led_to_it(tmp_path: Path):
+    for name in ("reviews", "tickets"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "resolved.yaml").touch()
+    (tmp_path / "ticket-notes").mkdir()
+    with pytest.raises(FileError, match="did you mean") as caught:
+        load_run(tmp_path / "ticket")
+    assert caught.value.problems[0].remedy == f"did you mean: {tmp_path / 'tickets'}"
+
+
+@pictureless
 def test_a_run_that_has_not_finished_says_how_to_go_on(tmp_path: Path):
     with pytest.raises(petune.errors.Stopped):
         run(settings(tmp_path), terminate_at(2))

@@ -110,6 +110,13 @@ WRONG: list[tuple[str, str, bytes, str, list[str]]] = [
         ["d.csv:3", "another width than the header", "quote cells"],
     ),
     (
+        "a cell too few",
+        "d.csv",
+        b"text,label\nx,a\ny\n",
+        "classify",
+        ["d.csv:3", "another width than the header", "2 cells", "write the cells that are missing"],
+    ),
+    (
         "cells between tabs",
         "d.csv",
         b"text\tlabel\nx\ta\n",
