@@ -114,8 +114,6 @@ def _face(
     # what matters of its warnings petune says itself, in one line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # torch reads it as it is loaded: threads that wait give their core away, which others may need
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("huggingface_hub.utils._http").addFilter(_of_interest)
 
 

@@ -19,11 +19,8 @@ CROWDED = 2.0  # programs that want to compute, for each core
 
 def crowded() -> list[str]:
     """A line of the header where other programs keep the cores of this machine busy: the threads of an
-    operation wait for one another, and keep their cores meanwhile unless `OMP_WAIT_POLICY` is PASSIVE, as the
-    command sets it: so several can be many times as slow as one."""
+    operation wait for one another, so several can be many times as slow as one."""
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
-    if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
-        return []
     try:
         load = os.getloadavg()[0]
     except OSError:  # this system does not tell
@@ -31,8 +28,7 @@ def crowded() -> list[str]:
     if threads < 2 or load < CROWDED * cores:
         return []
     busy = f"other programs keep the {cores} cores busy (load {load:.0f})"
-    waits = f"{threads} threads wait for one another"
-    return [f"         warning: {busy}, and {waits}: set OMP_WAIT_POLICY=PASSIVE before Python starts"]
+    return [f"         warning: {busy}, and {threads} threads wait for one another: try OMP_NUM_THREADS=1"]
 
 
 class Pace:

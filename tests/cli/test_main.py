@@ -183,17 +183,6 @@ def test_recipes_are_listed_without_torch() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("set()\n")
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_that_wait_give_their_core_away_unless_the_user_chose(
-    given: str | None, found: str, type_: Type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if given:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
-    type_("ls")
-    assert os.environ["OMP_WAIT_POLICY"] == found
-
-
 def test_of_what_the_hub_says_of_its_retries_only_a_limit_is_shown(
     type_: Type,
 ) -> None:
