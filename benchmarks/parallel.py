@@ -75,6 +75,7 @@ from benchmarks.shapes import SHAPES as MODELS
 from benchmarks.shapes import TINY, Case, Sizes, base_model, batches, method_settings
 from petune.files.ranges import RangeReader
 from petune.kernels.configs import KernelsName, MemoryConfig
+from petune.kernels.memory.private_pools import peak_bytes
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
 from petune.models import family_of
@@ -402,12 +403,11 @@ class Here:
         return bool(flags)
 
     def allocated(self, peak: bool = False) -> float:
-        """GiB of tensors on the device, now or at most since the last reset; 0 on a CPU."""
-        return (
-            (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / GIB
-            if self.cuda
-            else 0.0
-        )
+        """GiB of tensors on the device now, or at most since the last reset with what CUDA graphs hold; 0 on
+        a CPU."""
+        if not self.cuda:
+            return 0.0
+        return (peak_bytes(self.device) if peak else torch.cuda.memory_allocated()) / GIB
 
 
 def probe(job: Job, here: Here, options: Options) -> dict[str, Any]:

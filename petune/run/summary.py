@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import MachineError
+from petune.kernels.memory.private_pools import peak_bytes
 from petune.log import human
 from petune.methods.configs import METHODS, method_of
 from petune.parallel import ParallelPlan, describe, local
@@ -90,9 +91,10 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory this process has held, in bytes: allocated on a GPU, resident on the CPU."""
+    """The most memory this process has held, in bytes: on a GPU of tensors and recordings, resident on the
+    CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return peak_bytes(device)
     import resource  # not on every system
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,6 +22,7 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
+from petune.kernels.memory.private_pools import private_bytes
 from petune.kernels.memory.shape import FIRST, BlockShape, Experts, Ranks
 from petune.log import say
 from petune.models.fp8 import Fp8
@@ -166,8 +167,9 @@ class Governor:
         model = stack if self.model is None else self.model() or stack
         here = [model, *(other for ref in self.besides if (other := ref()) is not None)]
         free, total = torch.cuda.mem_get_info(device)
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        budget = (free + idle) * SPARE + torch.cuda.memory_allocated(device)
+        allocated, recorded = torch.cuda.memory_allocated(device), private_bytes(device)
+        idle = torch.cuda.memory_reserved(device) - allocated - recorded
+        budget = (free + idle) * SPARE + allocated
         cap = torch.cuda.get_per_process_memory_fraction(device) * total
         if self.config.budget is not None:
             cap = min(cap, self.config.budget * GIB)
@@ -192,7 +194,7 @@ class Governor:
             min(longest, tokens),
             resident_bytes(model) if streamed else max(fixed_bytes(*here), self._standing(device)),
             0 if later else max(map(vocabulary_of, here)),
-            int(min(budget, cap)) - reserved,
+            int(min(budget, cap - recorded)) - reserved,
             # what streams is pinned already, and the system no longer calls it free
             pinnable(self.config) + pinned,
             rates,

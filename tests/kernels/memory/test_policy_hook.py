@@ -53,6 +53,7 @@ class Device:
     """A card of 80 GiB that says what a test wants of it."""
 
     total, free, reserved, allocated, fraction = 80 * GIB, 60 * GIB, 20 * GIB, 10 * GIB, 1.0
+    recorded = 0  # of what is reserved and not allocated, what CUDA graphs hold
 
 
 @pytest.fixture
@@ -63,6 +64,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: made.allocated)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: made.fraction)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(policy_hook, "private_bytes", lambda device: made.recorded)
     return made
 
 
@@ -221,6 +223,14 @@ def test_short_rows_are_not_priced_as_long_ones(device: Device, asked: list[Any]
 def test_all_that_is_free_is_the_budget_but_for_a_twentieth(device: Device, asked: list[Any]) -> None:
     governor().kept(CUDA, 2048, 512)
     assert asked[0]["budget"] == int((60 + 20 - 10) * 0.95 * GIB) + 10 * GIB
+
+
+def test_what_recordings_hold_is_not_free_for_a_new_size(device: Device, asked: list[Any]) -> None:
+    device.recorded = 4 * GIB
+    governor().kept(CUDA, 2048, 512)
+    governor(budget=30).kept(CUDA, 2048, 512)
+    assert asked[0]["budget"] == int((60 + 20 - 10 - 4) * 0.95 * GIB) + 10 * GIB
+    assert asked[1]["budget"] == 26 * GIB
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,25 @@
+"""GPU memory that CUDA graphs hold in pools of their own: what a recorded pass keeps lies there between its
+replays, and torch counts it neither as allocated nor as free for others."""
+
+from __future__ import annotations
+
+import torch
+
+COMMON = (0, 0)  # torch's name of the pool that all other tensors share
+
+
+def private_bytes(device: torch.device) -> int:
+    """Bytes of private pools that hold no tensor which torch knows of."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        int(segment["total_size"]) - int(segment["allocated_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != COMMON
+    )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that were held at once: what torch saw allocated, or what is allocated now with private
+    pools, where that is more."""
+    held = torch.cuda.memory_allocated(device) + private_bytes(device)
+    return max(torch.cuda.max_memory_allocated(device), held)
