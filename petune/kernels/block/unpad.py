@@ -209,15 +209,16 @@ class FindSegments:
         running().segments, running().memory = (None, None) if known is None else known
         if known is None:
             return None
-        masks = ["attention_mask"] + ["encoder_attention_mask"] * (call.get(_ACROSS) is not None)
-        return (), call | self._positions(call) | dict.fromkeys(masks, NO_MASK)
-
-    def _positions(self, call: Call) -> Call:
-        """Those of a mask that is taken away, where the owner would have counted them."""
-        mask = call.get("attention_mask")
-        if not self.counted or mask is None or call.get("position_ids") is not None:
-            return {}
-        return {"position_ids": (mask.cumsum(1) * mask - 1).long()}
+        across = call.get(_ACROSS) is not None and "encoder_attention_mask" in self.arguments
+        masks = ["attention_mask"] + ["encoder_attention_mask"] * across
+        if (
+            self.counted and call.get("position_ids") is None
+        ):  # the owner counts them along a mask, or makes one
+            mask = call.get("attention_mask")
+            if mask is None:
+                return None
+            call = call | {"position_ids": (mask.cumsum(1) * mask - 1).long()}
+        return (), call | dict.fromkeys(masks, NO_MASK)
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
         """Forget."""
