@@ -23,6 +23,7 @@ class _Among:
     group: Group
     first: int = 0
     overlapped: bool = False
+    share: float = 1.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -427,3 +427,17 @@ def test_quantised_experts_take_the_bytes_of_their_form_and_time_to_be_made_dens
     assert dense - quantised == pytest.approx(numbers * (2 - each[base_dtype]), rel=2e-3)
     traffic = 2 * numbers * (2 + each[base_dtype]) / 4.25e12  # in both passes
     assert slow - fast == pytest.approx(traffic, rel=0.1)
+
+
+def test_a_rank_with_few_tokens_keeps_few_hidden_states_of_its_own(tmp_path: Path) -> None:
+    """Under galaxy what lies between sub-layers is its own tokens', what is gathered inside is everybody's."""
+    peaks = {}
+    for sequence in ([1, 1], [63, 1]):
+        shares = {"heads": [16, 16], "columns": [7168, 7168], "sequence": sequence, "vocabulary": False}
+        recipe = large(tmp_path, 8, 2048, parallel={"galaxy": shares})
+        policies = outlook(forecast(recipe, memory=[H200, H200]), "H200").policies
+        assert {keep for one in policies for keep in keeps(one)} == {"all"}
+        peaks[sequence[0]] = [cast("Policy", one).peak for one in policies]
+    few, half = peaks[63][1], peaks[1][1]
+    states = 2 * 32 * 8 * 2048 * 4096 * 2  # of each block and its attention, in bfloat16
+    assert half - few == pytest.approx((1 / 2 - 1 / 64) * states, rel=0.2)

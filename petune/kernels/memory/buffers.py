@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Pass, Section
+from petune.kernels.block.steps import Step
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
 from petune.kernels.memory.shape import BlockShape
@@ -49,7 +51,25 @@ def kept_sizes(shape: BlockShape, keep: Level) -> dict[str, int]:
         rows |= step.sizes(shape)
         if step.over is not None:
             rows[step.gives[0]] = rows[step.over]
-    return {name: rows[name] for name in program.schedules.kept(keep)}
+    parts = parts_of(shape, program)
+    return {name: int(rows[name] * parts.get(name, 1.0)) for name in program.schedules.kept(keep)}
+
+
+def parts_of(shape: BlockShape, program: Program) -> dict[str, float]:
+    """The part of all tokens that a rank has of a value, where these are its own tokens alone: of those
+    between sub-layers that are cut and connected by sequence."""
+    crossings = [step for step in program.steps if isinstance(step, Enter | Leave)]
+    if not any(step.connection == "sequence" for step in crossings):
+        return {}
+    found, between = {*program.inputs[:1]}, True
+    for step in program.steps:
+        if isinstance(step, Enter):
+            between = False
+            continue
+        between |= isinstance(step, Leave)
+        if between:
+            found |= {*step.gives, *step.sizes(shape)}
+    return dict.fromkeys(found, shape.share)
 
 
 def kept_bytes(shape: BlockShape, keep: Level) -> int:
@@ -82,11 +102,14 @@ class _Walk:
     ) -> None:
         self.shape, self.tokens, self.rows = shape, tokens, rows
         self.kept = set(program.schedules.kept(keep))
+        self.parts = parts_of(shape, program)
+        self.end = program.y
 
     def through(self, one: Pass, grads: dict[str, int]) -> Iterator[Phase]:
         """The phases of a pass. grads: gradients on the way; that of the output is the caller's, who holds
         it."""
-        held = {"dy": self.shape.width * self.shape.itemsize * self.tokens} if grads else {}
+        end = int(self.shape.width * self.shape.itemsize * self.tokens * self.parts.get(self.end, 1.0))
+        held = {"dy": end} if grads else {}
         alive: dict[str, int] = {}
         for section, gone in zip(one.sections, one.drops, strict=True):
             if not section.tiles or self.rows is None:
@@ -113,17 +136,17 @@ class _Walk:
         for step, back, _, drops in section.actions:
             if back:
                 there = bool(step.soft) and (step.soft[0] in alive or step.soft[0] in self.kept)
-                made = _scaled(step.grads(self.shape), rows)
+                made = self._scaled(step.grads(self.shape), rows)
                 both = grads | {name: grads.get(name, 0) + size for name, size in made.items()}
-                beside = step.beside_back(self.shape, there) * rows + step.made_dense(self.shape)
+                beside = self._beside(step, step.beside_back(self.shape, there) * rows)
                 yield self._phase(f"{step.gives[0]}, backward", alive, both, beside)
                 handed = sum(grads.pop(name, 0) for name in step.gives)
                 grads |= made or {step.takes[0]: 0, step.takes[-1]: handed}
             else:
-                alive |= dict.fromkeys(step.gives, 0) | _scaled(step.sizes(self.shape), rows)
+                alive |= dict.fromkeys(step.gives, 0) | self._scaled(step.sizes(self.shape), rows)
                 if step.over is not None and (not step.shares or step.over in drops):
                     alive[step.gives[0]], alive[step.over] = alive.get(step.over, 0), 0
-                beside = step.beside(self.shape) * rows + step.made_dense(self.shape)
+                beside = self._beside(step, step.beside(self.shape) * rows)
                 yield self._phase(step.gives[0], alive, grads, beside)
             for name in drops:
                 alive.pop(name, None)
@@ -132,12 +155,14 @@ class _Walk:
         own = self._counted(alive) | _of_gradients(grads) | {"beside": beside}
         return Phase(name, tuple(own.items()))
 
+    def _scaled(self, sizes: dict[str, int], rows: int) -> dict[str, int]:
+        return {name: int(size * rows * self.parts.get(name, 1.0)) for name, size in sizes.items()}
+
+    def _beside(self, step: Step, size: int) -> int:
+        return int(size * self.parts.get(step.gives[0], 1.0)) + step.made_dense(self.shape)
+
     def _counted(self, alive: dict[str, int]) -> dict[str, int]:
         return {name: size for name, size in alive.items() if name not in self.kept}
-
-
-def _scaled(sizes: dict[str, int], rows: int) -> dict[str, int]:
-    return {name: size * rows for name, size in sizes.items()}
 
 
 def _of_gradients(grads: dict[str, int]) -> dict[str, int]:

@@ -360,6 +360,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         ),
         drops=any(part is not None and part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
+        share=next((one.share for one in spec.boundaries.values()), 1.0),
         experts=experts,
     )
 

@@ -93,6 +93,7 @@ class BlockShape:
     of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
     multiply in eight bits; made: bytes a number in which they are held that are made dense for each product,
     0 where they are dense. drops: the inputs of its updates drop out; dropouts: so do its own values.
+    share: the part of all tokens that a rank has between sub-layers that are cut and connected by sequence.
     described: its sub-layers, where they are others than these. experts: of its mixture, None without one;
     gated and columns are then the shared expert's."""
 
@@ -111,6 +112,7 @@ class BlockShape:
     made: float = 0.0
     drops: bool = False
     dropouts: bool = False
+    share: float = 1.0
     described: tuple[SubLayer, ...] | None = None
     experts: Experts | None = None
 

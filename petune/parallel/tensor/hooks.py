@@ -92,7 +92,8 @@ def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group
                         for role, path in drawing.sites.items()
                         if path == drawing.leave
                     )
-                    put_boundary(enter, kind(group, sum(way_out[:rank]), plan.overlap))
+                    share = plan.sequence[rank] / sum(plan.sequence) if plan.sequence else 1.0
+                    put_boundary(enter, kind(group, sum(way_out[:rank]), plan.overlap, share))
 
 
 def _put_exchange(region: Region, enter: nn.Module, plan: Cut, group: Group, rank: int) -> None:

@@ -459,6 +459,13 @@ def cut(shape: BlockShape) -> BlockShape:
     return replace(shape, described=sublayers, **own)
 
 
+def by_sequence(shape: BlockShape) -> BlockShape:
+    """The same quarter, between whose sub-layers a rank has half of the tokens."""
+    whole = cut(shape)
+    sublayers = tuple(replace(one, connection="sequence") for one in whole.sublayers)
+    return replace(whole, described=sublayers, share=0.5)
+
+
 def exchanging(shape: BlockShape, kind: ExchangeKind) -> BlockShape:
     """The block on half of the tokens of a sequence, the second rank's of two."""
     attention, *rest = shape.sublayers
@@ -503,6 +510,21 @@ class Nobody:
         return dy
 
 
+class Halved:
+    """A boundary beyond which the rank has half of the tokens."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return made(x, len(x), 2 * x.shape[1], x.shape[2])
+
+    def leave(self, y: Tensor, own: bool = False) -> Tensor:
+        return made(y, len(y), y.shape[1] // 2, y.shape[2])
+
+    def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
+        return self.leave(dx)
+
+    leave_backward = enter
+
+
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "shape",
@@ -528,6 +550,10 @@ class Nobody:
         cut(BERT),
         cut(adapted(LLAMA)),
         cut(GEMMA),
+        by_sequence(LLAMA),
+        by_sequence(BERT),
+        by_sequence(GEMMA),
+        by_sequence(adapted(LLAMA)),
         exchanging(LLAMA, "gather"),
         exchanging(LLAMA, "ulysses"),
         exchanging(LLAMA, "ring"),
@@ -559,6 +585,7 @@ class Nobody:
         "gemma",
         "gemma, full",
         *("cut", "bert, cut", "adapter, cut", "gemma, cut"),
+        *("by sequence", "bert, by sequence", "gemma, by sequence", "adapter, by sequence"),
         *("gather", "ulysses", "ring", "bert, gather", "norms of heads, ulysses"),
         *("experts", "shared expert", "experts as they are", "experts, full", "experts, adapter"),
         "experts in eight bits",
@@ -587,12 +614,13 @@ def test_the_tables_say_what_the_engine_holds(
     monkeypatch.setattr(dense, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))
     tokens = 8192
     program, run, needs = engine(shape, hollow())
-    run.boundaries = {0: Nobody(), 1: Nobody()}  # type: ignore[dict-item]
+    boundary = Nobody() if shape.share == 1 else Halved()
+    run.boundaries = {0: boundary, 1: boundary}  # type: ignore[dict-item]
     attend = program.attends[0]
     if attend.exchange is not None:
         rows, deaf = Rows(tokens, 2 * tokens, 2 * tokens, 2 * tokens), Deaf(attend.exchange.kind)
         run.hows = [replace(run.hows[0], part=Part(deaf, rows, attend.traded))]  # type: ignore[arg-type]
-    x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(int(tokens * shape.share), shape.width, dtype=torch.bfloat16, device="meta")
     with Live() as ahead:
         y, kept = alone(fold.forward(program, run, [x], keep, tile))
     standing = sum(
@@ -610,5 +638,6 @@ def test_the_tables_say_what_the_engine_holds(
     # gradients of weights come one by one, and are counted as if all were there
     # of one tile or more, gradients are handed on or put together anew
     off = 0.0 if shape.experts is None else 0.03 if shape.experts.shared else 0.015
+    off += 0.02 * (shape.share < 1)  # tiles are counted as of all tokens
     least = 0.7 if shape.trained else 0.96 - off
     assert least * said < found < (1.005 + off) * said

@@ -549,6 +549,8 @@ def test_rungs_change_with_the_size_of_a_batch() -> None:
 class Beside:
     """A boundary of two ranks, of which the other one says `theirs`."""
 
+    share = 1.0
+
     def __init__(self, theirs: list[int]) -> None:
         self.theirs, self.asked = theirs, 0
 
