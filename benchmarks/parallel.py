@@ -126,7 +126,7 @@ ENVIRONMENT = {
 class Shape:
     """What speed is measured of. The rows of `case` are those per GPU, or where they go `together` those on
     all. sizes: of the model, where they are not the case's. stages: blocks of so many stages of a pipeline,
-    with what head and embeddings take counted, as `petune plan` does; where there are none, as many on each.
+    where a plan's own would not count that a decoder's blocks are dearer.
     """
 
     case: Case
@@ -151,19 +151,15 @@ _SMALL: Sizes = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
-_STAGES_8B = {2: [17, 15], 4: [9, 9, 8, 6], 8: [5, 5, 4, 4, 4, 4, 4, 2]}
-_STAGES_70B = {2: [41, 39], 4: [21, 20, 20, 19]}
 SHAPES = {
-    "8b": Shape(Case.parse("petune:llama-8b:lora:4x2048:limit=60"), stages=_STAGES_8B),
+    "8b": Shape(Case.parse("petune:llama-8b:lora:4x2048:limit=60")),
     "8b-12": Shape(Case.parse("petune:llama-8b:lora:4x2048:layers=12:limit=60")),
     "8b-16k": Shape(Case.parse("petune:llama-8b:lora:1x16384:limit=90")),
     "8b-256k": Shape(Case.parse("petune:llama-8b:lora:1x262144:limit=400"), _LONGEST, together=True),
     "8b-512k": Shape(Case.parse("petune:llama-8b:lora:1x524288:limit=500"), _LONGEST, together=True),
-    "70b": Shape(Case.parse("petune:llama-70b:lora:2x2048:layers=80:limit=120"), stages=_STAGES_70B),
+    "70b": Shape(Case.parse("petune:llama-70b:lora:2x2048:layers=80:limit=120")),
     "70b-40": Shape(Case.parse("petune:llama-70b:lora:1x2048:layers=40:limit=120")),
-    "70b-fp8": Shape(
-        Case.parse("petune:llama-70b:lora:2x2048:layers=80:base=fp8:limit=120"), stages=_STAGES_70B
-    ),
+    "70b-fp8": Shape(Case.parse("petune:llama-70b:lora:2x2048:layers=80:base=fp8:limit=120")),
     "bert-adapter": Shape(Case.parse("petune:bert-large:adapter:32x512:fill=0.3:limit=60")),
     "t5-lora": Shape(Case.parse("petune:t5-large:lora:16x512:fill=0.4:limit=60"), stages={2: [18, 30]}),
     "tiny": Shape(Case.parse("petune:llama-8b:lora:4x32:r=4:limit=60"), _SMALL),

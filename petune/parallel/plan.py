@@ -234,7 +234,8 @@ def make_plan(
         if vocabulary_head and family.tied is not None and not getattr(model_config, family.tied, True):
             what = f"its head asks the embedding, on another stage, for its table ({family.tied} = false)"
             faults.append(Problem(what, "parallel.pp", remedy="use tp or dp"))
-        stages = _stages(config.pp, pp, dict(family.depth(model_config)), faults)
+        head = head_in_blocks(family, model_config) if vocabulary_head else 0.0
+        stages = _stages(config.pp, pp, dict(family.depth(model_config)), head, faults)
         microbatches = _microbatches(config.pp, pp, len(stages), rows, faults)
     plan = ParallelPlan(
         dp=dp * ep,
@@ -632,11 +633,29 @@ def _per_rank(config: PpConfig) -> int:
     return 2 if config.schedule in LOOPED else 1
 
 
+def head_in_blocks(family: Family, model_config: Config) -> float:
+    """How many blocks compute as much as a head over the vocabulary, by their weights; 0 where blocks have
+    experts, of which few compute."""
+    shape, vocabulary = family.shape(model_config), getattr(model_config, "vocab_size", 0)
+    if shape.experts or not shape.width:
+        return 0.0
+    roles = {role for rule in family.stacks.values() for region in rule.regions for role in region.sites}
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    return vocabulary / (attention + (2 + ("gate" in roles)) * shape.columns)
+
+
+def balanced(total: int, number: int, head: float) -> tuple[int, ...]:
+    """`total` blocks on so many stages, the larger ones first: evenly with a head on the last stage that
+    computes as much as `head` blocks. Every stage has a block, if there are enough."""
+    last = max(1, min(total - number + 1, round((total + head) / number - head)))
+    last = min(last, total // number)
+    return (*apportion(total - last, (1,) * (number - 1)), last) if number > 1 else (total,)
+
+
 def _stages(
-    config: PpConfig, pp: int, depth: Mapping[StackName, int], faults: list[Problem]
+    config: PpConfig, pp: int, depth: Mapping[StackName, int], head: float, faults: list[Problem]
 ) -> tuple[Stage, ...]:
-    """Blocks of every stage: the given counts, or an even split of all blocks with the larger stages
-    first."""
+    """Blocks of every stage: the given counts, or a `balanced` split of all blocks."""
     where, total = "parallel.pp.stages", sum(depth.values())
     counts = config.stages
     if not counts:
@@ -646,7 +665,7 @@ def _stages(
             faults.append(
                 Problem("every stage needs a block", "parallel.pp.size", f"at most {total} stages", found)
             )
-        counts = apportion(total, (1,) * number)
+        counts = balanced(total, number, head) if number <= total else apportion(total, (1,) * number)
     elif config.schedule in LOOPED and (len(counts) < 2 * pp or (config.size is None and len(counts) % pp)):
         expected = f"a multiple of {pp}, at least {2 * pp}"
         faults.append(

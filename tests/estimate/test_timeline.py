@@ -122,7 +122,7 @@ def test_the_pass_for_weights_takes_what_trains_where_torch_can_split_it(
     name: str, method: str, lengths: dict[str, float]
 ) -> None:
     """A stage where T5's decoder begins cannot be."""
-    axis = "parallel={pp: {size: 2, schedule: zero-bubble, microbatches: 4}}"
+    axis = "parallel={pp: {size: 2, stages: [2, 2, 2, 2], schedule: zero-bubble, microbatches: 4}}"
     (chart,) = charts(forecast(load_recipe(f"{name}_{method}", [axis])))
     boxes = [box for row in chart.rows for box in row.boxes]
     if SELECTIVE:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from petune.errors import UsageError
 from petune.models import FAMILIES
@@ -21,7 +22,9 @@ from petune.parallel.plan import (
     Sharding,
     Stage,
     apportion,
+    balanced,
     describe,
+    head_in_blocks,
     make_plan,
     suggested_list,
 )
@@ -551,3 +554,45 @@ def test_an_offered_list_gives_every_rank_something() -> None:
     assert suggested_list(6, (1, 3, 2)) == "for example [1, 3, 2]"
     assert suggested_list(2, (6, 6), unit=3) == "for example [3, 3]"
     assert suggested_list(6, (1,) * 8) == "give a list of at most 6"
+
+
+# ------------------------------------------------------------------ stages and the head
+
+
+@pytest.mark.parametrize(
+    ("total", "number", "head", "expected"),
+    [
+        (32, 2, 2.4, (17, 15)),
+        (32, 4, 2.4, (9, 9, 8, 6)),
+        (32, 8, 2.4, (5, 5, 4, 4, 4, 4, 4, 2)),
+        (7, 3, 0.0, (3, 2, 2)),
+        (4, 4, 3.0, (1, 1, 1, 1)),
+        (5, 1, 1.0, (5,)),
+    ],
+)
+def test_the_last_stage_has_fewer_blocks_by_as_many_as_the_head_is_like(
+    total: int, number: int, head: float, expected: tuple[int, ...]
+) -> None:
+    assert balanced(total, number, head) == expected
+
+
+@given(total=st.integers(1, 100), number=st.integers(1, 16), head=st.floats(0, 20))
+def test_stages_share_out_all_blocks_and_each_has_one(total: int, number: int, head: float) -> None:
+    number = min(number, total)
+    found = balanced(total, number, head)
+    assert sum(found) == total and len(found) == number and min(found) >= 1
+    assert list(found[:-1]) == sorted(found[:-1], reverse=True)
+    even = apportion(total, (1,) * number)
+    assert max([*found[:-1], found[-1] + head]) <= max([*even[:-1], even[-1] + head]) + 1e-9
+
+
+def test_a_head_is_as_many_blocks_as_its_weights_are() -> None:
+    config = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    model = LlamaConfig(
+        **config, num_key_value_heads=8, head_dim=128, num_hidden_layers=32, vocab_size=128256
+    )
+    assert head_in_blocks(FAMILIES["llama"], model) == pytest.approx(128256 / (2 * 40 * 128 + 3 * 14336))
+    axis = ParallelConfig(pp=PpConfig(size=2, microbatches=4))
+    for head, blocks in ((True, [17, 15]), (False, [16, 16])):
+        plan = make_plan(axis, FAMILIES["llama"], model, 2, 4, vocabulary_head=head)
+        assert [end - start for one in plan.stages for start, end in one.blocks.values()] == blocks
