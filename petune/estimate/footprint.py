@@ -71,11 +71,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Held:
-    """A rank's part of a model: its modules (the stages of a pipeline, else one), and how their tensors lie
-    across ranks."""
+    """A rank's part of a model: its modules (the stages of a pipeline, else one), how their tensors lie
+    across ranks, and whether a sharding plan leaves whole what trains (`is_light`)."""
 
     modules: tuple[nn.Module, ...]
     placed: Placed
+    light: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Every parameter and buffer, tied ones once."""
@@ -89,7 +90,7 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
     would."""
     own = copy.deepcopy(model)
     if family is None:
-        return Held((own,), Placed())
+        return Held((own,), Placed(), is_light(model, plan))
     own_stacks(own, family)
     placed = cut(own, family, plan, at)
     placed.slices |= cut_experts(own, plan, at)
@@ -97,7 +98,8 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
         narrowed = cut_vocabulary(own, rows, at.tp)
         placed.slices |= narrowed.slices
         placed.partial |= narrowed.partial
-    return Held(tuple(cut_stages(own, family, plan, at)) if plan.pp > 1 else (own,), placed)
+    modules = tuple(cut_stages(own, family, plan, at)) if plan.pp > 1 else (own,)
+    return Held(modules, placed, is_light(model, plan))
 
 
 def footprint(
@@ -158,14 +160,14 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan) -> Footprint:
     """The same over shards."""
     sharding = plan.sharding
     assert sharding is not None
-    shards, light = plan.dp // sharding.replicas, is_light(own, sharding, plan.dp)
+    shards = plan.dp // sharding.replicas
     cuts = {
         id(value)
         for value in own
         if value.dim()
         and isinstance(value, nn.Parameter)
         and (value.requires_grad or sharding.frozen)
-        and not (light and (value.requires_grad or value.nbytes < LARGE))
+        and not (held.light and (value.requires_grad or value.nbytes < LARGE))
     }
 
     def bytes_of(value: Tensor) -> int:

@@ -34,7 +34,7 @@ from petune.models.source import resolve_model
 from petune.models.spec import Family, Shape, StackName
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
-from petune.parallel.fsdp import is_light
+from petune.parallel.in_place import LARGE
 from petune.parallel.mesh import Coordinate, coordinate
 from petune.parallel.plan import apportion, attention_dropout
 from petune.recipe import Recipe
@@ -412,9 +412,13 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
     their shards."""
     sharding = plan.sharding
     assert sharding is not None
-    shards, every = plan.dp // sharding.replicas, list(held.tensors())
-    light = is_light(every, sharding, plan.dp)
-    whole = sum(value.nbytes for value in every if (not light if value.requires_grad else sharding.frozen))
+    shards, light = plan.dp // sharding.replicas, held.light
+    whole = sum(
+        value.nbytes
+        for value in held.tensors()
+        if (value.requires_grad or sharding.frozen)
+        and not (light and (value.requires_grad or value.nbytes < LARGE))
+    )
     gathered = whole * (shards - 1) // shards
     found = [
         Transition(

@@ -187,7 +187,9 @@ class Room:
         """Whether what trains stays whole; see `is_light`."""
         key = sharding, shards
         if key not in self.light:
-            self.light[key] = is_light(self.drawn.model.parameters(), sharding, shards * sharding.replicas)
+            replicas = shards * sharding.replicas
+            plan = ParallelPlan(dp=replicas, shares=(1,) * replicas, sharding=sharding)
+            self.light[key] = is_light(self.drawn.model, plan)
         return self.light[key]
 
     def _slice(self, cut: Cut | None) -> _Slice:

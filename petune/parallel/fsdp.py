@@ -54,13 +54,16 @@ from petune.parallel.sharded_weight import ShardedWeight
 # ---------------------------------------------------------------- sharding
 
 
-def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.Parameter]) -> None:
+def shard(
+    model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.Parameter], light: bool = False
+) -> None:
     """Shard `model` over the dp axis as `plan.sharding` says, in place. Names, ties and what trains stay as
     they are.
 
-    `tuned`: the parameters that train. `model` may still be on the CPU: it moves to the mesh's device unit by
-    unit, so that the device never holds it whole, and comes to rest where the plan says. What is on the meta
-    device stays there, to be `allocated`. Every parameter
+    `tuned`: the parameters that train. light: whether these, and what is small, stay whole; what `is_light`
+    says of the whole model, as ranks with unequal parts of it must do the same. `model` may still be on the
+    CPU: it moves to the mesh's device unit by unit, so that the device never holds it whole, and comes to
+    rest where the plan says. What is on the meta device stays there, to be `allocated`. Every parameter
     object that is sharded is replaced by a DTensor, so parameters must be collected again afterwards. The
     model must be entered by calling it; it can no longer be copied. Raises UsageError for a plan that leaves
     nothing to shard over or splits backward passes, PetuneError if what trains is not what was announced.
@@ -81,11 +84,12 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
     wanted = {id(parameter) for parameter in tuned}
     trains = {name: id(value) in wanted for name, value in model.named_parameters(remove_duplicate=False)}
     _check_mask(model, trains)
-    blocks = [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    blocks = [block for stack in stacks for block in stack.blocks]
     if sharding.frozen:
         _let_cut(blocks)
     left = _left_whole(model, blocks, plan, sharding)
-    if is_light(model.parameters(), sharding, plan.dp):
+    if light:
         left |= {value for value in model.parameters() if value.requires_grad or value.nbytes < LARGE}
     _move(model, left, mesh.device)
     settings: dict[str, Any] = {
@@ -101,7 +105,8 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
         # FSDP's own object: `local` gives another one over the same memory
         if isinstance(value, DTensor) and isinstance(own := value._local_tensor, ShardedWeight):
             own.begin_at(first_row(value))
-    in_turn(blocks)
+    for stack in stacks:
+        in_turn(stack.blocks)
     if not any(value.is_meta for value in model.parameters()):
         settle(model, sharding, mesh.device)
     put_shards(model, _held(model, blocks, sharding))
@@ -110,15 +115,15 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
     _check_mask(model, trains)
 
 
-def is_light(values: Iterable[Tensor], sharding: Sharding, replicas: int) -> bool:
-    """Whether what trains, with gradients and states, takes no more than a rank's shard of the large frozen
-    tensors. values: of the model that is sharded over so many `replicas`."""
-    every = list(values)
-    if not sharding.frozen or sharding.offload:
+def is_light(model: nn.Module, plan: ParallelPlan) -> bool:
+    """Whether what trains of `model`, which is whole, takes no more with its gradients and states than a
+    rank's shard of the large frozen tensors, as `plan` shards them."""
+    sharding, every = plan.sharding, list(model.parameters())
+    if sharding is None or not sharding.frozen or sharding.offload:
         return False
     trained = sum(value.nbytes for value in every if value.requires_grad)
     large = sum(value.nbytes for value in every if not value.requires_grad and value.nbytes >= LARGE)
-    return 4 * trained <= large * sharding.replicas // replicas and large > 0
+    return 4 * trained <= large * sharding.replicas // plan.dp and large > 0
 
 
 def _held(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> Shards:
@@ -322,8 +327,8 @@ def settle(model: nn.Module, sharding: Sharding, device: torch.device) -> None:
 
 
 def _units(model: nn.Module, reshard: bool) -> Iterator[tuple[FSDPModule, list[nn.Parameter], bool]]:
-    """FSDP's units, the blocks and the rest: their parameters, and whether they are freed after a forward
-    pass."""
+    """FSDP's units, the blocks and then the rest: their parameters, and whether they are freed after a
+    forward pass."""
     seen: set[nn.Parameter] = set()
     for unit in reversed([module for module in model.modules() if isinstance(module, FSDPModule)]):
         assert isinstance(unit, nn.Module)

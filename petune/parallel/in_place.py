@@ -15,13 +15,13 @@ for what has been launched there until then. Blocks therefore ask for the next o
 (`in_turn`), as FSDP2 does by itself in the backward pass.
 
 Frozen tensors of units that are not freed after their forward pass (`dp.reshard: false`, and what lies
-outside the blocks) stay whole between steps, too, and travel once: nobody may write into their shards after
-the first forward pass, which torch's version counter would tell.
+outside the blocks) stay whole between steps, too, and travel once. Nobody may write into frozen shards after
+the first forward pass, which torch's version counter tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import cast
@@ -53,23 +53,44 @@ def gather_in_place(
     Tensors whose rows are not equally many on all ranks, and quantised ones, travel as before. All ranks must
     call this.
     """
-    found: list[tuple[_Unit, DeviceMesh]] = []
+    streams, found = _Streams(), []
     for module, parameters, freed in units:
-        unit = _Unit()
+        unit = _Unit(streams)
         for value in parameters:
             if isinstance(value, DTensor) and _fits(value):
                 unit.members.append(_Member(unit, value, kept=not (freed or value.requires_grad)))
-                found.append((unit, value.device_mesh))
-        if parameters and len(unit.members) == len(parameters):
-            module.set_custom_all_gather(_Unsent())
-    if found and reachable(device, group := found[0][1].get_group(-1)):
-        for unit in dict(found):
+        if unit.members:
+            found.append((module, unit))
+            cast("nn.Module", module).register_forward_pre_hook(streams.note, prepend=True)
+        if unit.members and len(unit.members) == len(parameters):
+            module.set_custom_all_gather(_Unsent(unit))
+    if not found:
+        return
+    group = found[0][1].members[0].value.device_mesh.get_group(-1)
+    if reachable(device, group):
+        for module, unit in found:
             unit.share(group)
+            cast("nn.Module", module)._apply(_same)  # FSDP2 lets go of the memory that shards were in
         dist.barrier(group)  # before anybody reads
-    model._apply(lambda tensor: tensor)  # lets FSDP2 see shards that have moved, as objects of its own
-    for unit in dict(found):
-        for member in unit.members:
-            member.attach()
+
+    def attach() -> None:
+        for _, unit in found:
+            for member in unit.members:
+                member.attach()
+
+    attach()
+    apply: Callable[..., nn.Module] = model._apply
+
+    def applied(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        made = apply(function, recurse)
+        attach()  # torch has made new objects of the shards
+        return made
+
+    model._apply = applied  # type: ignore[method-assign]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def in_turn(blocks: Iterable[nn.Module]) -> None:
@@ -90,6 +111,9 @@ class _Unsent(AllGather):
     """Stands for FSDP2's all-gather in a unit all of whose tensors are gathered in place: nobody reads what
     its message would bring."""
 
+    def __init__(self, unit: _Unit) -> None:
+        self.unit = unit
+
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -103,17 +127,43 @@ class _Unsent(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Send nothing."""
+        """Send nothing. Raises PetuneError where FSDP2 has lost sight of what gathers in its place."""
+        if not all(member.attached for member in self.unit.members):
+            raise PetuneError("sharded parameters were replaced after the model was placed")
+
+
+class _Streams:
+    """The stream that computes: that of the last forward pass of a unit."""
+
+    def __init__(self) -> None:
+        self.now: torch.cuda.Stream | None = None
+
+    def note(self, module: nn.Module, args: object) -> None:
+        """Hook before a unit, which FSDP2's own follows."""
+        if torch.cuda.is_initialized():
+            self.now = torch.cuda.current_stream()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """On that stream; what follows on the present one waits for it."""
+        if self.now is None:
+            yield
+            return
+        with torch.cuda.stream(self.now):
+            yield
+        torch.cuda.current_stream().wait_stream(self.now)
 
 
 class _Unit:
-    """What of a unit is gathered in place, all at once."""
+    """What of a unit is gathered in place, all at once. asked: of which members FSDP2 has asked for the
+    message that it is making."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: _Streams) -> None:
+        self.streams = streams
         self.members: list[_Member] = []
         self.memory: PeerMemory | None = None
         self.places: list[tuple[Tensor, Tensor]] = []  # to copy to and from, of all that is read
-        self.begun = False
+        self.asked: set[int] = set()
 
     def share(self, group: dist.ProcessGroup) -> None:
         """Let the other ranks read the frozen shards that travel in every pass. All ranks must call this."""
@@ -123,18 +173,23 @@ class _Unit:
             for number, member in enumerate(shared):
                 member.number = number
 
-    def begin(self, mesh: DeviceMesh) -> None:
-        """Gather, unless it has begun: FSDP2 asks each of the tensors. Raises PetuneError for a shard that
-        was written to though its whole is kept."""
-        if self.begun:
+    def ask(self, member: _Member, mesh: DeviceMesh) -> None:
+        """FSDP2 asks each member once for a message: gather all at the first. Nothing else tells when one
+        begins, as some are never waited for."""
+        if self.asked and id(member) not in self.asked:
+            self.asked.add(id(member))
             return
-        self.begun = True
+        self.gather(mesh)
+        self.asked = {id(member)}
+
+    def gather(self, mesh: DeviceMesh) -> None:
+        """Fill the wholes. Raises PetuneError for a frozen shard that was written to."""
+        for member in self.members:
+            member.check()
         due = [member for member in self.members if not member.holds]
-        with _computing() as stream:
+        with self.streams.computing():
             for member in due:
                 member.allocate()
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
         if self.memory is not None:
             self._read([member for member in due if member.number is not None])
         sent = [member for member in due if member.number is None]
@@ -153,61 +208,58 @@ class _Unit:
                 place.copy_(part)
 
 
-@contextmanager
-def _computing() -> Iterator[torch.cuda.Stream | None]:
-    """On the stream that computes, the device's default one."""
-    if not torch.cuda.is_initialized():
-        yield None
-        return
-    stream = torch.cuda.default_stream()
-    with torch.cuda.stream(stream):
-        yield stream
-
-
 class _Member:
     """A parameter of a unit. whole: all its rows, whose memory FSDP2 frees with the unit, or where it is
-    `kept` nobody. seen: the version of the shard that it holds. number: in the unit's memory that other ranks
-    read, if it lies there."""
+    `kept` nobody. version: that of the shard which was gathered first; None before. number: among the tensors
+    of the unit's memory that other ranks read; None where it is sent."""
 
     def __init__(self, unit: _Unit, value: DTensor, kept: bool) -> None:
         self.unit, self.value, self.kept = unit, value, kept
         self.frozen, self.number = not value.requires_grad, cast("int | None", None)
         self.whole = self.shard.new_empty(0)
-        self.seen = -1
+        self.version: int | None = None
 
     @property
     def shard(self) -> Tensor:
         """The rows that this rank holds: FSDP2's own object, as `local` gives another one."""
         return self.value._local_tensor
 
+    @property
+    def attached(self) -> bool:
+        """Whether FSDP2 asks it."""
+        return hasattr(self.shard, "fsdp_pre_all_gather")
+
     def attach(self) -> None:
         """Take the parameter over from FSDP2's message."""
         self.shard.__dict__.update(fsdp_pre_all_gather=self.begin, fsdp_post_all_gather=self.end)
+        if self.version is not None:
+            self.version = self.shard._version
 
     @property
     def holds(self) -> bool:
         """Whether the whole is there already."""
-        if not self.kept or self.seen < 0:
-            return False
-        if self.seen != self.shard._version:
-            raise PetuneError("a frozen shard was written to after it had been gathered for good")
-        return True
+        return self.kept and self.version is not None
+
+    def check(self) -> None:
+        """Raise PetuneError where a frozen shard is no longer what was gathered first."""
+        if self.frozen and self.version not in (None, self.shard._version):
+            raise PetuneError("a frozen shard was written to after the first forward pass")
 
     def allocate(self) -> None:
         """Give the whole memory."""
-        if self.seen < 0:
-            self.whole = self.shard.new_empty(self.value.shape)
+        if self.version is None:
+            with torch.inference_mode(False):  # training may follow
+                self.whole = self.shard.new_empty(self.value.shape)
         self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self.seen = self.shard._version
+        self.version = self.shard._version
 
     def begin(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], None]:
         """Called by FSDP2 before its own message, of which one element is the least."""
-        self.unit.begin(mesh)
+        self.unit.ask(self, mesh)
         return (self.shard.view(-1)[:1],), None
 
     def end(
         self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole tensor and what of it is to be freed, which FSDP2 asks for once: later it only waits."""
-        self.unit.begun = False
         return None if out is not None else (self.whole, () if self.kept else (self.whole,))

@@ -139,8 +139,9 @@ def together(
 ) -> dict[str, Any]:
     """The same on one rank of several."""
     model, mesh = build(), make_mesh(plan, torch.device("cpu"))
+    light = is_light(model, plan)
     before = list(model.state_dict()), sum(value.numel() for value in model.parameters())
-    shard(model, plan, mesh, tuned_parameters(model).values())
+    shard(model, plan, mesh, tuned_parameters(model).values(), light)
     found: dict[str, Any] = {
         "names": list(model.state_dict()) == before[0],
         "held": sum(local(value).numel() for value in model.parameters()) / before[1],
@@ -502,9 +503,10 @@ def test_a_light_method_stays_whole_and_trains_as_one_process_does(monkeypatch: 
 
 def test_what_is_light_takes_no_more_than_a_shard() -> None:
     def light(trained: int, others: int, world: int = 2, **changes: Any) -> bool:
-        tuned = torch.nn.Parameter(torch.empty(trained, device="meta"))
-        base = torch.nn.Parameter(torch.empty(others, device="meta"), requires_grad=False)
-        return is_light([tuned, base], replace(PLAIN, **changes), world)
+        model = nn.Module()
+        model.tuned = nn.Parameter(torch.empty(trained, device="meta"))
+        model.base = nn.Parameter(torch.empty(others, device="meta"), requires_grad=False)
+        return is_light(model, plan_of(world, replace(PLAIN, **changes)))
 
     large = 2**20
     assert light(large // 8, large) and not light(large // 8 + 1, large)

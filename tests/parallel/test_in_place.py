@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from petune.errors import PetuneError
 from petune.kernels.configs import MemoryConfig
-from petune.parallel import in_place
+from petune.parallel import fsdp, in_place
 from petune.parallel.collectives import gather_rows_
 from petune.parallel.fsdp import local
 from petune.parallel.plan import ParallelPlan, Sharding
 from petune.parallel.runner import Runner
 from tests.parallel import harness
 from tests.parallel.harness import Case, check, collate, rows, total
+from tests.parallel.plans import COMPOSED
 from tests.pool import run
 
 PLAIN = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
@@ -84,12 +86,13 @@ def test_frozen_tensors_that_are_not_freed_travel_once(monkeypatch: pytest.Monke
     assert 0 < again < second and kept < first
 
 
-def written(case: Case) -> str:
+def written(case: Case, name: str) -> str:
     """What is said to who writes into a frozen shard between two steps."""
     runner = harness.place(case, case.plan)
     pass_of(case, runner, 0)
     with torch.no_grad():
-        local(runner.model.model.norm.weight).mul_(2)  # type: ignore[union-attr, arg-type]
+        weight: Any = attrgetter(name)(runner.model)
+        local(weight).mul_(2)
     try:
         pass_of(case, runner, 1)
     except PetuneError as error:
@@ -97,9 +100,53 @@ def written(case: Case) -> str:
     return ""
 
 
-def test_a_frozen_shard_that_changes_after_it_was_kept_is_refused() -> None:
-    said = run(2, written, Case("llama-causal", "lora", plan_of()))
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_frozen_shard_that_changes_after_the_first_pass_is_refused(name: str) -> None:
+    said = run(2, written, Case("llama-causal", "lora", plan_of()), name)
     assert all("frozen shard was written to" in one for one in said)
+
+
+def losses(case: Case, evaluated: bool) -> list[float]:
+    """Of three steps, before each of which the model is evaluated, or not."""
+    runner, found = harness.place(case, case.plan), []
+    adamw = harness.optimizer(runner.tuned.values())
+    for step in range(3):
+        if evaluated:
+            with torch.no_grad():
+                runner.logits(collate(rows(case, step)[0], case))
+            runner.model.train()
+        found.append(pass_of(case, runner, step))
+        adamw.step()
+        adamw.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"), [("lora", {"frozen": False}), ("full", {}), ("side", {}), ("lora", {})], ids=str
+)
+def test_an_evaluation_between_steps_leaves_no_stale_weights(method: str, changes: dict[str, Any]) -> None:
+    """FSDP2 gathers some units for nobody then, and drops what it has gathered."""
+    case = Case("llama-causal", method, plan_of(**changes), passes=(4,))
+    plain, between = run(2, losses, case, False), run(2, losses, case, True)
+    assert between == [pytest.approx(one, rel=1e-6) for one in plain]
+
+
+def moved(case: Case) -> list[Tensor]:
+    """Logits after the model was moved to where it is, before and after its first pass."""
+    runner, found = harness.place(case, case.plan), []
+    for _ in range(2):
+        runner.model.to("cpu")
+        with torch.no_grad():
+            found.append(runner.logits(collate(rows(case, 0)[0], case)))
+    return found
+
+
+def test_a_model_that_is_moved_to_where_it_is_computes_the_same() -> None:
+    case = Case("llama-causal", "lora", plan_of())
+    expected = harness.oracle(case).logits
+    for found in run(2, moved, case):
+        for logits in found:
+            torch.testing.assert_close(logits, expected)
 
 
 def test_blocks_ask_for_the_next_ones_tensors_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,14 +154,13 @@ def test_blocks_ask_for_the_next_ones_tensors_before_they_begin(monkeypatch: pyt
 
     def order() -> list[str]:
         found: list[str] = []
-        begin = in_place._Unit.begin
+        gather = in_place._Unit.gather
 
         def noted(unit: Any, mesh: Any) -> None:
-            if not unit.begun:
-                found.append("gather")
-            begin(unit, mesh)
+            found.append("gather")
+            gather(unit, mesh)
 
-        monkeypatch.setattr(in_place._Unit, "begin", noted)
+        monkeypatch.setattr(in_place._Unit, "gather", noted)
         runner = harness.place(case, case.plan)
         for number, block in enumerate(runner.model.model.layers):  # type: ignore[union-attr, arg-type]
             block.register_forward_hook(lambda *_, number=number: found.append(str(number)))
@@ -128,3 +174,13 @@ def test_blocks_ask_for_the_next_ones_tensors_before_they_begin(monkeypatch: pyt
         str(blocks - 2),
         str(blocks - 1),
     ]
+
+
+def test_ranks_with_unequal_parts_agree_on_what_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the one with few columns LoRA weighs more than on the other, beside its part of the base."""
+    monkeypatch.setattr(in_place, "LARGE", 1024)
+    monkeypatch.setattr(fsdp, "LARGE", 1024)
+    plan = COMPOSED["shard x tp"]("llama-causal")
+    plan = replace(plan, cut=replace(plan.cut, columns=(80, 16)))  # type: ignore[type-var]
+    for rank in (1, 2, 3, 4):
+        check(Case("llama-causal", "lora", plan, steps=1, tuning=(("r", rank),)))

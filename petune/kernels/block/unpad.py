@@ -211,21 +211,24 @@ class FindSegments:
             return None
         across = call.get(_ACROSS) is not None and "encoder_attention_mask" in self.arguments
         masks = ["attention_mask"] + ["encoder_attention_mask"] * across
-        if (
-            self.counted and call.get("position_ids") is None
-        ):  # the owner counts them along a mask, or makes one
-            mask = call.get("attention_mask")
-            if mask is None:
-                return None
-            call = call | {"position_ids": (mask.cumsum(1) * mask - 1).long()}
-        return (), call | dict.fromkeys(masks, NO_MASK)
+        return (), call | self._positions(call) | dict.fromkeys(masks, NO_MASK)
+
+    def _positions(self, call: Call) -> Call:
+        """Those of a mask that is taken away, where the owner would have counted them."""
+        if not self.counted or call.get("position_ids") is not None:
+            return {}
+        mask = call["attention_mask"]
+        return {"position_ids": (mask.cumsum(1) * mask - 1).long()}
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
         """Forget."""
         running().segments = running().memory = None
 
     def _left_alone(self, config: Any, call: Call) -> bool:
-        """Whether something about the call needs its padding."""
+        """Whether something about the call needs its padding, or the mask that its owner makes for it."""
+        given = (call.get(name) for name in ("attention_mask", "position_ids"))
+        if self.counted and all(value is None for value in given):
+            return True
         if call.get("past_key_values") is not None or (
             call.get(_ACROSS) is not None and self.encoder is None
         ):

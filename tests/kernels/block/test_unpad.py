@@ -26,6 +26,8 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
 from petune.kernels.block.unpad import NO_MASK, FindSegments, Unpadded
 from petune.kernels.block.varlen import Segments, from_mask, of_rows, pack
+from petune.kernels.configs import MemoryConfig
+from petune.kernels.fuse import fuse
 from petune.methods.configs import SideConfig
 from petune.methods.side import apply as climb
 from petune.models import family_of
@@ -471,6 +473,16 @@ def test_the_mask_that_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch)
         assert made
     finally:
         AttentionMaskInterface.register("within_segments", sdpa_mask)
+
+
+@pytest.mark.parametrize("way", ["sdpa", "eager"])
+def test_where_positions_are_counted_along_a_mask_a_call_without_one_is_left_alone(way: str) -> None:
+    plain, model = (tiny("opt-causal", attn_implementation=way) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    fuse(model, family_of(model), "reference", MemoryConfig("all"))
+    ids = inputs("right")["input_ids"]
+    found, expected = (one(input_ids=ids, use_cache=False).logits for one in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_block_that_reads_the_mask_after_all_raises() -> None:
