@@ -20,7 +20,7 @@ from petune.kernels.memory.buffers import STREAMED_BLOCKS, kept_bytes, states_by
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models.spec import Family, StackName, StackRule
 from petune.models.stack import Stack, own_stacks
-from petune.parallel.fsdp import gathered, is_light
+from petune.parallel.fsdp import gathered, is_light, weighed
 from petune.parallel.in_place import LARGE
 from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline.schedule import cut_stages
@@ -90,7 +90,7 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
     would."""
     own = copy.deepcopy(model)
     if family is None:
-        return Held((own,), Placed(), is_light(model, plan))
+        return Held((own,), Placed(), is_light(weighed(model), plan))
     own_stacks(own, family)
     placed = cut(own, family, plan, at)
     placed.slices |= cut_experts(own, plan, at)
@@ -99,7 +99,7 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
         placed.slices |= narrowed.slices
         placed.partial |= narrowed.partial
     modules = tuple(cut_stages(own, family, plan, at)) if plan.pp > 1 else (own,)
-    return Held(modules, placed, is_light(model, plan))
+    return Held(modules, placed, is_light(weighed(model), plan))
 
 
 def footprint(
@@ -109,7 +109,7 @@ def footprint(
     the rank's part of it."""
     activations = _activations(held, model, family, plan, at, work)
     activations += _cast_weights(held.tensors(), work.itemsize)
-    blocks = (value for block in _blocks(held) for value in block.parameters() if not value.requires_grad)
+    blocks = (value for block in held_blocks(held) for value in block.parameters() if not value.requires_grad)
     leaving = _bytes(_once(blocks)) if work.leaves else 0
     return replace(standing(held, plan, work.streamed), activations=activations, leaving=leaving)
 
@@ -133,7 +133,7 @@ def standing(held: Held, plan: ParallelPlan, streamed: bool | None = None) -> Fo
 def _streamed(held: Held, own: list[Tensor], wide: bool) -> Footprint:
     """The same where blocks rest in host memory, with their states and those of all else; STREAMED_BLOCKS of
     the largest are here."""
-    blocks = [list(_once(block.parameters())) for block in _blocks(held)]
+    blocks = [list(_once(block.parameters())) for block in held_blocks(held)]
     inside = {id(value) for block in blocks for value in block}
     outside = [value for value in own if id(value) not in inside]
     trained = [value for value in outside if value.requires_grad]
@@ -176,7 +176,9 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan) -> Footprint:
     tuned = sum(bytes_of(value) for value in own if value.requires_grad)
     frozen = sum(map(bytes_of, own)) - tuned
     moments = sum(MOMENTS * bytes_of(value) // value.element_size() for value in own if value.requires_grad)
-    blocks = [[value for value in _once(block.parameters()) if id(value) in cuts] for block in _blocks(held)]
+    blocks = [
+        [value for value in _once(block.parameters()) if id(value) in cuts] for block in held_blocks(held)
+    ]
     inside = {id(value) for block in blocks for value in block}
     rest = [value for value in own if id(value) in cuts and id(value) not in inside]
     together = gathered(blocks, rest, sharding)
@@ -317,7 +319,8 @@ def _cast_weights(own: list[Tensor], itemsize: int) -> int:
     )
 
 
-def _blocks(held: Held) -> list[nn.Module]:
+def held_blocks(held: Held) -> list[nn.Module]:
+    """The blocks of every stack that a rank holds."""
     return [
         block
         for module in held.modules

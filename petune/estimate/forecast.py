@@ -21,7 +21,15 @@ from torch import nn
 
 from petune.errors import MachineError, Problem, UsageError
 from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
-from petune.estimate.footprint import Footprint, Held, Pass, first_trained, footprint, held_by
+from petune.estimate.footprint import (
+    Footprint,
+    Held,
+    Pass,
+    first_trained,
+    footprint,
+    held_blocks,
+    held_by,
+)
 from petune.log import human
 from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import method_of
@@ -413,12 +421,14 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
     sharding = plan.sharding
     assert sharding is not None
     shards, light = plan.dp // sharding.replicas, held.light
-    whole = sum(
-        value.nbytes
-        for value in held.tensors()
-        if (value.requires_grad or sharding.frozen)
-        and not (light and (value.requires_grad or value.nbytes < LARGE))
-    )
+    inside = {id(value) for block in held_blocks(held) for value in block.parameters()}
+
+    def travels(value: torch.Tensor) -> bool:
+        if value.requires_grad or value.nbytes < LARGE:
+            return not light and (value.requires_grad or sharding.frozen)
+        return sharding.frozen and sharding.reshard and id(value) in inside  # others travel once in a run
+
+    whole = sum(value.nbytes for value in held.tensors() if travels(value))
     gathered = whole * (shards - 1) // shards
     found = [
         Transition(

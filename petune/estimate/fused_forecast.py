@@ -36,7 +36,7 @@ from petune.kernels.memory.policy_hook import (
 )
 from petune.methods.configs import method_of
 from petune.parallel import ParallelPlan
-from petune.parallel.fsdp import is_light
+from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import in_flight
 from petune.parallel.tensor.hooks import put_boundaries
@@ -125,7 +125,7 @@ def _climbing(found: Forecast) -> Forecast:
             return rank
         for spec in _specs(models):
             spec.rung = Rung(_of_ladders(drawn.recipe))
-        held = Held(tuple(models), Placed(), is_light(drawn.model, plan))
+        held = Held(tuple(models), Placed(), is_light(weighed(drawn.model), plan))
         memory = footprint(held, drawn.model, drawn.family, plan, rank.at, drawn.work)
         return replace(rank, memory=replace(rank.memory, activations=memory.activations))
 

@@ -20,7 +20,7 @@ from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_b
 from petune.estimate.forecast import PROCESS, Sketch
 from petune.models.spec import Family
 from petune.models.stack import Stack
-from petune.parallel.fsdp import is_light
+from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Sharding
 
@@ -91,7 +91,7 @@ class Room:
         self.drawn, self.family = drawn, cast("Family", drawn.family)
         self.first = first_trained(drawn.model, self.family)
         self.slices: dict[object, _Slice] = {}
-        self.light: dict[tuple[Sharding, int], bool] = {}
+        self.weighed = weighed(drawn.model)
         self.process = PROCESS[drawn.device]
         shape = self.family.shape(drawn.config)
         self.experts = shape.experts
@@ -185,12 +185,9 @@ class Room:
 
     def _light(self, sharding: Sharding, shards: int) -> bool:
         """Whether what trains stays whole; see `is_light`."""
-        key = sharding, shards
-        if key not in self.light:
-            replicas = shards * sharding.replicas
-            plan = ParallelPlan(dp=replicas, shares=(1,) * replicas, sharding=sharding)
-            self.light[key] = is_light(self.drawn.model, plan)
-        return self.light[key]
+        replicas = shards * sharding.replicas
+        plan = ParallelPlan(dp=replicas, shares=(1,) * replicas, sharding=sharding)
+        return is_light(self.weighed, plan)
 
     def _slice(self, cut: Cut | None) -> _Slice:
         """The model, or what one of two ranks holds that share it evenly."""

@@ -23,6 +23,7 @@ from petune.estimate.rank_shares import held_experts, held_of, numbers_of, share
 from petune.estimate.timeline import timed
 from petune.estimate.workload import Part, Region, Workload, line
 from petune.models.spec import StackName
+from petune.parallel.fsdp import is_light
 from petune.parallel.pipeline.order import Step, order_of
 from petune.parallel.plan import Cut, ParallelPlan, Stage, apportion
 
@@ -318,29 +319,29 @@ class Clock:
 
     def _gathering(self, plan: ParallelPlan, computing: Both) -> float:
         """Seconds for which FSDP's weights are waited for: what gathering takes beyond the passes."""
-        if plan.sharding is None:
+        if (sharding := plan.sharding) is None:
             return 0.0
-        shards = plan.dp // plan.sharding.replicas
-        link = self.cluster.link(range(0, plan.dp * plan.tp, plan.tp))
-        parts = self.work.parts(0, len(self.work.blocks))
-        numbers = (part.weights if plan.sharding.frozen else part.tuned for part in parts.elements())
-        size = sum(numbers) * self.work.itemsize / plan.tp * (shards - 1) / shards
-        gather = link.seconds(len(self.work.blocks) * (shards - 1), size)
-        back = gather * plan.sharding.reshard
+        shards, light = plan.dp // sharding.replicas, is_light(self.work.weighed, plan)
+        link, sent = self.cluster.link(range(0, plan.dp * plan.tp, plan.tp)), 0
+        sends = sharding.frozen and sharding.reshard  # else frozen weights travel once in a run, or lie whole
+        for part in self.work.parts(0, len(self.work.blocks)).elements():
+            sent += (part.weights - part.tuned) * sends + part.tuned * (not light)
+        size = sent * self.work.itemsize / plan.tp * (shards - 1) / shards
+        gather = link.seconds(len(self.work.blocks) * (shards - 1), size) if sent else 0.0
         hidden = computing * self.work.overlaps
-        return max(0.0, gather - hidden.forward) + max(0.0, back - hidden.backward)
+        return max(0.0, gather - hidden.forward) + max(0.0, gather * sharding.reshard - hidden.backward)
 
     def _update(self, plan: ParallelPlan) -> StepTime:
         """Once a step: gradients summed over the cut and over replicas, and the optimizer's own work."""
-        compute = said = 0.0
-        shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas
+        compute, said, experts = 0.0, 0.0, held_experts(plan)
+        whole = plan.sharding is None or is_light(self.work.weighed, plan)
+        shards = 1 if whole or plan.sharding is None else plan.dp // plan.sharding.replicas
         for pp in range(plan.pp):
             spans = [span(plan, self.work, one) for one in numbers_of(plan, pp)]
             parts = [one for bounds in spans for one in self.work.parts(*bounds).items() if one[0].tuned]
             groups = {self.group(plan, dp, pp) for dp in range(plan.dp)}
-            for kinds, held in {
-                (self.group(plan, dp, pp).kinds, held_experts(plan)[dp % plan.ep]) for dp in range(plan.dp)
-            }:
+            each = {(self.group(plan, dp, pp).kinds, experts[dp % plan.ep]) for dp in range(plan.dp)}
+            for kinds, held in each:
                 for index, kind in enumerate(kinds):
                     seconds = sum(
                         line(self.rates[kind], part, 1.0).update

@@ -49,6 +49,7 @@ from petune.models.spec import (
     child_of,
 )
 from petune.models.stack import Stack, own_stacks
+from petune.parallel.fsdp import weighed
 
 Place = Literal["attention", "scores", "mlp", "experts", "connection", "ladder", "embedding", "head"]
 
@@ -123,7 +124,7 @@ class Line:
 class Workload:
     """A forward and a backward pass of all replicas: blocks in the order of the stages, each by its stack and
     its number among `kinds`, and what stands before the first and behind the last of them. overlaps: weights
-    are gathered while blocks compute."""
+    are gathered while blocks compute; weighed: see petune.parallel.fsdp."""
 
     family: Family
     shape: Shape
@@ -136,6 +137,7 @@ class Workload:
     itemsize: int
     accumulate: int
     overlaps: bool
+    weighed: tuple[int, int]
 
     @cached_property
     def lowest(self) -> int:
@@ -170,8 +172,7 @@ def workload(drawn: Sketch) -> Workload:
     family, work = cast("Family", drawn.family), drawn.work
     shape, first = family.shape(drawn.config), first_trained(drawn.model, family)
     kinds: dict[Block, int] = {}
-    blocks: list[tuple[StackName, int]] = []
-    within: set[int] = set()
+    blocks, within = list[tuple[StackName, int]](), set[int]()
     for order, stack in enumerate(own_stacks(drawn.model, family).values()):
         within |= {id(module) for module in stack.modules()}
         for index, block in stack.numbered:
@@ -184,7 +185,7 @@ def workload(drawn: Sketch) -> Workload:
     head = Part(
         "head", last, shape.width, work.itemsize, tuple(item for one in outside for item in _products(one))
     )
-    tables = list(cast("Any", drawn.model).get_input_embeddings().parameters())
+    tables = cast("Any", drawn.model).get_input_embeddings().parameters()
     trained = sum(value.numel() for value in tables if value.requires_grad)
     return Workload(
         family,
@@ -207,6 +208,7 @@ def workload(drawn: Sketch) -> Workload:
         work.itemsize,
         drawn.recipe.accumulate,
         drawn.device == "cuda",
+        weighed(drawn.model),
     )
 
 

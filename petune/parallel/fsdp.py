@@ -115,14 +115,19 @@ def shard(
     _check_mask(model, trains)
 
 
-def is_light(model: nn.Module, plan: ParallelPlan) -> bool:
-    """Whether what trains of `model`, which is whole, takes no more with its gradients and states than a
-    rank's shard of the large frozen tensors, as `plan` shards them."""
-    sharding, every = plan.sharding, list(model.parameters())
+def weighed(model: nn.Module) -> tuple[int, int]:
+    """Bytes of `model`, which is whole: of what trains, and of large frozen tensors."""
+    every = list(model.parameters())
+    trained = sum(value.nbytes for value in every if value.requires_grad)
+    return trained, sum(value.nbytes for value in every if not value.requires_grad and value.nbytes >= LARGE)
+
+
+def is_light(bytes_of: tuple[int, int], plan: ParallelPlan) -> bool:
+    """Whether what trains takes no more with its gradients and states than a rank's shard of the large frozen
+    tensors, as `plan` shards them. bytes_of: what a model is `weighed`."""
+    (trained, large), sharding = bytes_of, plan.sharding
     if sharding is None or not sharding.frozen or sharding.offload:
         return False
-    trained = sum(value.nbytes for value in every if value.requires_grad)
-    large = sum(value.nbytes for value in every if not value.requires_grad and value.nbytes >= LARGE)
     return 4 * trained <= large * sharding.replicas // plan.dp and large > 0
 
 

@@ -36,7 +36,7 @@ from petune.models.load_errors import room_for
 from petune.models.quantise import quantise_blocks
 from petune.models.spec import Family
 from petune.models.stack import own_stacks, unownable
-from petune.parallel.fsdp import allocated, first_row, is_light, is_sharded, local, settle, shard
+from petune.parallel.fsdp import allocated, first_row, is_light, is_sharded, local, settle, shard, weighed
 from petune.parallel.launch import process_group
 from petune.parallel.mesh import Mesh
 from petune.parallel.objective import trainable
@@ -99,7 +99,7 @@ def parallelize(
     owned = _stack(model, family, plan, recompute)
     if base_dtype is not None:
         quantise_blocks(model, family, base_dtype, mesh.device)
-    light = is_light(model, plan)
+    light = is_light(weighed(model), plan)
     placed = _cut(model, family, plan, mesh, vocabulary)
     modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
     read = partial(_read, modules, contents, placed, mesh, streams)

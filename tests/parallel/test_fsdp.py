@@ -18,7 +18,17 @@ from petune.models import family_of
 from petune.models.stack import own_stacks
 from petune.parallel import fsdp, in_place
 from petune.parallel.collectives import gather_dim
-from petune.parallel.fsdp import chunks, copies, first_row, is_light, is_sharded, local, shard, wholes
+from petune.parallel.fsdp import (
+    chunks,
+    copies,
+    first_row,
+    is_light,
+    is_sharded,
+    local,
+    shard,
+    weighed,
+    wholes,
+)
 from petune.parallel.mesh import Mesh, coordinate, make_mesh
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage, apportion
 from petune.parallel.tensor import hooks, shard_params
@@ -139,7 +149,7 @@ def together(
 ) -> dict[str, Any]:
     """The same on one rank of several."""
     model, mesh = build(), make_mesh(plan, torch.device("cpu"))
-    light = is_light(model, plan)
+    light = is_light(weighed(model), plan)
     before = list(model.state_dict()), sum(value.numel() for value in model.parameters())
     shard(model, plan, mesh, tuned_parameters(model).values(), light)
     found: dict[str, Any] = {
@@ -506,7 +516,7 @@ def test_what_is_light_takes_no_more_than_a_shard() -> None:
         model = nn.Module()
         model.tuned = nn.Parameter(torch.empty(trained, device="meta"))
         model.base = nn.Parameter(torch.empty(others, device="meta"), requires_grad=False)
-        return is_light(model, plan_of(world, replace(PLAIN, **changes)))
+        return is_light(weighed(model), plan_of(world, replace(PLAIN, **changes)))
 
     large = 2**20
     assert light(large // 8, large) and not light(large // 8 + 1, large)

@@ -1,5 +1,6 @@
-"""GPU memory that CUDA graphs hold in pools of their own: what a recorded pass keeps lies there between its
-replays, and torch counts it neither as allocated nor as free for others."""
+"""GPU memory in pools of their own, which CUDA graphs have: what a recorded pass keeps lies there between its
+replays, and torch counts it neither as allocated nor as free for others. Memory that other GPUs read has such
+a pool too, of which little holds no tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def private_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that were held at once: what torch saw allocated, or what is allocated now with private
-    pools, where that is more."""
+    """The most bytes that were held at once, as far as it is known: what torch saw allocated, or what is
+    allocated now with private pools, where that is more. Pools that are gone are not in it."""
     held = torch.cuda.memory_allocated(device) + private_bytes(device)
     return max(torch.cuda.max_memory_allocated(device), held)
