@@ -52,7 +52,7 @@ def shape(config: Config) -> Shape:
     encoder, decoder = (llama.shape(part(config, stack)) for stack in STACKS)
     if encoder != decoder:
         what = "encoder and decoder of this model differ in sizes, and one description holds for both"
-        remedy = "use one whose stacks are alike, as t5gemma-2b-2b"
+        remedy = "use full, lora or adapter on whole blocks, or stacks that are alike, as t5gemma-2b-2b's"
         raise UsageError(what, where="model", expected=str(encoder), found=str(decoder), remedy=remedy)
     return decoder
 
