@@ -75,7 +75,12 @@ def no_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         return softmax(x, *args, dtype=dtype and torch.promote_types(dtype, x.dtype), **given)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", wide)
-    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
+
+    def kept(x: Any) -> Any:
+        """Of numbers that are none of the model's, positions say, what multiplies such that are."""
+        return narrow(x) if x.is_floating_point() and x.dtype != torch.float64 else x.double()
+
+    monkeypatch.setattr(torch.Tensor, "float", kept)
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,13 @@ from transformers.models.bart import BartConfig, BartForConditionalGeneration, B
 from transformers.models.bert import BertConfig, BertForSequenceClassification
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.models.t5 import T5Config, T5ForConditionalGeneration
+from transformers.models.t5gemma import T5GemmaForConditionalGeneration
 
 from petune.methods import tuned_state, wrap
 
 SMALL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IDS = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2]])
+_DECODES = T5ForConditionalGeneration | BartForConditionalGeneration | T5GemmaForConditionalGeneration
 
 
 def bert(seed: int = 0, labels: int = 3) -> nn.Module:
@@ -81,11 +83,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def logits(model: nn.Module, tuned: bool = True) -> Tensor:
-    extra = (
-        {"decoder_input_ids": IDS}
-        if isinstance(model, T5ForConditionalGeneration | BartForConditionalGeneration)
-        else {}
-    )
+    extra = {"decoder_input_ids": IDS} if isinstance(model, _DECODES) else {}
     with torch.no_grad():
         return model(input_ids=IDS, **extra).logits
 

@@ -206,7 +206,7 @@ def _activations(
                 for one in saved_in(stack, cast("Any", model).config, family, plan, at, work, first)
             ]
             if work.recompute and blocks:
-                width = family.shape(cast("Any", model).config).width
+                width = family.shape(family.part(cast("Any", model).config, stack.name)).width
                 kept += (
                     len(blocks)
                     * inputs_of(width, plan.cut, _extent(stack.name, plan, at, work, 1), work.itemsize)
@@ -234,7 +234,7 @@ def saved_in(
 ) -> Iterator[Saved]:
     """What each block that takes part in the backward pass saves, the ladder's levels included."""
     order = list(family.stacks).index(stack.name)
-    shape = family.shape(config)
+    shape = family.shape(family.part(config, stack.name))
     own_heads = plan.cut.heads[at.tp] if plan.cut is not None and plan.cut.heads else shape.heads
     ladder = cast("Any", stack._modules.get("side"))
     beside = _beside(plan.cut)

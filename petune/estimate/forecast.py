@@ -311,7 +311,9 @@ def _rank(
 ) -> Rank:
     cut, last = plan.cut, list(drawn.work.tokens)[-1]
     whole = drawn.work.tokens[last]
-    shape = drawn.family.shape(drawn.config) if drawn.family else None
+    shape = None
+    if (family := drawn.family) is not None:  # of what works with these tokens
+        shape = family.shape(family.part(drawn.config, list(family.stacks)[-1]))
     return Rank(
         rank=rank,
         at=at,
@@ -357,7 +359,7 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
     step."""
     found: list[Transition] = []
     family, work = drawn.family, drawn.work
-    if family is not None:
+    if family is not None and (plan.tp, plan.pp, plan.ep) != (1, 1, 1):
         rows = max(apportion(work.rows, plan.shares))
         shape, depth = family.shape(drawn.config), family.depth(drawn.config)
         load = Load(rows, work.tokens, work.itemsize, first_trained(drawn.model, family) is not None)

@@ -335,7 +335,7 @@ def _specs(
 ) -> list[Spec] | str:
     """What each block of a stack, or of the ladder beside it, computes, or why one of them cannot be
     fused."""
-    specs = []
+    specs, config = [], family.part(config, stack.name)
     for number, block in numbered:
         spec = spec_of(block, stack, family.shape(config), config, ops)
         if isinstance(spec, str):

@@ -202,7 +202,8 @@ class StackRule:
     `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
     in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells.
-    `counted`: positions are counted along the mask by the model, where they are not given. `unfused`,
+    `counted`: positions are counted along the mask by the model, where they are not given. `hides`: without a
+    mask the model makes one of the tokens that are no padding. `unfused`,
     `uncut`: what blocks do that no sub-layer tells, why they are not fused, or not cut by heads and columns.
     `between`: the field of the config by which tokens meet between two blocks, where it is above 0.
     """
@@ -216,6 +217,7 @@ class StackRule:
     bias: str | None = None
     clamps: bool = False
     counted: bool = False
+    hides: bool = False
     unfused: str | None = None
     uncut: str | None = None
     between: str | None = None
@@ -284,7 +286,7 @@ class Family:
     the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
     that is false where a head over the vocabulary asks the embedding for its table. `signal`: how it
     reads pictures or sounds; None for a model of text. `part(config, stack)`: the config that blocks of a
-    stack are made of."""
+    stack are made of; it and `shape` take such a one too."""
 
     name: str
     kind: Kind

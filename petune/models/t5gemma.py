@@ -43,16 +43,16 @@ DECODER = (sublayer(SELF, "self_attn"), sublayer(CROSS, "cross_attn"), MLP)
 
 
 def part(config: Config, stack: StackName) -> Config:
-    """The config of a stack."""
-    return getattr(config, stack)
+    """The config of a stack; one of a stack is its own."""
+    return getattr(config, stack, config)
 
 
 def shape(config: Config) -> Shape:
-    """Sizes of a stack, the same for both. Raises UsageError where they differ."""
+    """Sizes of a stack, by its own config or by that of both. Raises UsageError where these differ."""
     encoder, decoder = (llama.shape(part(config, stack)) for stack in STACKS)
     if encoder != decoder:
         what = "encoder and decoder of this model differ in sizes, and one description holds for both"
-        remedy = "use one whose stacks are alike, as t5gemma-2b-2b"
+        remedy = "use full, lora or adapter on whole blocks, or stacks that are alike, as t5gemma-2b-2b's"
         raise UsageError(what, where="model", expected=str(encoder), found=str(decoder), remedy=remedy)
     return decoder
 
@@ -73,8 +73,7 @@ def depth(config: Config) -> dict[StackName, int]:
 
 def rule(stack: StackName, sublayers: tuple[SubLayer, ...]) -> StackRule:
     """One of the two stacks."""
-    why = "windows of its encoder reach to both sides"
-    return StackRule(f"{stack}.layers", sublayers, tail="norm", rotary="rotary_emb", unfused=why)
+    return StackRule(f"{stack}.layers", sublayers, tail="norm", rotary="rotary_emb", hides=True)
 
 
 FAMILY = Family(
@@ -86,4 +85,5 @@ FAMILY = Family(
     narrow=narrow,
     depth=depth,
     part=part,
+    packs=False,
 )

@@ -39,8 +39,9 @@ sys.exit(pytest.main(sys.argv[1:]))
 @pytest.mark.timeout(300)
 def test_reading_tables_identity_generation_and_merging_hold_on_the_oldest() -> None:
     """In one process: it takes longer to start than to do this."""
-    files = ("tests/models/test_contents.py", "tests/models/test_families.py")
-    which = ("-m", "not long", "-k", "as_transformers_reads or left_to_it or test_families")
+    files = ("tests/models/test_contents.py", "tests/models/test_families.py", "tests/models/test_t5gemma.py")
+    names = "as_transformers_reads or left_to_it or test_families or those_of_transformers"
+    which = ("-m", "not long", "-k", names)
     done = run("-c", PROGRAM, "-q", "-x", "-p", "no:cacheprovider", "-n", "0", *files, *which)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     version, place = done.stdout.split(maxsplit=2)[:2]

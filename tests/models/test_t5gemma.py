@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from petune.errors import UsageError
+from petune.estimate.forecast import forecast
 from petune.methods import wrap
 from petune.models import FAMILIES, attention
 from petune.models.stack import own_stacks
@@ -26,6 +30,7 @@ from tests.methods.zoo import (
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS
+from tests.written_recipes import recipe_of
 
 FAMILY, NAME = FAMILIES["t5gemma"], "t5gemma-seq2seq"
 
@@ -74,6 +79,39 @@ def test_it_writes_the_same_with_and_without_a_cache(method: str) -> None:
     found = model.eval().generate(**prompt(NAME), **GENERATE)
     assert torch.equal(found, model.generate(**prompt(NAME), use_cache=False, **GENERATE))
     assert not torch.equal(found, tiny(NAME).generate(**prompt(NAME), **GENERATE))
+
+
+def wider(config: Any) -> Any:
+    """A config whose encoder is wider than its decoder, as t5gemma-9b-2b's."""
+    other = deepcopy(config)
+    other.encoder.hidden_size, other.encoder.intermediate_size = 96, 160
+    return other
+
+
+@pytest.mark.parametrize("plan", ["tp", "galaxy", "galaxy2", "sp"])
+def test_one_list_does_not_cut_stacks_of_two_sizes(plan: str) -> None:
+    with pytest.raises(UsageError, match=r"differ in sizes(.|\n)*lora or adapter on whole blocks"):
+        make_plan(ParallelConfig(**{plan: CutConfig(size=2)}), FAMILY, wider(tiny(NAME).config), None, 8)
+
+
+def test_no_ladder_stands_beside_stacks_of_two_sizes() -> None:
+    model = type(tiny(NAME))(wider(tiny(NAME).config))
+    with pytest.raises(UsageError, match="encoder and decoder of this model differ in sizes"):
+        wrap(model, "side", reduction=2)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "adapter"])
+def test_what_stacks_of_two_sizes_cost_is_foretold_where_none_is_cut(method: str, tmp_path: Path) -> None:
+    (place := tmp_path / "wider.json").write_text(json.dumps(wider(tiny(NAME).config).to_dict()))
+    other = {"model": f"config:{place}"}
+    for plan in ({}, {"dp": 2}):
+        one, more = (
+            forecast(recipe_of(NAME, tmp_path, method=method, parallel=plan, **given)).ranks[0].memory
+            for given in ({}, other)
+        )
+        assert more.activations > one.activations and more.total > one.total
+    with pytest.raises(UsageError, match="differ in sizes"):
+        forecast(recipe_of(NAME, tmp_path, method=method, parallel={"pp": 2}, **other))
 
 
 def test_stacks_of_other_sizes_and_a_ring_are_refused() -> None:

@@ -64,6 +64,11 @@ def gemma() -> nn.Module:
     return model
 
 
+def t5gemma() -> nn.Module:
+    model: nn.Module = tiny("t5gemma-seq2seq")
+    return model
+
+
 def by_peft(make: Any, folder: Path, **settings: Any) -> nn.Module:
     """A model peft wrapped, shook and saved."""
     model = get_peft_model(make(), LoraConfig(**{"r": 4, "lora_alpha": 12, **settings}))
@@ -100,6 +105,8 @@ WRITTEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "bart with its head": (bart_classifier, {}),
     "t5": (t5, {}),
     "t5 decoder alone": (t5, {"targets": r"decoder\..*\.(q|v)"}),
+    "t5gemma": (t5gemma, {}),
+    "t5gemma's cross-attention": (t5gemma, {"targets": r".*\.cross_attn\.(q|v)_proj"}),
     "llama": (llama, {}),
     "llama with its head": (llama_classifier, {}),
     "gemma3": (gemma, {}),
@@ -199,6 +206,8 @@ READ: dict[str, tuple[Any, dict[str, Any]]] = {
     "leaf names": (llama, {"target_modules": ["q_proj", "v_proj"]}),
     "all-linear": (llama, {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}),
     "a regex": (t5, {"target_modules": r".*\.(q|v)"}),
+    "t5gemma": (t5gemma, {"target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}),
+    "t5gemma's queries of all attention": (t5gemma, {"target_modules": ["q_proj"]}),
     "bert's head": (bert, {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
     "all-linear with a head": (bert, {"target_modules": "all-linear", "task_type": "SEQ_CLS"}),
     "bart's head by name": (

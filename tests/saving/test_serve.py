@@ -22,6 +22,7 @@ from petune.saving import serve
 from petune.saving.peft import CONFIG, TENSORS
 from petune.saving.serve import write_for
 from petune.saving.servers import SERVERS
+from tests.methods.zoo import tiny
 from tests.tiny_models import bert, llama, llama_classifier, logits, stir, tuned
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -90,6 +91,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "only": ("ollama", lambda: wrap(llama(), targets=["lm_head"]), "blocks alone"),
     "rank": ("vllm", lambda: wrap(llama(), r=513), "greater than max_lora_rank 512"),
     "family": ("vllm", lambda: wrap(bert(), also_train=[]), "not known to load LoRA for a bert"),
+    "family of two stacks": ("llamacpp", lambda: wrap(tiny("t5gemma-seq2seq")), "for a t5gemma"),
     "fused": ("vllm", lambda: fused(), "fused"),
     "no model": ("vllm", lambda: wrap(nn.Sequential(nn.Linear(2, 2)), also_train=[]), "transformers"),
 }

@@ -66,7 +66,8 @@ class How:
     mask: [batch, 1 | heads, 1 | q, k], bool (True: attend) or added to the scores, rows of equal length only;
     it says who attends to whom, and `causal` and `window` are not read. It gets no gradient.
     drop: what of the probabilities drops out, by the places [m] of the queries in the whole batch.
-    window: a query sees the keys with query - key < window alone; causal attention only.
+    window: a query sees the keys with query - key < window alone and, where attention is not causal, key -
+    query < window; self-attention only, and not causal of whole rows or segments of queries.
     bias: added to the scores, float: [heads, 2 L - 1] by distance, `bias[h, key - query + L - 1]` with L at
     least the longest row or segment, self-attention only; or dense, [1 | batch, 1 | heads, 1 | q, k], rows
     only. A head is one of q. `backward` has its gradient on demand.
@@ -91,8 +92,9 @@ class How:
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.window is None or (self.causal and self.window > 0), (
-            "a sliding window is one of causal attention"
+        assert self.window is None or self.window > 0, "a query sees itself"
+        assert self.window is None or self.causal or self.memory is None, (
+            "a window to both sides is one of whole segments"
         )
         assert self.memory is None or not self.distant, "distances within cross-attention mean nothing"
 
@@ -380,7 +382,9 @@ def _starts(how: How, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | Non
 
 def _window(how: How) -> dict[str, int]:
     """What flash attention is told of a window: how many earlier keys a query sees, and later ones."""
-    return {} if how.window is None else {"window_size_left": how.window - 1, "window_size_right": 0}
+    if how.window is None:
+        return {}
+    return {"window_size_left": how.window - 1, "window_size_right": 0 if how.causal else how.window - 1}
 
 
 # ------------------------------------------------------------------ triton
@@ -515,14 +519,16 @@ def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How, tokens: Tensor | N
 def _seen(how: How, queries: int, keys: int, device: torch.device) -> Tensor | None:
     """The mask of rows of equal length, of whose keys the queries are the last; None where all keys are seen,
     or where torch is told `is_causal` alone, which takes them to be the first."""
-    if how.mask is not None or not how.causal:
-        return how.mask
     windowed, before = how.window is not None and how.window < keys, keys - queries
+    if how.mask is not None or not (how.causal or windowed):
+        return how.mask
     plain = how.bias is None and how.drop is None and not how.softcap and how.sinks is None
     if plain and not (windowed or before):
         return None
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
-    return (seen.triu(before + 1 - cast("int", how.window)) if windowed else seen)[None, None]
+    reach = cast("int", how.window) - 1 if windowed else 0
+    assert how.causal or not before, "a window to both sides is one of whole rows"
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before if how.causal else reach)
+    return (seen.triu(before - reach) if windowed else seen)[None, None]
 
 
 def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -569,7 +575,8 @@ def _three(q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
 def _hides(how: How, q: Tensor) -> tuple[bool, float]:
     """(whether later keys are hidden though no mask says so; the scale)."""
     hidden = how.causal and how.mask is None
-    assert not hidden or how.window is None or how.window >= _part(how).rows.whole, "a mask says the window"
+    said = how.mask is not None or how.window is None or how.window >= _part(how).rows.whole
+    assert said, "a mask says the window"
     return hidden, how.scale
 
 

@@ -214,7 +214,7 @@ class Attend(Step):
     turned: bool = False
     drop: int | None = None  # which of the block's dropouts is that of its probabilities
     bias: str | None = None  # what is added to the scores
-    window: int | None = None  # keys that a query sees, where no mask says so
+    window: int | None = None  # see How; where no mask says so
     exchange: Exchanged | None = None
     softcap: float | None = None  # of the scores
     sinks: tuple[int, int] | None = None  # their place among those of the block, and among its tensors

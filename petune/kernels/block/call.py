@@ -124,6 +124,8 @@ class Spec:
                 return "keys and values go round in rows of equal length"
             if exchange is not None and step.bias is not None:
                 return "its bias of relative positions is one of whole rows where a sequence is cut"
+            if exchange is not None and step.window is not None and not step.causal:
+                return "its windows reach to both sides, and of whole rows alone where a sequence is cut"
         return None
 
     @property

@@ -265,7 +265,9 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
         return replace(sublayer, core=own)
     attention = block.get_submodule(core.at)
     scale = float(cast("Any", attention).scaling) if core.scale is None else core.scale
-    window = _window(attention) if core.causal else None
+    window = None if core.memory is not None else _window(attention)
+    if window is not None and not core.causal:
+        window += 1  # to both sides transformers' windows reach as many tokens as they are long
     rotary = core.rotary if isinstance(core.rotary, bool) else bool(getattr(attention, core.rotary))
     softcap = getattr(attention, "attn_logit_softcapping", None)
     q_norm, k_norm = (

@@ -124,8 +124,8 @@ def leave_padding_out(
         path = next(path for path, module in owner.named_modules() if module is stack)
         feeds = name == "encoder" and "decoder" in stacks
         given = (model, owner, stack.rule.causal, Ready(path))
-        counted, packs = stack.rule.counted, family.packs
-        found = FindSegments(*given, feeds=feeds, encoder=found, counted=counted, packs=packs)
+        counted, packs, hides = stack.rule.counted, family.packs, stack.rule.hides
+        found = FindSegments(*given, feeds=feeds, encoder=found, counted=counted, packs=packs, hides=hides)
         hooks += found.register(model, owner)
         stack.edges.insert(0, Unpadded())
     return hooks
@@ -138,6 +138,8 @@ class FindSegments:
     feeds: an encoder whose hidden states a decoder alone reads, through the same mask. encoder: of such a
     decoder, the finder of its encoder.
     counted: the owner counts positions along the mask. packs: its masks tell samples apart by positions.
+    hides: without a mask the owner makes one of the tokens that are no `pad_token_id`, which is read here as
+    if it were given; not of an encoder that `feeds`, whose reader sees all its places then.
     causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask
     comes first: with one, positions say nothing of samples. Where there is nothing to leave out, a call has
     neither segments nor a mask, unless rows are longer than the model's sliding window: they are segments
@@ -154,7 +156,7 @@ class FindSegments:
     Padding is also computed, which is said once, where it may be read:
     - before or between the tokens of a row: a pooler reads the first place, and the loss of a token the place
       before it;
-    - where a label stands on padding, or the token that a decoder's classifier pools, the last that is not
+    - where a label stands on padding, or the token that such a classifier pools, the last that is not
       `pad_token_id`, is masked;
     - by heads over all tokens of a row (question answering), by a model without a head, by one that is not
       transformers' own, and by who calls the owner itself.
@@ -171,14 +173,17 @@ class FindSegments:
         encoder: FindSegments | None = None,
         counted: bool = False,
         packs: bool = True,
+        hides: bool = False,
     ) -> None:
         self.causal, self.ready = causal, ready
         self.feeds, self.encoder, self.counted, self.packs = feeds, encoder, counted, packs
+        self.hides = hides
         # what was said of a mask, by its version
         self.last: tuple[Tensor, int, Segments | str | None] | None = None
         self.arguments, self.around = _arguments(owner), _arguments(model)
         self.unknown = _unknown(model, owner)
-        self.pools = causal and self.unknown is None and cast("Any", model).get_output_embeddings() is None
+        ends = (causal or (hides and not feeds)) and self.unknown is None
+        self.pools = ends and cast("Any", model).get_output_embeddings() is None
         self.asked: Call | None = None  # the running call of the model around the owner
         self.said: set[str] = set()
 
@@ -272,6 +277,12 @@ class FindSegments:
         if inputs is None:
             return "it has no tokens"
         (rows, tokens), mask = inputs.shape[:2], call.get("attention_mask")
+        if mask is None and self.hides and inputs.dim() == 2:
+            if (pad := getattr(config, "pad_token_id", None)) is None:
+                return "it has no pad_token_id"
+            mask = on_host(inputs) != pad
+            if self.feeds:
+                return None if bool(mask.all()) else "no mask is given, and a decoder reads all its places"
         positions = call.get("position_ids") if self.causal and self.packs else None
         found: Segments | str | None = None
         if mask is not None:

@@ -266,7 +266,7 @@ def attention(
     arXiv:2205.14135).
 
     keys: of each sequence of another kind that the queries attend to, in cross-attention. window: the last
-    keys that a query of causal attention sees. own: by our own kernels.
+    keys that a query of causal attention sees, of any other those to either side. own: by our own kernels.
     """
     others = 1 if keys is None else keys / max(1, sequence)  # keys for each query
     flop = 4 * heads * head_dim * tokens * _seen(sequence, causal, keys, window)
@@ -306,7 +306,7 @@ def _seen(sequence: float, causal: bool, keys: float | None, window: float | Non
     if keys is not None:
         return keys
     if window is not None and window < sequence:
-        return window * (1 - window / (2 * sequence))
+        return window * (1 - window / (2 * sequence)) * (1 if causal else 2)
     return sequence / 2 if causal else sequence
 
 

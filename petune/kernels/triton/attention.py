@@ -41,8 +41,8 @@ _STAGES = 2  # of loads under way: segments are a few blocks long
 class More(NamedTuple):
     """What not every call has. starts: of the keys' segments in cross-attention, of which the longest has
     `longest` tokens and `tokens` [n] int64 are their numbers in their rows, read where something drops out.
-    window: a query sees the keys with query - key < window alone, 0 for all; of causal attention. bias:
-    [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for none. sinks: [heads], the score of
+    window: a query sees the keys with query - key < window alone and, where attention is not causal, key -
+    query < window; 0 for all. bias: [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for none. sinks: [heads], the score of
     one more key, which every query sees and which has no value."""
 
     starts: Tensor | None = None
@@ -120,8 +120,18 @@ def _store(x, row, stride, values, real, D: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _first_key(begin, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key of the blocks that a block of queries sees."""
+    """The first key of the blocks that a block of queries sees; without a direction, or that sees such."""
     return tl.maximum(begin - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW else 0
+
+
+@triton.jit
+def _end(begin, length, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Behind the last key, of a row's length, that a block of queries sees."""
+    if CAUSAL:
+        length = tl.minimum(length, begin + BLOCK)
+    elif WINDOW:
+        length = tl.minimum(length, begin + BLOCK + WINDOW - 1)
+    return length
 
 
 @triton.jit
@@ -131,6 +141,8 @@ def _seen(seen, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
         seen = seen & (query >= key)
     if WINDOW:
         seen = seen & (query - key < WINDOW)
+        if not CAUSAL:
+            seen = seen & (key - query < WINDOW)
     return seen
 
 
@@ -180,7 +192,7 @@ def _forward_kernel(
         highest = tl.zeros((BLOCK,), tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2E
         total = tl.full((BLOCK,), 1.0, tl.float32)
     result = tl.zeros((BLOCK, W), tl.float32)
-    end = tl.minimum(length, begin + BLOCK) if CAUSAL else other_length
+    end = _end(begin, other_length, BLOCK, CAUSAL, WINDOW)
     for start in range(_first_key(begin, BLOCK, WINDOW), end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         there, other = key < other_length, other_first + key
@@ -290,7 +302,7 @@ def _keys_kernel(
     dkeys, dvalues = tl.zeros((BLOCK, W), tl.float32), tl.zeros((BLOCK, W), tl.float32)
     end = tl.minimum(length, begin + BLOCK + WINDOW - 1) if WINDOW else length
     for head in range(group * GROUP, group * GROUP + GROUP):
-        for start in range(begin if CAUSAL else 0, end, BLOCK):
+        for start in range(begin if CAUSAL else _first_key(begin, BLOCK, WINDOW), end, BLOCK):
             query = start + tl.arange(0, BLOCK)
             real, row = query < length, first + query
             queries = _load(q + head * q_head, row, q_row, real, D, W)
@@ -300,7 +312,7 @@ def _keys_kernel(
             scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
             distance = key[:, None] - query[None] + (head * bias_head + middle)
             scores = _biased(scores, bias, distance, real[None] & there[:, None])
-            if CAUSAL:
+            if CAUSAL or WINDOW:
                 scores = tl.where(
                     _seen(True, query[None], key[:, None], CAUSAL, WINDOW), scores, float("-inf")
                 )
@@ -357,7 +369,7 @@ def _queries_kernel(
             + column
         )
         ahead = tl.zeros((BLOCK,), tl.float32)
-    end = tl.minimum(length, begin + BLOCK) if CAUSAL else other_length
+    end = _end(begin, other_length, BLOCK, CAUSAL, WINDOW)
     for start in range(_first_key(begin, BLOCK, WINDOW), end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         there, other = key < other_length, other_first + key

@@ -394,7 +394,7 @@ class Recorder:
             assert (len(x), longest) == (int(starts[-1]), int(starts.diff().max()))
 
     def _how(self, q, causal, scale, starts, others, window_size_left=None, window_size_right=None):  # type: ignore[no-untyped-def]
-        assert window_size_right == (None if window_size_left is None else 0)
+        assert window_size_right == (0 if causal and window_size_left is not None else window_size_left)
         window = None if window_size_left is None else window_size_left + 1
         sides = [None if one is None else segments_of(tuple(one.diff().tolist())) for one in (starts, others)]
         memory = None if others is starts else sides[1]
@@ -418,6 +418,7 @@ FUSED = {
 }
 FUSED |= {f"causal {name}": replace(how, causal=True) for name, how in FUSED.items()}
 FUSED |= {f"windows of {name}": replace(FUSED[f"causal {name}"], window=3) for name in ("flash", "varlen")}
+FUSED |= {f"windows to both sides of {name}": replace(FUSED[name], window=3) for name in ("flash", "varlen")}
 ACROSS = {f"{name} across": FUSED[name] for name in ("cudnn", "flash")} | {
     "varlen across": replace(FUSED["varlen"], memory=segments_of((3, 2, 1, 9, 13))),
     "varlen across, rows of queries": replace(

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_causal_mask_function,
+)
 from transformers.models.bart.modeling_bart import eager_attention_forward as bart
 from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward as gemma
 from transformers.models.t5.modeling_t5 import T5Attention, T5Config
@@ -69,6 +74,9 @@ CASES = {
     "local, softmax in float64": Case(bart, causal=True, window=3),
     "gemma 2": Case(gemma, causal=True, window=4, softcap=0.7, kv=2),
     "gemma 2, full rows": Case(gemma, (9,) * 4, rows="queries", causal=True, softcap=0.7, kv=2),
+    "t5gemma encoder": Case(gemma, window=3, softcap=0.7, kv=2, p=0.3),
+    "t5gemma encoder, full rows": Case(gemma, (9,) * 4, rows="queries", window=3, softcap=0.7, kv=2),
+    "to both sides, full rows": Case(bart, (9,) * 4, rows="queries", window=2),
 }
 
 
@@ -160,7 +168,12 @@ def theirs(case: Case, ask: Given) -> list[Tensor]:
     q, k, v = (padded(x, side) for x, side in zip(leaves, sides, strict=True))
     seen = causal_mask_function if case.causal else lambda batch, head, query, key: key > -1
     if case.window is not None:
-        seen = and_masks(seen, sliding_window_causal_mask_function(case.window))
+        far = (
+            sliding_window_causal_mask_function(case.window)
+            if case.causal
+            else sliding_window_bidirectional_overlay(case.window - 1)
+        )
+        seen = and_masks(seen, far)
     t, s = q.shape[2], k.shape[2]
     there = torch.arange(s) < torch.tensor(ask.keys.lengths)[:, None]
     mask = seen(0, 0, torch.arange(t)[:, None], torch.arange(s)[None]) & there[:, None, None]
@@ -250,6 +263,12 @@ KERNELS = {
     "window": Case(bart, LONG, causal=True, window=7, heads=2, kv=2, d=32, scale=0.4),
     "window past a block": Case(gemma, LONG, causal=True, window=33, heads=2, kv=1, d=64, scale=0.2, p=0.1),
     "window of one token": Case(bart, (33, 1, 2, 5), causal=True, window=1, heads=1, kv=1, d=32),
+    "window to both sides": Case(bart, LONG, window=7, heads=2, kv=2, d=32, scale=0.4),
+    "window to both sides past a block": Case(
+        gemma, LONG, window=33, softcap=0.7, heads=2, kv=1, d=64, scale=0.2, p=0.1
+    ),
+    "window of one token to both sides": Case(bart, (33, 1, 2, 5), window=1, heads=1, kv=1, d=32),
+    "bias in windows": Case(t5, LONG, window=9, bias="distance", heads=2, kv=2, d=32, scale=0.4),
     "soft cap": Case(
         gemma, LONG, causal=True, window=16, softcap=0.7, heads=2, kv=1, d=32, bias="", scale=0.4
     ),
