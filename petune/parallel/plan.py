@@ -636,7 +636,8 @@ def _per_rank(config: PpConfig) -> int:
 def head_in_blocks(family: Family, model_config: Config) -> float:
     """How many blocks compute as much as a head over the vocabulary, by their weights; 0 where blocks have
     experts, of which few compute."""
-    shape, vocabulary = family.shape(model_config), getattr(model_config, "vocab_size", 0)
+    own = family.part(model_config, list(family.stacks)[-1])
+    shape, vocabulary = family.shape(own), getattr(own, "vocab_size", 0)
     if shape.experts or not shape.width:
         return 0.0
     roles = {role for rule in family.stacks.values() for region in rule.regions for role in region.sites}
