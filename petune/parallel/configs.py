@@ -108,7 +108,10 @@ class PpConfig:
     """Pipeline parallel: every rank holds some of the blocks."""
 
     size: int | None = field(default=None, metadata=SIZE)
-    stages: tuple[int, ...] = _list("blocks per stage, encoder before decoder; they add up to the model's")
+    stages: tuple[int, ...] = _list(
+        "blocks per stage, encoder before decoder; they add up to the model's; else as many on each, but"
+        " fewer on the last for its head"
+    )
     schedule: str = field(
         default="1f1b",
         metadata={
