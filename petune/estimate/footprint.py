@@ -20,8 +20,7 @@ from petune.kernels.memory.buffers import STREAMED_BLOCKS, kept_bytes, states_by
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models.spec import Family, StackName, StackRule
 from petune.models.stack import Stack, own_stacks
-from petune.parallel.fsdp import gathered, is_light, weighed
-from petune.parallel.in_place import LARGE
+from petune.parallel.fsdp import gathered, is_light, weighed, whole_where_light
 from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline.schedule import cut_stages
 from petune.parallel.plan import Cut, ParallelPlan, apportion, in_flight
@@ -167,7 +166,7 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan) -> Footprint:
         if value.dim()
         and isinstance(value, nn.Parameter)
         and (value.requires_grad or sharding.frozen)
-        and not (held.light and (value.requires_grad or value.nbytes < LARGE))
+        and not (held.light and whole_where_light(value))
     }
 
     def bytes_of(value: Tensor) -> int:

@@ -42,7 +42,7 @@ from petune.models.source import resolve_model
 from petune.models.spec import Family, Shape, StackName
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
-from petune.parallel.in_place import LARGE
+from petune.parallel.fsdp import whole_where_light
 from petune.parallel.mesh import Coordinate, coordinate
 from petune.parallel.plan import apportion, attention_dropout
 from petune.recipe import Recipe
@@ -426,7 +426,7 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
     inside = {id(value) for block in held_blocks(held) for value in block.parameters()}
 
     def travels(value: torch.Tensor) -> bool:
-        if value.requires_grad or value.nbytes < LARGE:
+        if whole_where_light(value):
             return not light and (value.requires_grad or sharding.frozen)
         return sharding.frozen and sharding.reshard and id(value) in inside  # others travel once in a run
 

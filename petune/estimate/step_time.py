@@ -334,8 +334,8 @@ class Clock:
     def _update(self, plan: ParallelPlan) -> StepTime:
         """Once a step: gradients summed over the cut and over replicas, and the optimizer's own work."""
         compute, said, experts = 0.0, 0.0, held_experts(plan)
-        whole = plan.sharding is None or is_light(self.work.weighed, plan)
-        shards = 1 if whole or plan.sharding is None else plan.dp // plan.sharding.replicas
+        sharding = None if is_light(self.work.weighed, plan) else plan.sharding
+        shards = 1 if sharding is None else plan.dp // sharding.replicas
         for pp in range(plan.pp):
             spans = [span(plan, self.work, one) for one in numbers_of(plan, pp)]
             parts = [one for bounds in spans for one in self.work.parts(*bounds).items() if one[0].tuned]

@@ -45,7 +45,7 @@ from petune.models.frozen_weight import quantised_in
 from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack
 from petune.parallel.collectives import gather_dims
-from petune.parallel.in_place import LARGE, gather_in_place, in_turn
+from petune.parallel.in_place import LARGE, gather_in_place, in_turn, same
 from petune.parallel.launch.process_group import limit
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import ParallelPlan, Sharding
@@ -90,7 +90,7 @@ def shard(
         _let_cut(blocks)
     left = _left_whole(model, blocks, plan, sharding)
     if light:
-        left |= {value for value in model.parameters() if value.requires_grad or value.nbytes < LARGE}
+        left |= set(filter(whole_where_light, model.parameters()))
     _move(model, left, mesh.device)
     settings: dict[str, Any] = {
         "mesh": _devices(plan, sharding, mesh),
@@ -129,6 +129,11 @@ def is_light(bytes_of: tuple[int, int], plan: ParallelPlan) -> bool:
     if sharding is None or not sharding.frozen or sharding.offload:
         return False
     return 4 * trained <= large * sharding.replicas // plan.dp and large > 0
+
+
+def whole_where_light(value: Tensor) -> bool:
+    """Whether every rank has all of a tensor where a method is light."""
+    return value.requires_grad or value.nbytes < LARGE
 
 
 def _held(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> Shards:
@@ -327,7 +332,7 @@ def settle(model: nn.Module, sharding: Sharding, device: torch.device) -> None:
     """Let the units of `model` know the parameters that were put in the place of theirs. Shards of unequal
     size change their memory here, so nobody may hold it yet. From then on what is large is gathered in
     place."""
-    model._apply(lambda tensor: tensor)
+    model._apply(same)
     gather_in_place(model, _units(model, sharding.reshard), device)
 
 

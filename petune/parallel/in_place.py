@@ -69,8 +69,8 @@ def gather_in_place(
     group = found[0][1].members[0].value.device_mesh.get_group(-1)
     if reachable(device, group):
         for module, unit in found:
-            unit.share(group)
-            cast("nn.Module", module)._apply(_same)  # FSDP2 lets go of the memory that shards were in
+            if unit.share(group):
+                cast("nn.Module", module)._apply(same)  # FSDP2 lets go of the memory that shards were in
         dist.barrier(group)  # before anybody reads
 
     def attach() -> None:
@@ -86,10 +86,11 @@ def gather_in_place(
         attach()  # torch has made new objects of the shards
         return made
 
-    model._apply = applied  # type: ignore[method-assign]
+    model._apply = applied  # type: ignore[method-assign]  # of this one model, as nn.Module has no hook there
 
 
-def _same(tensor: Tensor) -> Tensor:
+def same(tensor: Tensor) -> Tensor:
+    """The tensor itself: what to apply to a module so that FSDP2 looks at its parameters again."""
     return tensor
 
 
@@ -165,13 +166,15 @@ class _Unit:
         self.places: list[tuple[Tensor, Tensor]] = []  # to copy to and from, of all that is read
         self.asked: set[int] = set()
 
-    def share(self, group: dist.ProcessGroup) -> None:
-        """Let the other ranks read the frozen shards that travel in every pass. All ranks must call this."""
+    def share(self, group: dist.ProcessGroup) -> bool:
+        """Let the other ranks read the frozen shards that travel in every pass; whether there are any. All
+        ranks must call this."""
         shared = [member for member in self.members if member.frozen and not member.kept]
         if shared:
             self.memory = PeerMemory([member.shard for member in shared], group)
             for number, member in enumerate(shared):
                 member.number = number
+        return bool(shared)
 
     def ask(self, member: _Member, mesh: DeviceMesh) -> None:
         """FSDP2 asks each member once for a message: gather all at the first. Nothing else tells when one
