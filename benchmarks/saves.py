@@ -106,7 +106,8 @@ class Asked:
 @dataclass
 class Clock:
     """Notes of one process: of every save by its step, when it was asked for, what it took, and when it was
-    committed; of every step what it took, and whether something was written meanwhile."""
+    committed; of every step what it took, and whether something was written meanwhile. petune's functions
+    have no hook for that, so they are replaced in this process, and put back at the end."""
 
     asked: Asked
     saves: dict[int, dict[str, float]] = field(default_factory=dict)

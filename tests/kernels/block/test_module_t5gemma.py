@@ -26,7 +26,8 @@ PAD = T5GEMMA["pad_token_id"]
 
 
 class Sizes(dict[str, Any]):
-    """Settings of a stack that go into a case, which is a key."""
+    """Settings of a stack that go into a case, which is a key; a dict itself has no hash. They do not
+    change."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(str(self))
