@@ -239,6 +239,8 @@ def backends(world: int) -> dict[str, Axes]:
         "sp-gather": {"sp": {"sequence": sequence}},
         "sp-ulysses": {"sp": {"sequence": sequence, "exchange": "ulysses"}},
         "sp-ring": {"sp": {"sequence": sequence, "exchange": "ring"}},
+        "sp-gather-overlap": {"sp": {"sequence": sequence, "overlap": True}},
+        "sp-ulysses-overlap": {"sp": {"sequence": sequence, "exchange": "ulysses", "overlap": True}},
         "galaxy": {"galaxy": {**both, "sequence": sequence}},
         "galaxy-overlap": {"galaxy": {**both, "sequence": sequence, "overlap": True}},
         "galaxy2": {"galaxy2": {"heads": heads, "sequence": sequence}},
@@ -317,7 +319,12 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
         return {"pp": {"size": world, **given, "schedule": schedule, "microbatches": microbatches}}
 
     def sequences(total: int) -> list[Job]:
-        return [ours(f"sp {way}", total, **cut("sp", exchange=way)) for way in ("gather", "ulysses", "ring")]
+        ways = ("gather", {}), ("ulysses", {}), ("ring", {})
+        hidden = [(way, {"overlap": True}) for way in ("gather", "ulysses")]
+        return [
+            ours(f"sp {way}{' overlap' * bool(more)}", total, **cut("sp", exchange=way, **more))
+            for way, more in (*ways, *hidden)
+        ]
 
     if shape.together:
         return sequences(rows)

@@ -43,6 +43,7 @@ class Ops:
     over_lengths: Callable[..., Any]
     mix: Callable[..., Any]
     mix_backward: Callable[..., Any]
+    total: Callable[..., Any]
     linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
@@ -63,6 +64,7 @@ _FILES = {
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
     **dict.fromkeys(("unscale", "over_lengths"), "scaling"),
     **dict.fromkeys(("mix", "mix_backward"), "mixing"),
+    "total": "total",
     "transposed": "transpose",
     "dense_into": "dequantise",
     "cross_entropy_": "loss",

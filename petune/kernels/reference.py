@@ -397,6 +397,11 @@ def mix_backward(
     return (g * grad).to(dy.dtype), ((1 - g) * grad).to(dy.dtype), dgate
 
 
+def total(terms: Tensor, out: Tensor) -> None:
+    """Write the sum of the terms [n, m], each of which is dense, into `out` [m], rounded once."""
+    out.copy_(wide(terms).sum(0))
+
+
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
     """x W^T + bias + low, rounded once; x [m, k], weight [n, k], bias [n]."""
     product = wide(x) @ wide(weight).T

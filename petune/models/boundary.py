@@ -79,6 +79,11 @@ class Boundary(Protocol):
         """The gradient of every rank's term of that sum."""
         ...
 
+    def rooms(self, nbytes: int) -> int:
+        """Bytes that what is said here needs for itself and does not have yet, for hidden states of so many
+        bytes around the sub-layer."""
+        ...
+
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The least of each number among the ranks, on all of them; for what they have to agree on."""
         ...

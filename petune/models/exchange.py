@@ -54,7 +54,13 @@ class Exchanged:
 @runtime_checkable
 class Exchange(Protocol):
     """The exchange of rank `index`. sizes: tokens of each rank in the call that it is for, empty where the
-    sequence is not cut. shares: of each rank as the plan says, a ratio."""
+    sequence is not cut. shares: of each rank as the plan says, a ratio. overlapped: other work is to hide the
+    communication."""
+
+    @property
+    def overlapped(self) -> bool:
+        """See the class."""
+        ...
 
     @property
     def kind(self) -> ExchangeKind:
@@ -78,6 +84,10 @@ class Exchange(Protocol):
 
     def described(self, kv_heads: int) -> Exchanged:
         """What steps depend on, for attention with so many heads of keys and values."""
+        ...
+
+    def rooms(self, nbytes: int) -> int:
+        """As that of a boundary, for own hidden states of so many bytes."""
         ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:

@@ -1,5 +1,4 @@
-"""The two boundaries of sub-layers cut across ranks (petune.models.boundary), made of the pairs of functions
-that the autograd functions of petune.parallel.collectives are made of."""
+"""The two boundaries of sub-layers cut across ranks (petune.models.boundary)."""
 
 from __future__ import annotations
 
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor
 
 from petune.models.boundary import Connection
-from petune.parallel.collectives import COPY, GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes, least_of
+from petune.parallel.collectives import COPY, REDUCE, Group, Sizes, least_of
+from petune.parallel.copy_engines import CopyEngines
+from petune.parallel.link import Link
 from petune.rng.context import running
 
 
@@ -24,9 +25,19 @@ class _Among:
     first: int = 0
     overlapped: bool = False
     share: float = 1.0
+    engines: CopyEngines | None = None
+
+    @property
+    def link(self) -> Link:
+        """How they talk."""
+        return Link(self.group, self.engines, self.overlapped)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+    def rooms(self, nbytes: int) -> int:
+        """See Boundary."""
+        return self.link.rooms(int(nbytes / self.share))
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See Boundary."""
@@ -50,11 +61,11 @@ class WholeBoundary(_Among):
 
     def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
         """See Boundary."""
-        return COPY.back(dx, self.group, own)
+        return self.link.all_reduce(dx, own)
 
     def leave(self, y: Tensor, own: bool = False) -> Tensor:
         """See Boundary."""
-        return REDUCE.ahead(y, self.group, own)
+        return self.link.all_reduce(y, own)
 
     def leave_backward(self, dy: Tensor) -> Tensor:
         """See Boundary."""
@@ -77,16 +88,16 @@ class SequenceBoundary(_Among):
 
     def enter(self, x: Tensor) -> Tensor:
         """See Boundary."""
-        return GATHER_SEQ.ahead(x, self.sizes, self.group)
+        return self.link.gather(x, self.sizes)
 
     def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
         """See Boundary."""
-        return GATHER_SEQ.back(dx, self.sizes, self.group)
+        return self.link.reduce_scatter(dx, self.sizes)
 
     def leave(self, y: Tensor, own: bool = False) -> Tensor:
         """See Boundary."""
-        return REDUCE_SCATTER_SEQ.ahead(y, self.sizes, self.group)
+        return self.link.reduce_scatter(y, self.sizes)
 
     def leave_backward(self, dy: Tensor) -> Tensor:
         """See Boundary."""
-        return REDUCE_SCATTER_SEQ.back(dy, self.sizes, self.group)
+        return self.link.gather(dy, self.sizes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from petune.errors import DistributedError
+from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.launch import process_group as group
 from petune.parallel.launch.lasting import LastingGroup
+from petune.parallel.peer_memory import reachable
 from petune.parallel.plan import ALONE, ParallelPlan
 
 # the ranks of dp are those of edp times those of ep: replicas with the same experts, and some that share them
@@ -67,6 +70,15 @@ class Mesh:
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
         """The group along `axis`; None where it has one rank."""
         return self.groups.get(axis)
+
+    @cached_property
+    def engines(self) -> CopyEngines | None:
+        """The copy engines by which the ranks of tp talk; None where their GPUs are not linked, and where
+        ranks may be replaced: what waits for a lost one here never ends. All ranks must ask together."""
+        among = self.groups["tp"]
+        if isinstance(among, LastingGroup) or not reachable(self.device, among):
+            return None
+        return CopyEngines(among, self.device)
 
     @property
     def main(self) -> bool:

@@ -55,7 +55,7 @@ class PeerMemory:
             slice(start, start + value.nbytes) for start, value in zip([0, *ends[:-1]], tensors, strict=True)
         ]
         self.rank, self.ranks = group.rank(), group.size()
-        self.own, self.of = _mapped(ends[-1], tensors[0].device, group)
+        self.own, self.of = mapped(ends[-1], tensors[0].device, group)
         for value, span in zip(tensors, self.spans, strict=True):
             place = self.own[span].view(value.dtype).view(value.shape)
             place.copy_(value)
@@ -73,7 +73,7 @@ class PeerMemory:
         return found
 
 
-def _mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:
+def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:
     """`size` bytes on `device`, and the memory of every rank of `group` that was made in the same call."""
     import torch.distributed._symmetric_memory as symmetric  # takes a while, and only GPUs have it
 

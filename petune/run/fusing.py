@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from petune.kernels.fuse import fuse_modules, fuse_stages, unfusable
+from petune.kernels.fuse import fuse_modules, fuse_stages, fused_blocks, unfusable
+from petune.log import say
 from petune.models import family_of
 from petune.parallel import Runner
 from petune.parallel.plan import in_flight
@@ -13,7 +14,15 @@ from petune.recipe import Recipe
 
 def fuse(runner: Runner, recipe: Recipe) -> None:
     """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single
-    modules."""
+    modules. Says so where the plan's overlap finds nothing to hide behind then."""
+    _fuse(runner, recipe)
+    cut = runner.plan.cut
+    tiles = cut is not None and "heads" in (cut.attention, cut.mlp)
+    if cut is not None and cut.overlap and not tiles and not any(map(fused_blocks, runner.modules)):
+        say("overlap: nothing hides what is sent, as blocks run their own forward")
+
+
+def _fuse(runner: Runner, recipe: Recipe) -> None:
     if recipe.kernels == "off" or recipe.compile:
         return
     plan, device, family = runner.plan, runner.mesh.device, family_of(runner.model)

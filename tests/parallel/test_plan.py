@@ -284,7 +284,11 @@ def test_ulysses_needs_a_key_and_value_head_for_each_rank() -> None:
         ),
         ("cut", {"attention": "heads", "mlp": "sequence", "connection": "whole"}, {"connection"}),
         ("galaxy", {"shares": (3, 1), "heads": (6, 2)}, {"shares"}),
-        ("sp", {"heads": (4, 4), "columns": (48, 48), "overlap": True}, {"heads", "columns", "overlap"}),
+        (
+            "sp",
+            {"heads": (4, 4), "columns": (48, 48), "overlap": True, "exchange": "ring"},
+            {"heads", "columns", "overlap"},
+        ),
         ("galaxy2", {"columns": (48, 48), "exchange": "ulysses"}, {"columns", "exchange"}),
         ("tp", {"sequence": (1, 1), "exchange": "ring"}, {"sequence", "exchange"}),
     ],

@@ -399,10 +399,10 @@ RULES: dict[str, tuple[Any, Any, str, tuple[str, ...]]] = {
         ("every key and value", "found ring"),
     ),
     "overlap": (
-        {"galaxy": {"overlap": True}},
         {"sp": {"overlap": True}},
+        {"sp": {"overlap": True, "exchange": "ring"}},
         "parallel.sp.overlap",
-        ("no matmul under sp",),
+        ("in a ring", "while attention is computed"),
     ),
     "shares or lists": (
         {"galaxy": {"shares": [3, 1]}},

@@ -100,13 +100,18 @@ class Spec:
     def peers(self) -> Boundary | Exchange | Spread | None:
         """What the ranks that share the block agree by; None where it is whole."""
         spreads = (spread_of(mixture.experts) for mixture in self.mixtures)
-        every = (*self.boundaries.values(), *self.exchanges, *spreads)
-        return next((one for one in every if one is not None), None)
+        return next((one for one in (*self.crossings, *spreads) if one is not None), None)
 
     @property
     def overlapped(self) -> bool:
         """Whether its communication is to be hidden behind other work."""
-        return any(boundary.overlapped for boundary in self.boundaries.values())
+        return any(crossing.overlapped for crossing in self.crossings)
+
+    @property
+    def crossings(self) -> list[Boundary | Exchange]:
+        """Where it talks to the ranks that it is cut across."""
+        exchanges = (exchange for exchange in self.exchanges if exchange is not None)
+        return [*self.boundaries.values(), *exchanges]
 
     def unhalved(self, rows: int, given: Mapping[str, Any]) -> str | None:
         """Why halves of so many rows may not go through in turns, or None. given: the call's arguments."""
@@ -260,12 +265,20 @@ class Call:
             )
         return found
 
+    def factors(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What the groups make of A and B, which is the same for all passes."""
+        return [value for group in self.groups(tensors) for value in group.factors]
+
     def forward(
-        self, inputs: Sequence[Tensor | None], tensors: Sequence[Tensor | None], turns: Turns | None = None
+        self,
+        inputs: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        turns: Turns | None = None,
+        factors: Sequence[Tensor | None] = (),
     ) -> InTurns[tuple[Tensor, Values, list[Tensor | None]]]:
         """(the block's output for inputs [m, width], what its rung keeps, its stacked factors), in turns with
-        another call where there is one; autocast must be off."""
-        groups = self.groups(tensors)
+        another call where there is one, which has the same factors; autocast must be off."""
+        groups = self.groups(tensors, factors)
         run = self.run(groups, tensors, turns)
         y, kept = yield from fold.forward(self.spec.program, run, inputs, self.rung.keep, self.tile)
         return y, kept, [value for group in groups for value in group.factors]

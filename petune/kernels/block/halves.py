@@ -30,15 +30,15 @@ class Halves(torch.autograd.Function):
     def forward(ctx: Any, calls: Sequence[Call], hidden: Tensor, *tensors: Tensor | None) -> Tensor:
         turns = Turns(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
+            factors = calls[0].factors(tensors)
             found = together(
                 *(
-                    call.forward([rows_of(hidden[rows])], tensors, turns)
+                    call.forward([rows_of(hidden[rows])], tensors, turns, factors)
                     for call, rows in zip(calls, halves(len(hidden)), strict=True)
                 )
             )
         ctx.calls, ctx.dtype = calls, hidden.dtype
         if any(ctx.needs_input_grad):
-            factors = found[0][2]
             ctx.parked = [park(call, one) for call, (_, one, _) in zip(calls, found, strict=True)]
             kept = [flattened(one) for _, one, _ in found]
             ctx.names = [names for _, names in kept]

@@ -192,7 +192,8 @@ class Governor:
             len(specs),
             tokens,
             min(longest, tokens),
-            resident_bytes(model) if streamed else max(fixed_bytes(*here), self._standing(device)),
+            (resident_bytes(model) if streamed else max(fixed_bytes(*here), self._standing(device)))
+            + _rooms(specs[0], shape, tokens),
             0 if later else max(map(vocabulary_of, here)),
             int(min(budget, cap - recorded)) - reserved,
             # what streams is pinned already, and the system no longer calls it free
@@ -208,6 +209,12 @@ class Governor:
         passing = running().passing
         several = self.passes > 1 and passing is not None
         return int(passing.standing) if several else torch.cuda.memory_allocated(device)
+
+
+def _rooms(spec: Spec, shape: BlockShape, tokens: int) -> int:
+    """Bytes that ranks need to talk in its place, beside what blocks keep."""
+    nbytes = tokens * shape.width * shape.itemsize
+    return max((crossing.rooms(nbytes) for crossing in spec.crossings), default=0)
 
 
 def _later(model: nn.Module, stack: Stack) -> list[Stack]:

@@ -15,19 +15,28 @@ from petune.errors import DistributedError
 from petune.models.attention import Attend, Attended
 from petune.models.exchange import Exchanged, ExchangeKind
 from petune.parallel.collectives import Group, Sizes, alone, least_of
+from petune.parallel.copy_engines import CopyEngines
+from petune.parallel.link import Link
 from petune.rng.context import running
 
 
 @dataclass(frozen=True)
 class Among(ABC):
     """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a
-    cut sequence raises. shares, sizes: see petune.models.exchange.Exchange."""
+    cut sequence raises. shares, sizes, overlapped: see petune.models.exchange.Exchange."""
 
     kind: ClassVar[ExchangeKind]
     group: Group
     index: int
     shares: Sizes = ()
     sizes: Sizes = ()
+    overlapped: bool = False
+    engines: CopyEngines | None = None
+
+    @property
+    def link(self) -> Link:
+        """How they talk inside fused blocks."""
+        return Link(self.group, self.engines, self.overlapped)
 
     def __call__(
         self,
@@ -76,6 +85,10 @@ class Among(ABC):
     def described(self, kv_heads: int) -> Exchanged:
         """See petune.models.exchange.Exchange."""
         return Exchanged(self.kind, self.shares, self.index)
+
+    def rooms(self, nbytes: int) -> int:
+        """See petune.models.exchange.Exchange. Keys and values beside queries are as much again at most."""
+        return self.link.rooms(2 * nbytes)
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See petune.models.exchange.Exchange."""

@@ -31,7 +31,8 @@ from petune.errors import UsageError
 from petune.models.attention import Attend, Attended, causal, no_later
 from petune.models.exchange import Exchanged, ExchangeKind, Rows, rows_of, some_heads
 from petune.models.transition import transition
-from petune.parallel.collectives import GATHER_SEQ, Sizes, gather_seq
+from petune.parallel.collectives import Sizes, gather_seq
+from petune.parallel.link import Link
 from petune.parallel.plan import apportion
 from petune.parallel.sequence import ring
 from petune.parallel.sequence.among import Among
@@ -47,11 +48,11 @@ class Gather(Among):
 
     def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """See petune.models.exchange.Crossed."""
-        return GATHER_SEQ.ahead(x, self.sizes, self.group)
+        return self.link.gather(x, self.sizes)
 
     def enter_backward(self, dy: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """See petune.models.exchange.Crossed."""
-        return GATHER_SEQ.back(dy, self.sizes, self.group)
+        return self.link.reduce_scatter(dy, self.sizes)
 
     def leave(self, y: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """See petune.models.exchange.Crossed: nothing is said."""
@@ -107,6 +108,7 @@ class Cross:
     queries; shares, sizes: see petune.models.exchange.Exchange."""
 
     kind: ClassVar[ExchangeKind] = "cross"
+    overlapped: ClassVar[bool] = False
     index: int
     shares: Sizes = ()
     sizes: Sizes = ()
@@ -118,6 +120,10 @@ class Cross:
     def described(self, kv_heads: int) -> Exchanged:
         """See petune.models.exchange.Exchange."""
         return Exchanged(self.kind, self.shares, self.index)
+
+    def rooms(self, nbytes: int) -> int:
+        """See petune.models.exchange.Exchange."""
+        return 0
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See petune.models.exchange.Exchange: a rank says nothing here."""
@@ -186,7 +192,7 @@ class Ulysses(Among):
         return self._trade(columns).to_heads(dx)
 
     def _trade(self, columns: Sequence[Sizes]) -> Trade:
-        return Trade(self.sizes, columns, self.group, self.index)
+        return Trade(self.sizes, columns, self.link, self.index)
 
     def exchanged(
         self,
@@ -205,7 +211,7 @@ class Ulysses(Among):
         first, held = sum(heads[: self.index]), heads[self.index]
         sides = ((query, heads), (key, kv_heads), (value, kv_heads))
         columns = [tuple(one * x.shape[3] for one in shared) for x, shared in sides]
-        trade = Trade(sizes, columns, self.group, self.index)
+        trade = Trade(sizes, columns, Link(self.group), self.index)
         message = torch.cat([x.transpose(1, 2).flatten(2) for x, _ in sides], -1)
         message = transition(message, trade.to_heads, trade.to_tokens)
         query, key, value = (
@@ -219,7 +225,7 @@ class Ulysses(Among):
         kw["first_head"] = getattr(module, "first_head", 0) + first
         output, _ = attend(module, query, key, value, some_heads(part.of(mask), count, first, held), **kw)
         width = output.shape[3]
-        trade = Trade(sizes, [tuple(one * width for one in heads)], self.group, self.index)
+        trade = Trade(sizes, [tuple(one * width for one in heads)], Link(self.group), self.index)
         output = transition(output.flatten(2), trade.to_tokens, trade.to_heads)
         return output.unflatten(-1, (count, width)), None
 

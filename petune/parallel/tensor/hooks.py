@@ -30,6 +30,7 @@ from petune.models.transition import transition
 from petune.models.tuned_linear import TunedLayer
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
 from petune.parallel.collectives import Group, alone, copy, gather_shared, split_shared
+from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import Cut, apportion
 from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses
@@ -46,7 +47,7 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
     group, rank = mesh.groups["tp"], mesh.at.tp
     shape, overlap = family.shape(cast("Any", model).config), make_overlap(plan, group, rank, mesh.device)
     model.register_forward_pre_hook(RefuseRecording(plan), with_kwargs=True)
-    put_boundaries(model, family, plan, rank, group)
+    put_boundaries(model, family, plan, rank, group, mesh.engines)
     for _, stack in stacks_of(model, family):
         stack.edges.append(StackEdges(plan, group, rank))
         for index, block in stack.numbered:
@@ -65,14 +66,20 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
             for block in cast("nn.ModuleList", ladder.blocks):
                 for region in stack.rule.regions:
                     if region.kind == "attention" and child_of(block, region.enter) is not None:
-                        _attend_across(
-                            block, region, module_at(block, region.enter, "side")[1], plan, group, rank
-                        )
+                        _put_exchange(region, module_at(block, region.enter, "side")[1], plan, group, rank)
+                        _hand_memory(block, region, rank)
 
 
-def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group: Group = None) -> None:
+def put_boundaries(
+    model: nn.Module,
+    family: Family,
+    plan: Cut,
+    rank: int,
+    group: Group = None,
+    engines: CopyEngines | None = None,
+) -> None:
     """Say of every sub-layer that `cut` has narrowed which boundary it has, and of attention on own tokens
-    which exchange. Without a group nothing can be computed, only foretold."""
+    which exchange. Without a group nothing can be computed, only foretold. engines: by which they talk."""
     shape = family.shape(cast("Any", model).config)
     kind: type[WholeBoundary | SequenceBoundary] = (
         WholeBoundary if plan.connection == "whole" else SequenceBoundary
@@ -83,7 +90,7 @@ def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group
             for region in (one for one in regions if not one.within):
                 enter = module_at(block, region.enter, stack.name)[1]
                 if region.kind == "attention" and plan.attention == "sequence":
-                    _put_exchange(region, enter, plan, group, rank)
+                    _put_exchange(region, enter, plan, group, rank, engines)
                 if plan.layout(region.kind) == "heads":
                     # of a mixture the shared expert alone draws dropout by its features
                     drawing = next((one for one in regions if one.within and region.mixture), region)
@@ -93,23 +100,29 @@ def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group
                         if path == drawing.leave
                     )
                     share = plan.sequence[rank] / sum(plan.sequence) if plan.sequence else 1.0
-                    put_boundary(enter, kind(group, sum(way_out[:rank]), plan.overlap, share))
+                    put_boundary(enter, kind(group, sum(way_out[:rank]), plan.overlap, share, engines))
 
 
-def _put_exchange(region: Region, enter: nn.Module, plan: Cut, group: Group, rank: int) -> None:
+def _put_exchange(
+    region: Region,
+    enter: nn.Module,
+    plan: Cut,
+    group: Group,
+    rank: int,
+    engines: CopyEngines | None = None,
+) -> None:
     """Say of attention on own tokens how it sees the others'."""
     kinds: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
     shares = plan.sequence
     cast("Any", enter).exchange = (
-        Cross(rank, shares) if region.cross else kinds[plan.exchange](group, rank, shares)
+        Cross(rank, shares)
+        if region.cross
+        else kinds[plan.exchange](group, rank, shares, overlapped=plan.overlap, engines=engines)
     )
 
 
-def _attend_across(
-    block: nn.Module, region: Region, enter: nn.Module, plan: Cut, group: dist.ProcessGroup, rank: int
-) -> None:
-    """Let attention on own tokens see the others'."""
-    _put_exchange(region, enter, plan, group, rank)
+def _hand_memory(block: nn.Module, region: Region, rank: int) -> None:
+    """Let own queries see the whole of an encoder's tokens."""
     for role in ("k", "v") if region.cross else ():
         if (found := child_of(block, region.sites[role])) is not None:
             across = Across(rank)
@@ -126,7 +139,7 @@ def _cross_region(
     enter = module_at(block, region.enter, where)[1]
     if plan.layout(region.kind) == "sequence":
         if region.kind == "attention":
-            _attend_across(block, region, enter, plan, group, rank)
+            _hand_memory(block, region, rank)
         return
     if not region.within:
         leave, boundary = module_at(block, region.summed, where)[1], cast("Boundary", boundary_of(enter))

@@ -16,12 +16,13 @@ from petune.kernels.memory import policy_hook
 from tests.parallel import harness
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import Case, Trace, compare, oracle
-from tests.parallel.plans import OVERLAPPED
+from tests.parallel.plans import overlapping
 from tests.pool import run
 
 # how often a block that keeps all talks to other ranks on its way ahead and back, where all of it trains
-TALKS = {"tp": 4, "galaxy": 8, "galaxy2": 4, "cut": 6}
+TALKS = {"tp": 4, "galaxy": 8, "galaxy2": 4, "cut": 6, "sp-gather": 2, "sp-ulysses": 4}
 CUT = list(TALKS)
+PLANS = {backend: overlapping(backend) for backend in CUT}
 ALL = MemoryConfig("all", offload="none")
 
 
@@ -63,7 +64,7 @@ def _check(one: Case, sizes: tuple[int, int] | None, why: str = "") -> list[floa
 @pytest.mark.parametrize("backend", CUT)
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
 def test_halves_train_as_one_process(backend: str, method: str) -> None:
-    plan = OVERLAPPED[backend]("llama-causal", 2)
+    plan = PLANS[backend]("llama-causal", 2)
     talks = _check(case("llama-causal", method, plan, passes=(4,), blocks=ALL), (2, 2))
     assert method != "full" or talks == [TALKS[backend]] * 2
     assert min(talks) >= TALKS[backend] / 2
@@ -71,16 +72,16 @@ def test_halves_train_as_one_process(backend: str, method: str) -> None:
 
 @pytest.mark.parametrize("backend", CUT)
 def test_halves_of_an_odd_number_of_rows_draw_the_same_and_compute_again(backend: str) -> None:
-    plan = OVERLAPPED[backend]("llama-causal", 2)
+    plan = PLANS[backend]("llama-causal", 2)
     for kept in KEPT:
         one = case("llama-causal", "lora", plan, passes=(3,), dropout=0.1, steps=1, blocks=kept)
         _check(one, (2, 1))
 
 
 def test_encoders_go_in_halves_and_what_reads_an_encoder_does_not() -> None:
-    one = case("bert-classify", "lora", OVERLAPPED["galaxy"]("bert-classify", 2), passes=(4,), blocks=ALL)
+    one = case("bert-classify", "lora", PLANS["galaxy"]("bert-classify", 2), passes=(4,), blocks=ALL)
     _check(one, (2, 2))
-    two = case("t5-seq2seq", "lora", OVERLAPPED["tp"]("t5-seq2seq", 2), passes=(4,), blocks=ALL)
+    two = case("t5-seq2seq", "lora", PLANS["tp"]("t5-seq2seq", 2), passes=(4,), blocks=ALL)
     _check(replace(two, steps=1), None, "its blocks read an encoder or a bias of positions")
 
 
@@ -88,9 +89,7 @@ def test_encoders_go_in_halves_and_what_reads_an_encoder_does_not() -> None:
     ("passes", "why"), [((1,), "one row has no halves"), ((3, 1), "there is padding in them")], ids=str
 )
 def test_what_has_no_halves_goes_whole_and_is_said_once(passes: tuple[int, ...], why: str) -> None:
-    one = case(
-        "llama-causal", "lora", OVERLAPPED["tp"]("llama-causal", 2), passes=passes, steps=1, blocks=ALL
-    )
+    one = case("llama-causal", "lora", PLANS["tp"]("llama-causal", 2), passes=passes, steps=1, blocks=ALL)
     expected = oracle(one)
     found = run(2, _in_halves, one, expected.norms[0] / 2)
     compare([Trace(**rank["trace"]) for rank in found], expected, one)

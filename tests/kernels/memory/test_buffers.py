@@ -264,7 +264,9 @@ def hollow() -> Ops:
     def dropped_low_backward(ds: Tensor, x: Tensor, *_: Any) -> Tensor:
         return made(x, ds.shape[1], x.shape[1], dtype=wide)
 
-    rest = dict.fromkeys(("cross_entropy_", "quantise", "transposed", "drop", "mix", "mix_backward"), made)
+    rest = dict.fromkeys(
+        ("cross_entropy_", "quantise", "transposed", "drop", "mix", "mix_backward", "total"), made
+    )
     return Ops(
         "hollow",
         rms_norm=rms,

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petune.parallel.link import Link
 from petune.parallel.sequence.trade import Trade
 from tests.pool import run
 
@@ -26,7 +27,7 @@ def whole(batch: int, sizes: tuple[int, ...], columns: tuple[tuple[int, ...], ..
 def _there_and_back(batch: int, name: str) -> dict[str, Tensor]:
     sizes, columns = CASES[name]
     index, every = dist.get_rank(), whole(batch, *CASES[name])
-    trade = Trade(sizes, columns, dist.group.WORLD, index)
+    trade = Trade(sizes, columns, Link(dist.group.WORLD), index)
     own = torch.cat([x.split(sizes, 1)[index] for x in every], -1)
     heads = trade.to_heads(own)
     return {"own": own, "heads": heads, "back": trade.to_tokens(heads)}

@@ -1,0 +1,195 @@
+"""What ranks of one host say to one another by the copy engines of their GPUs, while kernels compute.
+
+A collective of NCCL is a kernel: it keeps processors of the GPU busy that products beside it then lack. Here
+parts are written into the memory of the other GPUs, or read from it (peer_memory.py), by copies, and streams
+wait for one another by numbers in that memory, so that no kernel is launched but the one that adds up.
+
+Every rank has two rooms, used in turns. Whoever fills a room again has met the others since they read it: a
+meeting lies between any two turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petune.kernels.dispatch import Ops, reference_ops, select
+from petune.parallel.cuda_driver import CudaDriver, Piece
+from petune.parallel.peer_memory import mapped
+
+LARGE = 2**20  # bytes of a message from which this pays
+_GRAIN = 2**21
+
+
+class CopyEngines:
+    """Of the ranks of `group`, whose GPUs reach one another's memory (`reachable`). All ranks make it
+    together, and call alike, in one order."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.ranks = group.rank(), group.size()
+        # each begins with another one, so not all write to the same; at last this rank itself
+        self.ranked = [(self.rank + step) % self.ranks for step in range(1, self.ranks + 1)]
+        self.others = self.ranked[:-1]
+        self.driver = self._driver()
+        self.sides = [(self.driver.stream(), self.driver.event()) for _ in self.others]
+        self.begin, self.before = self.driver.event(), self.driver.event()
+        self.stream = self.driver.current()  # on which was spoken last
+        self.room = self.turn = self.meetings = 0
+        self.flags, self.flags_of = self._shared(4 * self.ranks)
+        self.flags.zero_()
+        self._together()
+
+    def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
+        """The sum over the ranks, which is rounded once; in the place of `x` where that is the caller's
+        `own`."""
+        x = x.contiguous()
+        found = x if own else torch.empty_like(x)
+        item, count = x.element_size(), -(-x.numel() // self.ranks)
+        step = count * item
+        sizes = [max(0, min(count, x.numel() - rank * count)) for rank in range(self.ranks)]
+        with self._turn((self.ranks + 1) * step) as rooms:
+            start, place = x.data_ptr(), self.rank * step
+            self._copy(Piece(rooms[to] + place, start + to * step, sizes[to] * item) for to in self.ranked)
+            self._meet()
+            terms = self._view((self.ranks + 1, count), x.dtype)[:, : sizes[self.rank]]
+            _ops(self.device, x.dtype).total(terms[:-1], terms[-1])
+            self._meet()
+            start, place = found.data_ptr(), self.ranks * step
+            self._copy(Piece(start + of * step, rooms[of] + place, sizes[of] * item) for of in self.ranked)
+        return found
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[b, all tokens, ...], one term of a sum -> the own tokens of the sum, which is rounded once. sizes:
+        tokens of each rank."""
+        x = x.contiguous()
+        rows, starts, widths = _columns(x, sizes)
+        pitch, start = sum(widths), x.data_ptr()
+        with self._turn(self.ranks * rows * max(widths)) as rooms:
+            self._copy(
+                Piece(
+                    rooms[to] + self.rank * rows * widths[to],
+                    start + starts[to],
+                    widths[to],
+                    rows,
+                    widths[to],
+                    pitch,
+                )
+                for to in self.ranked
+            )
+            self._meet()
+            own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
+            terms = self._view((self.ranks, own.numel()), x.dtype)
+            _ops(self.device, x.dtype).total(terms, own.view(-1))
+        return own
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[b, own tokens, ...] -> [b, all tokens, ...]. sizes: tokens of each rank."""
+        x = x.contiguous()
+        whole = x.new_empty(len(x), sum(sizes), *x.shape[2:])
+        rows, starts, widths = _columns(whole, sizes)
+        pitch, start = sum(widths), whole.data_ptr()
+        with self._turn(rows * max(widths)) as rooms:
+            self._copy((Piece(rooms[self.rank], x.data_ptr(), x.nbytes),))
+            self._meet()
+            self._copy(
+                Piece(start + starts[of], rooms[of], widths[of], rows, pitch, widths[of])
+                for of in self.ranked
+            )
+        return whole
+
+    def swap(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], most: int
+    ) -> dict[int, Tensor]:
+        """What each other rank has sent, of the shapes of `received`; to be read before the next but one is
+        said. sent: dense. most: bytes of the largest part of any rank."""
+        most = -(-most // 16) * 16
+        with self._turn(self.ranks * most) as rooms:
+            place = self.rank * most
+            self._copy(Piece(rooms[to] + place, part.data_ptr(), part.nbytes) for to, part in sent.items())
+            self._meet()
+        return {of: self._view(part.shape, part.dtype, of * most) for of, part in received.items()}
+
+    @contextmanager
+    def _turn(self, size: int) -> Iterator[list[int]]:
+        """Where a room of `size` bytes begins on every rank, behind all that was said before on whatever
+        stream."""
+        stream = self.driver.current()
+        if stream != self.stream:
+            self.driver.record(self.before, self.stream)
+            self.driver.follow(stream, self.before)
+            self.stream = stream
+        if size > self.room:
+            self._grow(size)
+        self.turn += 1
+        yield [start + self.turn % 2 * self.room for start in self.starts]
+
+    def _view(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
+        """Numbers in this rank's room of this turn."""
+        size = dtype.itemsize * torch.Size(shape).numel()
+        return self.own[self.turn % 2 * self.room + start :][:size].view(dtype).view(shape)
+
+    def _grow(self, size: int) -> None:
+        """Make larger rooms, while nobody reads the former ones."""
+        self._together()
+        self.room = -(-size // _GRAIN) * _GRAIN
+        self.own, self.rooms = self._shared(2 * self.room)
+        self.starts = [part.data_ptr() for part in self.rooms]
+
+    def _meet(self) -> None:
+        """Let the stream wait until those of all ranks have come as far."""
+        self.meetings += 1
+        for rank in self.others:
+            self.driver.write(self.stream, self.flags_of[rank].data_ptr() + 4 * self.rank, self.meetings)
+        for rank in self.others:
+            self.driver.wait(self.stream, self.flags.data_ptr() + 4 * rank, self.meetings)
+
+    def _copy(self, pieces: Iterable[Piece]) -> None:
+        """Copies, side by side; the last of as many as there are ranks on the stream itself."""
+        driver, current, used = self.driver, self.stream, 0
+        driver.record(self.begin, current)
+        for piece in pieces:
+            if not piece.width * piece.rows:
+                continue
+            if used == len(self.sides):
+                driver.copy(piece, current)
+                continue
+            stream, event = self.sides[used]
+            driver.follow(stream, self.begin)
+            driver.copy(piece, stream)
+            driver.record(event, stream)
+            used += 1
+        for _, event in self.sides[:used]:
+            driver.follow(current, event)
+
+    # ------------------------------------------------------------ what only GPUs have
+
+    def _driver(self) -> CudaDriver:
+        return CudaDriver(self.device)
+
+    def _shared(self, size: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """Bytes that all ranks reach: this rank's, and those of each."""
+        return mapped(size, self.device, self.group)
+
+    def _together(self) -> None:
+        """Wait on the host until all devices have done everything."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+
+
+@cache
+def _ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    return select("auto", device, dtype) or reference_ops()
+
+
+def _columns(x: Tensor, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
+    """Rows of [b, all tokens, ...], and where in a row each rank's tokens begin and how long they are, in
+    bytes."""
+    token = x.element_size() * x.shape[2:].numel()
+    widths = [size * token for size in sizes]
+    return len(x), [sum(widths[:rank]) for rank in range(len(widths))], widths

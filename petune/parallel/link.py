@@ -1,0 +1,70 @@
+"""How the ranks that share a block talk inside it: through their group, or by the copy engines of their GPUs.
+
+Copy engines are faster between two GPUs, and for messages that every rank writes to every other one. Among
+more, sums and gathers go through rings of NCCL's as fast, and copy engines pay where other work is to hide
+what is said (figures: benchmarks/RESULTS.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes
+from petune.parallel.copy_engines import LARGE, CopyEngines
+
+
+@dataclass(frozen=True)
+class Link:
+    """Among the ranks of `group`. hidden: other work hides what is said. What is small goes through the group
+    in any case, and what is small is so for all of them."""
+
+    group: Group
+    engines: CopyEngines | None = None
+    hidden: bool = False
+
+    def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
+        """The sum over the ranks; in the place of `x` where that is the caller's `own`."""
+        engines = self._engines(x.nbytes)
+        return REDUCE.ahead(x, self.group, own) if engines is None else engines.all_reduce(x, own)
+
+    def gather(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """[b, own tokens, ...] -> [b, all tokens, ...]."""
+        engines = self._engines(len(x) * sum(sizes) * x.shape[2:].numel() * x.element_size())
+        return GATHER_SEQ.ahead(x, sizes, self.group) if engines is None else engines.gather(x, sizes)
+
+    def reduce_scatter(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """[b, all tokens, ...], one term of a sum -> the sum's own tokens."""
+        if (engines := self._engines(x.nbytes)) is None:
+            return REDUCE_SCATTER_SEQ.ahead(x, sizes, self.group)
+        return engines.reduce_scatter(x, sizes)
+
+    def swap(
+        self, sent: Mapping[int, Tensor], rooms: Mapping[int, Tensor], most: int
+    ) -> Mapping[int, Tensor]:
+        """Send each other rank its part, in one message, and receive theirs: in `rooms`, or where the next
+        but one message of the ranks lies. Parts are dense; most: bytes of the largest of any rank."""
+        if self.engines is not None and most >= LARGE:
+            return self.engines.swap(sent, rooms, most)
+        operations = [
+            dist.P2POp(does, part, group=self.group, group_peer=rank)
+            for does, parts in ((dist.isend, sent), (dist.irecv, rooms))
+            for rank, part in parts.items()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return rooms
+
+    def rooms(self, nbytes: int) -> int:
+        """Bytes that stand for messages of at most so many bytes, as far as they do not stand yet."""
+        if self.engines is None:
+            return 0
+        return max(0, 2 * (nbytes + nbytes // self.engines.ranks - self.engines.room))
+
+    def _engines(self, size: int) -> CopyEngines | None:
+        """Those by which a sum or a gather of so many bytes goes."""
+        found = self.engines
+        return found if found is not None and size >= LARGE and (self.hidden or found.ranks == 2) else None
