@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petune.parallel.collectives import gather_dim
+from petune.log import say
+from petune.parallel.collectives import gather_dim, least_of
 
 ALIGNED = 256  # bytes
 
@@ -26,13 +27,24 @@ ALIGNED = 256  # bytes
 def reachable(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether the GPUs of all ranks of `group` can read one another's memory, the same on every rank.
 
-    They can on one host where each process sees all of them and they are linked. All ranks must call this.
+    They can on one host where each process sees all of them and they are linked, and where the system lets
+    one process map another's memory: containers may forbid it, so it is tried. All ranks must call this.
     """
-    if device.type != "cuda":
-        return False
+    return device.type == "cuda" and _reach(device, group)
+
+
+def _reach(device: torch.device, group: dist.ProcessGroup) -> bool:
     host = f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
     own = torch.tensor([[zlib.crc32(host.encode()), torch.cuda.current_device()]], device=device)
-    return _linked(gather_dim(own, (1,) * group.size(), 0, group).tolist())
+    if not _linked(gather_dim(own, (1,) * group.size(), 0, group).tolist()):
+        return False
+    try:
+        mapped(ALIGNED, device, group)
+        mapping = 1
+    except RuntimeError as error:
+        mapping = 0
+        say(f"linked GPUs send by NCCL, as this process may not map the others' memory: {error}")
+    return least_of([mapping], device, group) == [1]
 
 
 def _linked(ranks: Sequence[Sequence[int]]) -> bool:

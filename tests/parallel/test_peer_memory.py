@@ -51,7 +51,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         own = torch.full((size,), 255, dtype=torch.uint8)
         return own, Copies(own, group)
 
-    monkeypatch.setattr(peer_memory, "_mapped", mapped)
+    monkeypatch.setattr(peer_memory, "mapped", mapped)
     monkeypatch.setattr(in_place, "reachable", lambda device, group: True)
     monkeypatch.setattr(in_place, "LARGE", 1)
     yield made
@@ -135,3 +135,27 @@ def test_memory_is_read_on_one_host_between_linked_gpus_alone(monkeypatch: pytes
     assert not _linked([[7, 0], [7, 0]]), "each sees one GPU, or both have the same"
     assert not _linked([[7, 0], [7, 1], [7, 3]]), "one has no link"
     assert run(2, lambda: reachable(CPU, dist.group.WORLD)) == [False, False]  # type: ignore[arg-type]
+
+
+def _tried(forbidden: int) -> tuple[bool, list[str]]:
+    """Whether ranks reach one another that are told to be linked, of which one may not map memory."""
+    said: list[str] = []
+    rank = dist.get_rank()
+
+    def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        if rank == forbidden:
+            raise RuntimeError("pidfd_getfd: Operation not permitted")
+
+    linked: Any = torch.device("cpu")
+    peer_memory._linked = lambda ranks: True  # type: ignore[assignment]  # in this very process, which ends soon
+    peer_memory.mapped = mapped  # type: ignore[assignment]
+    peer_memory.say = said.append  # type: ignore[attr-defined]
+    torch.cuda.current_device = lambda: rank  # type: ignore[assignment]
+    return peer_memory._reach(linked, dist.group.WORLD), said  # type: ignore[arg-type]
+
+
+def test_gpus_that_may_not_map_memory_send_and_say_why() -> None:
+    assert run(2, _tried, -1) == [(True, []), (True, [])]
+    (one, said), (other, silent) = run(2, _tried, 0)
+    assert (one, other) == (False, False), "all ranks alike"
+    assert "Operation not permitted" in said[0] and not silent
