@@ -359,11 +359,15 @@ def _slope(x: Tensor, act: Act) -> Tensor:
 # ------------------------------------------------------------------ sums
 
 
-def add_low(x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None) -> Tensor:
+def add_low(
+    x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """x + y + low, rounded once to the dtype of `low`; x, y [m, n] in any float dtype, x with any row stride
-    or None. columns [n], float32 or wider: y is multiplied by it first."""
+    or None. columns [n], float32 or wider: y is multiplied by it first. out: where it is written, of that
+    dtype and with any row stride."""
     total = (wide(y) if columns is None else wide(y) * columns) + wide(low[0]) @ wide(low[1]).T
-    return (total if x is None else total + wide(x)).to(low[0].dtype)
+    found = (total if x is None else total + wide(x)).to(low[0].dtype)
+    return found if out is None else out.copy_(found)
 
 
 def unscale(dy: Tensor, y: Tensor, columns: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -397,15 +401,17 @@ def mix_backward(
     return (g * grad).to(dy.dtype), ((1 - g) * grad).to(dy.dtype), dgate
 
 
-def total(terms: Tensor, out: Tensor) -> None:
-    """Write the sum of the terms [n, m], each of which is dense, into `out` [m], rounded once."""
-    out.copy_(wide(terms).sum(0))
+def total(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The sum of parts [k, ...], each of which is dense, over k, rounded once to `dtype`; in `out`, of that
+    dtype, where it is given."""
+    found = wide(parts).sum(0).to(dtype)
+    return found if out is None else out.copy_(found)
 
 
-def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
-    """x W^T + bias + low, rounded once; x [m, k], weight [n, k], bias [n]."""
+def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low, out: Tensor | None = None) -> Tensor:
+    """x W^T + bias + low, rounded once; x [m, k], weight [n, k], bias [n]. out: see `add_low`."""
     product = wide(x) @ wide(weight).T
-    return add_low(None if bias is None else bias.expand_as(product), product, low)
+    return add_low(None if bias is None else bias.expand_as(product), product, low, out=out)
 
 
 # ------------------------------------------------------------------ loss

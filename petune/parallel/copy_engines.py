@@ -58,7 +58,7 @@ class CopyEngines:
             self._copy(Piece(rooms[to] + place, start + to * step, sizes[to] * item) for to in self.ranked)
             self._meet()
             terms = self._view((self.ranks + 1, count), x.dtype)[:, : sizes[self.rank]]
-            _ops(self.device, x.dtype).total(terms[:-1], terms[-1])
+            _ops(self.device, x.dtype).total(terms[:-1], x.dtype, terms[-1])
             self._meet()
             start, place = found.data_ptr(), self.ranks * step
             self._copy(Piece(start + of * step, rooms[of] + place, sizes[of] * item) for of in self.ranked)
@@ -85,7 +85,7 @@ class CopyEngines:
             self._meet()
             own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
             terms = self._view((self.ranks, own.numel()), x.dtype)
-            _ops(self.device, x.dtype).total(terms, own.view(-1))
+            _ops(self.device, x.dtype).total(terms, x.dtype, own.view(-1))
         return own
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:

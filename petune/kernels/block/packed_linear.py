@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.dense import Dense, matmul32
@@ -165,10 +164,7 @@ class Group:
             return self.whole.linear(x)
         y = x.new_empty(len(x), sum(self.widths))
         for part, out in zip(self.parts, y.split(self.widths, 1), strict=True):
-            if part.bias is None:
-                torch.mm(x, part.weight.T, out=out)
-            else:
-                torch.addmm(part.bias, x, part.weight.T, out=out)
+            _linear_into(out, x, part.weight, part.bias)
         return y
 
     def __call__(self, x: Tensor, inlet: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -191,11 +187,10 @@ class Group:
         y = x.new_empty(len(x), sum(self.widths))
         for part, rows, ranks in zip(self.parts, spans(self.widths), spans(self.ranks), strict=True):
             if part.b is None:
-                y[:, rows] = F.linear(x, part.weight, part.bias)
+                _linear_into(y[:, rows], x, part.weight, part.bias)
             else:
-                y[:, rows] = self.ops.linear_low(
-                    x, part.weight, part.bias, (s[:, ranks], self.b[rows, ranks])
-                )
+                low = s[:, ranks], self.b[rows, ranks]
+                self.ops.linear_low(x, part.weight, part.bias, low, out=y[:, rows])
         return y
 
     def _scaled(self, x: Tensor, s: Tensor | None, columns: Tensor, own: Tensor | None) -> Tensor:
@@ -359,6 +354,13 @@ class Group:
             there = [sink.needs[own + k] and tensor is not None for k, tensor in enumerate(part.tensors)]
             found += [value if is_there else None for value, is_there in zip(values, there, strict=True)]
         return found
+
+
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
 
 
 def _upright(part: LowRank) -> Tensor | None:

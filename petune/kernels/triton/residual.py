@@ -70,43 +70,49 @@ def multiprocessors(device: torch.device) -> int:
 # ------------------------------------------------------------------ partial sums
 
 
-def total(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of float32 parts [k, ...], dense, over k, in order, rounded once to `dtype`."""
-    if len(parts) == 1:
+def total(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """`petune.kernels.reference.total`, in order. torch's sum over a leading dim of few makes a third of the
+    memory's bandwidth; that of two tensors makes all of it."""
+    if len(parts) == 1 and out is None:
         return parts[0].to(dtype)
-    result = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    result = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device) if out is None else out
     size = result.numel()
-    _total_kernel[(triton.cdiv(size, TOTAL_BLOCK),)](
-        parts, result, len(parts), size, BLOCK=TOTAL_BLOCK, num_warps=4
-    )
+    if len(parts) == 2 and parts.dtype == dtype:
+        torch.add(*parts, out=result)
+    elif size:
+        _total_kernel[(triton.cdiv(size, TOTAL_BLOCK),)](
+            parts, result, len(parts), size, parts.stride(0), BLOCK=TOTAL_BLOCK, num_warps=4
+        )
     return result
 
 
 @triton.jit(do_not_specialize=["count"])
-def _total_kernel(parts, result, count, size, BLOCK: tl.constexpr):
+def _total_kernel(parts, result, count, size, stride, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < size
     value = tl.zeros((BLOCK,), tl.float32)
     for _ in range(count):
-        value += tl.load(parts + place, mask=live, other=0.0)
-        parts += size
+        value += tl.load(parts + place, mask=live, other=0.0).to(tl.float32)
+        parts += stride
     tl.store(result + place, value.to(result.dtype.element_ty), mask=live)
 
 
 # ------------------------------------------------------------------ a low-rank update
 
 
-def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
+def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low, out: Tensor | None = None) -> Tensor:
     """`petune.kernels.reference.linear_low`: cuBLAS gives the product in float32, which one kernel sums and
     rounds."""
     product = matmul32(x, weight.T)
-    return add_low(None if bias is None else bias.expand_as(product), product, low)
+    return add_low(None if bias is None else bias.expand_as(product), product, low, out=out)
 
 
-def add_low(x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None) -> Tensor:
+def add_low(
+    x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """`petune.kernels.reference.add_low`, for any rank."""
     (rows, width), (s, b) = y.shape, low
-    out = torch.empty((rows, width), dtype=s.dtype, device=y.device)
+    out = torch.empty((rows, width), dtype=s.dtype, device=y.device) if out is None else out
     if not rows:
         return out
     tile, rank = _add_tile(s.dtype), s.shape[1]
@@ -125,6 +131,7 @@ def add_low(x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None
             y.stride(0),
             s.stride(0),
             b.stride(0),
+            out.stride(0),
         ),
         RANK=rank,
         R=padded(min(rank, MAX_RANK)),
@@ -142,7 +149,7 @@ def _add_tile(dtype: torch.dtype) -> Tile:
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_low_kernel(
-    x, y, out, s, b, columns, rows, width, x_stride, y_stride, s_stride, b_stride,
+    x, y, out, s, b, columns, rows, width, x_stride, y_stride, s_stride, b_stride, out_stride,
     RANK: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(width, BN)
@@ -167,7 +174,7 @@ def _add_low_kernel(
             other=0.0,
         )
         value += tl.dot(left, tl.trans(right), input_precision="ieee")
-    tl.store(out + row[:, None] * width + col[None, :], value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row[:, None] * out_stride + col[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 # ------------------------------------------------------------------ eight-bit floats
@@ -266,10 +273,10 @@ def _e4m3(value):
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     """What every device compiles; the native form of `quantise` needs compute capability 8.9."""
-    for kind, parts in (("*bf16", "*fp32"), ("*fp32", "*fp32")):
+    for kind, parts in (("*bf16", "*fp32"), ("*fp32", "*fp32"), ("*bf16", "*bf16")):
         yield (
             _total_kernel,
-            {"parts": parts, "result": kind, "count": "i32", "size": "i32"},
+            {"parts": parts, "result": kind, "count": "i32", "size": "i32", "stride": "i32"},
             {"BLOCK": TOTAL_BLOCK},
             4,
             3,

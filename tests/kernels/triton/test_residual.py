@@ -43,6 +43,10 @@ def test_add_low_is_the_references(
     assert_as_good(found, reference.add_low(x, y, low), reference.add_low(*wider((x, y, low))))  # type: ignore[misc]
     assert found.is_contiguous()
     assert torch.equal(x, kept)
+    beside = torch.full((rows, columns + 32), 7, dtype=dtype, device=DEVICE)
+    there = residual.add_low(x, y, low, out=beside[:, 16:-16])
+    assert torch.equal(there, found) and there.data_ptr() == beside[:, 16:].data_ptr()
+    assert (beside[:, :16] == 7).all() and (beside[:, -16:] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,7 +73,13 @@ def test_a_linear_with_its_update_is_the_references(dtype: torch.dtype, biased: 
         reference.linear_low(x, weight, bias, low),
         reference.linear_low(*wider((x, weight, bias, low))),
     )  # type: ignore[misc]
-    assert_as_good(residual.linear_low(x, weight, bias, low), same, exact)
+    found = residual.linear_low(x, weight, bias, low)
+    assert_as_good(found, same, exact)
+    for form in (residual, reference):
+        whole = x.new_zeros(33, 200)
+        form.linear_low(x, weight, bias, low, out=whole[:, 10:140])
+        assert torch.equal(whole[:, 10:140], found if form is residual else same)
+        assert not whole[:, :10].any() and not whole[:, 140:].any()
 
 
 # ------------------------------------------------------------------ partial sums
@@ -83,6 +93,19 @@ def test_total_adds_parts_in_order_and_rounds_once(dtype: torch.dtype, parts: in
     for part in values[1:]:
         expected += part
     assert torch.equal(residual.total(values, dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 100, residual.TOTAL_BLOCK + 16, 0])
+def test_total_adds_rows_that_lie_apart_where_it_is_told_to(
+    dtype: torch.dtype, parts: int, size: int
+) -> None:
+    rows = matrix(parts, size, dtype, 0, strided=True)
+    found, same = (torch.empty(size, dtype=dtype, device=DEVICE) for _ in range(2))
+    assert residual.total(rows, dtype, found) is found
+    reference.total(rows, dtype, same)
+    assert_as_good(found, same, reference.total(rows.double(), torch.float64))
 
 
 @pytest.mark.parametrize(
