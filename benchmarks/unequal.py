@@ -11,9 +11,10 @@ promises of it.
 The devices of a CPU are two processes of one thread, each on a core of its own, that talk through gloo. The
 second is slowed by a child on the same core: every millisecond it stops its parent (SIGSTOP), uses the core
 twice as long as the parent has just done, and lets it go on. So the parent's computing takes three times as
-much, on a busy machine too, and its waiting does not; the ranks meet every 20 ms or more. A GPU, or a CPU
-with --twice, is slowed by running its work twice (benchmarks/twice.py): all but Triton's kernels, what is
-written in place, and what is sent; how much slower it is, is measured.
+much, on a busy machine too, and its waiting does not; the ranks meet every 20 ms or more. A GPU is slowed by
+a second program that multiplies matrices on it all the time, so that each of them has half of it. With
+--twice work is run twice instead (benchmarks/twice.py): all but Triton's kernels, what is written in place,
+and what is sent. How much slower a device is, is measured.
 
 Both are measured as `petune plan --auto` does it, at the same time, and so is the link. Then steps of the two
 plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank that
@@ -38,8 +39,10 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -186,6 +189,36 @@ def _make_slow(watched: int, times: float) -> None:
     os._exit(0)
 
 
+CROWD = """
+import sys, torch
+a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=sys.argv[1])
+while True:
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize()
+    print("busy", flush=True)
+"""
+
+
+@contextmanager
+def crowded(times: int, device: torch.device) -> Iterator[None]:
+    """So many programs as make `times` with this one share the GPU, which gives each its time in turn, for
+    the length of the block."""
+    others = [
+        subprocess.Popen([sys.executable, "-c", CROWD, str(device)], stdout=subprocess.PIPE)
+        for _ in range(times - 1)
+    ]
+    try:
+        for other in others:
+            assert other.stdout is not None and other.stdout.readline(), "a program beside did not begin"
+            threading.Thread(target=other.stdout.read, daemon=True).start()
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 # ------------------------------------------------------------------ on a rank
 
 
@@ -193,7 +226,9 @@ def slow_way(asked: Asked, here: Here) -> AbstractContextManager[Any]:
     """What makes the second device slow, on its rank."""
     if here.rank != 1 or asked.slow <= 1:
         return nullcontext()
-    return Twice(round(asked.slow)) if asked.twice else slowed(asked.slow)
+    if asked.twice:
+        return Twice(round(asked.slow))
+    return crowded(round(asked.slow), here.device) if here.cuda else slowed(asked.slow)
 
 
 def told(run: Callable[[Job, Here, Options], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -487,7 +522,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shape", choices=tuple(SHAPES), help="1k on a CPU, 8b on GPUs")
     parser.add_argument("--twice", action="store_true", help="slow a CPU as a GPU is slowed")
     parser.add_argument(
-        "--slow", type=float, help="how many times slower the second device is: 3, 2 where work runs twice"
+        "--slow",
+        type=float,
+        help="how many times slower the second device is: 3, 2 on GPUs and where work runs twice",
     )
     parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
     parser.add_argument("--every", action="store_true", help="beside the plan found, others of its backend")
@@ -499,7 +536,7 @@ def parsed() -> argparse.Namespace:
 def asked_by(given: argparse.Namespace, folder: str) -> Asked:
     """What it means."""
     cuda = given.device == "cuda"
-    twice, name = given.twice or cuda, given.shape or ("8b" if cuda else "1k")
+    twice, name = given.twice, given.shape or ("8b" if cuda else "1k")
     return Asked(
         given.device,
         folder,
@@ -507,7 +544,7 @@ def asked_by(given: argparse.Namespace, folder: str) -> Asked:
         "auto" if cuda or name != "tiny" else "reference",
         torch.float32 if name == "1k" else torch.bfloat16,
         twice,
-        given.slow or (2.0 if twice else 3.0),
+        given.slow or (2.0 if twice or cuda else 3.0),
         given.steps,
         given.every,
         (11 if cuda else 0) if given.most is None else given.most,
