@@ -19,31 +19,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.kernels.dispatch import Ops, reference_ops, select
-from petune.parallel.cuda_driver import CudaDriver, Piece
-from petune.parallel.peer_memory import mapped
+from petune.parallel.cuda_driver import Piece
+from petune.parallel.linked import Linked
 
 LARGE = 2**20  # bytes of a message from which this pays
 _GRAIN = 2**21
 
 
-class CopyEngines:
-    """Of the ranks of `group`, whose GPUs reach one another's memory (`reachable`). All ranks make it
-    together, and call alike, in one order."""
+class CopyEngines(Linked):
+    """Collectives of linked ranks, which call alike, in one order."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.ranks = group.rank(), group.size()
+        super().__init__(group, device)
         # each begins with another one, so not all write to the same; at last this rank itself
         self.ranked = [(self.rank + step) % self.ranks for step in range(1, self.ranks + 1)]
         self.others = self.ranked[:-1]
-        self.driver = self._driver()
         self.sides = [(self.driver.stream(), self.driver.event()) for _ in self.others]
         self.begin, self.before = self.driver.event(), self.driver.event()
         self.stream = self.driver.current()  # on which was spoken last
         self.room = self.turn = self.meetings = 0
-        self.flags, self.flags_of = self._shared(4 * self.ranks)
-        self.flags.zero_()
-        self._together()
+        self.flags, self.flags_of = self._flags(self.ranks)
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks, which is rounded once; in the place of `x` where that is the caller's
@@ -166,20 +161,6 @@ class CopyEngines:
             used += 1
         for _, event in self.sides[:used]:
             driver.follow(current, event)
-
-    # ------------------------------------------------------------ what only GPUs have
-
-    def _driver(self) -> CudaDriver:
-        return CudaDriver(self.device)
-
-    def _shared(self, size: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Bytes that all ranks reach: this rank's, and those of each."""
-        return mapped(size, self.device, self.group)
-
-    def _together(self) -> None:
-        """Wait on the host until all devices have done everything."""
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
 
 
 @cache

@@ -73,12 +73,15 @@ class Mesh:
 
     @cached_property
     def engines(self) -> CopyEngines | None:
-        """The copy engines by which the ranks of tp talk; None where their GPUs are not linked, and where
-        ranks may be replaced: what waits for a lost one here never ends. All ranks must ask together."""
-        among = self.groups["tp"]
-        if isinstance(among, LastingGroup) or not reachable(self.device, among):
-            return None
-        return CopyEngines(among, self.device)
+        """The copy engines by which the ranks of tp talk; None where these are not `linked`. All of them must
+        ask together."""
+        return CopyEngines(self.groups["tp"], self.device) if self.linked("tp") else None
+
+    def linked(self, axis: Axis) -> bool:
+        """Whether the ranks along an axis talk through one another's memory. Not where ranks may be replaced:
+        what waits for a lost one there never ends. All of them must ask together."""
+        among = self.groups[axis]
+        return not isinstance(among, LastingGroup) and reachable(self.device, among)
 
     @property
     def main(self) -> bool:

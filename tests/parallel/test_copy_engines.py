@@ -3,7 +3,6 @@ driver is one of threads here, whose copies and numbers in memory are those of t
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 import time
@@ -19,45 +18,19 @@ from torch import Tensor
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.link import Link
+from tests.parallel.linked_processes import PATIENCE, HostDriver
 
-PATIENCE = 10  # seconds until a rank that waits gives up
 
-
-class ThreadDriver:
-    """A driver whose streams are the thread itself, which is late now and then."""
+class LateDriver(HostDriver):
+    """One that is late now and then."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
-    def current(self) -> int:
-        return 1
-
-    def stream(self) -> int:
-        return 2
-
-    def event(self) -> int:
-        return 3
-
-    def record(self, event: int, stream: int) -> None:
-        pass
-
-    def follow(self, stream: int, event: int) -> None:
-        pass
-
-    def write(self, stream: int, address: int, number: int) -> None:
-        ctypes.c_uint32.from_address(address).value = number % 2**32
-
-    def wait(self, stream: int, address: int, number: int) -> None:
-        until = time.monotonic() + PATIENCE
-        while (ctypes.c_uint32.from_address(address).value - number) % 2**32 >= 2**31:
-            assert time.monotonic() < until, "nobody came to a meeting"
-            time.sleep(0)
-
     def copy(self, piece: Piece, stream: int) -> None:
         if self.draw.random() < 0.3:
             time.sleep(self.draw.random() * 2e-3)
-        for row in range(piece.rows):
-            ctypes.memmove(piece.to + row * piece.to_pitch, piece.of + row * piece.of_pitch, piece.width)
+        super().copy(piece, stream)
 
 
 class Host:
@@ -79,7 +52,7 @@ class Host:
 
         class OfThreads(CopyEngines):
             def _driver(self) -> Any:
-                return ThreadDriver(rank)
+                return LateDriver(rank)
 
             def _shared(self, size: int) -> tuple[Tensor, Sequence[Tensor]]:
                 asked[0] += 1

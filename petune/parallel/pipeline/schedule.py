@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -40,6 +41,7 @@ from petune.models.spec import Family
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.mesh import Coordinate, Mesh
 from petune.parallel.objective import Batch, Objective
+from petune.parallel.pipeline.linked_stage import LinkedStage, Transfers, message_bytes
 from petune.parallel.pipeline.stage_io import WORDS, Kind, Kinds, Slot, decoded, encoded, lengths_of
 from petune.parallel.pipeline.stage_module import LOSS, PADDING, Chunk, Now, filled_up, shared_out
 from petune.parallel.pipeline.stages import cut_stage
@@ -166,6 +168,7 @@ class Pipeline:
         # training or not: (what it was made for, the schedule)
         self.schedules: dict[bool, tuple[Any, Any]] = {}
         self.said = False
+        self.transfers = Transfers(self.group, self.device, self.final + 1) if mesh.linked("pp") else None
 
     def forget(self) -> None:
         """Ask the stages again what they send, as a rank that was replaced does not know, and drop what a
@@ -281,6 +284,9 @@ class Pipeline:
         return self.schedules[training][1]
 
     def _make(self, batch: Batch, pieces: int) -> Any:
+        if self.transfers is not None:
+            sides = (side for chunk in self.chunks for side in chunk.sides)
+            self.transfers.reserve(max(message_bytes(self._drawn(*side, batch, pieces)) for side in sides))
         stages = [self._stage(chunk, batch, pieces) for chunk in self.chunks]
         training = self.now.training
         if training and self.plan.schedule == "zero-bubble":
@@ -289,20 +295,11 @@ class Pipeline:
 
     def _stage(self, chunk: Chunk, batch: Batch, pieces: int) -> PipelineStage:
         """torch's stage around a chunk, told what it will receive and send."""
-
-        def tensors(slots: tuple[Slot, ...], kinds: Kinds) -> tuple[Tensor, ...]:
-            return tuple(
-                torch.empty(shape, dtype=kind.dtype, device="meta", requires_grad=kind.differentiable)
-                for shape, kind in self._facts(slots, kinds, batch, pieces)
-            )
-
-        outputs = (
-            (torch.empty((), dtype=LOSS, device="meta"),)
-            if chunk.last
-            else tensors(chunk.ends.outgoing, chunk.outgoing)
-        )
-        inputs = tensors(chunk.ends.incoming, chunk.incoming)
-        return PipelineStage(
+        inputs, outputs = (self._drawn(*side, batch, pieces) for side in chunk.sides)
+        if chunk.last:
+            outputs = (torch.empty((), dtype=LOSS, device="meta"),)
+        kind: Any = PipelineStage if self.transfers is None else partial(LinkedStage, self.transfers)
+        stage: PipelineStage = kind(
             chunk,
             chunk.number,
             self.final + 1,
@@ -311,6 +308,14 @@ class Pipeline:
             output_args=outputs,
             group=self.group,
             dw_builder=None if chunk.splits else _nothing_left,
+        )
+        return stage
+
+    def _drawn(self, slots: tuple[Slot, ...], kinds: Kinds, batch: Batch, pieces: int) -> tuple[Tensor, ...]:
+        """The tensors that travel with a piece of `batch`, on the meta device."""
+        return tuple(
+            torch.empty(shape, dtype=kind.dtype, device="meta", requires_grad=kind.differentiable)
+            for shape, kind in self._facts(slots, kinds, batch, pieces)
         )
 
     def _say_what_is_not_split(self) -> None:

@@ -17,7 +17,7 @@ from petune.errors import DistributedError
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.offload import Passing
 from petune.parallel.objective import Batch, Objective, Outputs, rows_of
-from petune.parallel.pipeline.stage_io import Kind, Kinds, Leave
+from petune.parallel.pipeline.stage_io import Kind, Kinds, Leave, Slot
 from petune.parallel.pipeline.stages import ends_of
 from petune.rng.context import Running, twins
 from petune.rng.dropout import drawing
@@ -56,6 +56,11 @@ class Chunk(nn.Module):
         self.outgoing: Kinds = ()
         self.shapes: list[tuple[int, ...]] = []
         self.piece = 0  # the next one of the call that is running
+
+    @property
+    def sides(self) -> tuple[tuple[tuple[Slot, ...], Kinds], tuple[tuple[Slot, ...], Kinds]]:
+        """Places and kinds of what comes in, and of what goes on."""
+        return (self.ends.incoming, self.incoming), (self.ends.outgoing, self.outgoing)
 
     @property
     def splits(self) -> bool:

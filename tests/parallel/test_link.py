@@ -1,0 +1,60 @@
+"""Plans whose ranks talk by copy engines, every message, train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from petune.kernels.configs import MemoryConfig
+from petune.parallel.copy_engines import CopyEngines
+from tests.parallel import harness
+from tests.parallel.cells import case
+from tests.parallel.harness import Case, Trace, compare, oracle
+from tests.parallel.linked_processes import link_all
+from tests.parallel.plans import BACKENDS, overlapping
+from tests.pool import run
+
+SAYS = {
+    "tp": {"all_reduce"},
+    "galaxy": {"gather", "reduce_scatter"},
+    "galaxy2": {"gather", "reduce_scatter"},
+    "sp-gather": {"gather", "reduce_scatter"},
+    "sp-ulysses": {"swap"},
+}
+
+
+def _steps(one: Case, limit: float, folder: Path) -> dict[str, Any]:
+    link_all(folder)
+    said: set[str] = set()
+    for name in ("all_reduce", "gather", "reduce_scatter", "swap"):
+        plain = getattr(CopyEngines, name)
+
+        def noted(*given: Any, name: str = name, plain: Any = plain) -> Any:
+            said.add(name)
+            return plain(*given)
+
+        setattr(CopyEngines, name, noted)
+    return {"trace": harness._steps(one, limit), "said": said}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("backend", SAYS)
+def test_ranks_that_talk_by_copy_engines_train_as_one_process(
+    backend: str, overlap: bool, tmp_path: Path
+) -> None:
+    plan = (overlapping(backend) if overlap else BACKENDS[backend])("llama-causal", 2)
+    one = case(
+        "llama-causal",
+        "lora",
+        plan,
+        passes=(4,),
+        steps=2,
+        dropout=0.1,
+        blocks=MemoryConfig("all", offload="none"),
+    )
+    expected = oracle(one)
+    found = run(2, _steps, one, expected.norms[0] / 2, tmp_path, timeout=90)
+    compare([Trace(**rank["trace"]) for rank in found], expected, one)
+    assert all(rank["said"] == SAYS[backend] for rank in found)
