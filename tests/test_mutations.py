@@ -37,16 +37,9 @@ from petune.models import attention
 from petune.models.exchange import Rows
 from petune.models.stack import Stack
 from petune.models.tuned_linear import BottleneckPart
-from petune.parallel import boundary, placement, runner
-from petune.parallel.collectives import (
-    COPY,
-    GATHER_SEQ,
-    GATHER_SHARED,
-    REDUCE,
-    REDUCE_SCATTER_SEQ,
-    gather_seq,
-    gather_shared,
-)
+from petune.parallel import placement, runner
+from petune.parallel.boundary import SequenceBoundary, WholeBoundary
+from petune.parallel.collectives import GATHER_SHARED, gather_seq, gather_shared
 from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.plan import ALONE
 from petune.parallel.runner import Runner
@@ -162,9 +155,9 @@ def test_the_gradient_of_what_enters_a_region_cut_by_heads_is_summed(
     """One copy after the embeddings does not stand for those at the entries."""
     fails(
         cell(name, method, "tp"),
-        boundary,
-        "COPY",
-        COPY._replace(back=lambda x, group, own=False: x),
+        WholeBoundary,
+        "enter_backward",
+        lambda self, dx, own=False: dx,
         GRADIENTS,
     )
 
@@ -172,9 +165,9 @@ def test_the_gradient_of_what_enters_a_region_cut_by_heads_is_summed(
 def test_what_leaves_a_region_cut_by_heads_is_summed(fails: Fails) -> None:
     fails(
         cell("llama-causal", "lora", "tp"),
-        boundary,
-        "REDUCE",
-        REDUCE._replace(ahead=lambda x, group, own=False: x.clone()),
+        WholeBoundary,
+        "leave",
+        lambda self, y, own=False: y.clone(),
         LOGITS,
     )
 
@@ -189,9 +182,15 @@ def test_the_gradient_of_gathered_keys_and_values_comes_from_all_ranks(
     fails(cell(name, "lora", backend), exchange, "gather_seq", gather_shared, GRADIENTS)
 
 
+def _own_part(self: Any, dx: Tensor, *_: Any, own: bool = False) -> Tensor:
+    """What a gather gives back before the same work on every rank."""
+    part: Tensor = GATHER_SHARED.back(dx, self.sizes, self.group)
+    return part
+
+
 @pytest.mark.parametrize("name", ["llama-causal", long("t5-seq2seq")])
 def test_a_gather_before_different_work_sums_its_gradient(name: str, fails: Fails) -> None:
-    fails(cell(name, "lora", "galaxy"), boundary, "GATHER_SEQ", GATHER_SHARED, GRADIENTS)
+    fails(cell(name, "lora", "galaxy"), SequenceBoundary, "enter_backward", _own_part, GRADIENTS)
 
 
 @pytest.mark.parametrize("backend", ["galaxy", long("sp-gather")])
@@ -218,25 +217,20 @@ FUSED = MemoryConfig("attention")
 
 
 @pytest.mark.parametrize(
-    ("backend", "pair", "fault", "match"),
+    ("backend", "end", "fault", "match"),
     [
-        ("tp", "COPY", COPY._replace(back=lambda x, group, own=False: x), GRADIENTS),
-        ("tp", "REDUCE", REDUCE._replace(ahead=lambda x, group, own=False: x), LOGITS),
-        ("tp", "REDUCE", REDUCE._replace(back=COPY.back), GRADIENTS),
-        ("galaxy", "GATHER_SEQ", GATHER_SHARED, GRADIENTS),
-        (
-            "galaxy",
-            "REDUCE_SCATTER_SEQ",
-            REDUCE_SCATTER_SEQ._replace(back=lambda *given: REDUCE_SCATTER_SEQ.back(*given) / 2),
-            GRADIENTS,
-        ),
+        ("tp", "enter_backward", lambda self, dx, own=False: dx, GRADIENTS),
+        ("tp", "leave", lambda self, y, own=False: y, LOGITS),
+        ("tp", "leave_backward", lambda self, dy: self.link.all_reduce(dy), GRADIENTS),
+        ("galaxy", "enter_backward", _own_part, GRADIENTS),
+        ("galaxy", "leave_backward", lambda self, dy: self.link.gather(dy, self.sizes) / 2, GRADIENTS),
     ],
 )
 def test_every_crossing_within_a_fused_block_has_its_adjoint(
-    backend: str, pair: str, fault: Any, match: str, monkeypatch: Any
+    backend: str, end: str, fault: Any, match: str, monkeypatch: Any
 ) -> None:
     one = cell("llama-causal", "lora", backend, blocks=FUSED)
-    monkeypatch.setattr(boundary, pair, fault)
+    monkeypatch.setattr(WholeBoundary if backend == "tp" else SequenceBoundary, end, fault)
     with pytest.raises(AssertionError, match=match):
         check(one)
 
@@ -276,13 +270,13 @@ WITHIN: dict[str, tuple[str, str, Any, str, Any, str]] = {
         (
             "gather ahead",
             ("sp-gather", "llama-causal"),
-            (exchange, "GATHER_SEQ", GATHER_SEQ._replace(ahead=_rolled(GATHER_SEQ.ahead))),
+            (exchange.Gather, "enter", _rolled(exchange.Gather.enter)),
             LOGITS,
         ),
         (
             "gather back",
             ("sp-gather", "llama-causal"),
-            (exchange, "GATHER_SEQ", GATHER_SHARED),
+            (exchange.Gather, "enter_backward", _own_part),
             GRADIENTS,
         ),
         (

@@ -79,9 +79,9 @@ class Boundary(Protocol):
         """The gradient of every rank's term of that sum."""
         ...
 
-    def rooms(self, nbytes: int) -> int:
-        """Bytes that what is said here needs for itself and does not have yet, for hidden states of so many
-        bytes around the sub-layer."""
+    def room_bytes(self, nbytes: int) -> tuple[int, int]:
+        """Bytes that stand for what is said here, and bytes to come for hidden states of so many bytes around
+        the sub-layer."""
         ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:

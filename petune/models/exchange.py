@@ -86,8 +86,9 @@ class Exchange(Protocol):
         """What steps depend on, for attention with so many heads of keys and values."""
         ...
 
-    def rooms(self, nbytes: int) -> int:
-        """As that of a boundary, for own hidden states of so many bytes."""
+    def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
+        """As that of a boundary, for own queries and own keys of so many bytes; values have as many as
+        keys."""
         ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:

@@ -18,13 +18,14 @@ from petune.rng.context import running
 
 @dataclass(frozen=True)
 class _Among:
-    """Among the ranks of `group`. A copy of the model has the same one, as a process group cannot be
-    copied."""
+    """Among the ranks of `group`. A copy of the model has the same one, as a process group cannot be copied.
+    largest: the largest share of all tokens that one of them has beyond it."""
 
     group: Group
     first: int = 0
     overlapped: bool = False
     share: float = 1.0
+    largest: float = 1.0
     engines: CopyEngines | None = None
 
     @property
@@ -34,10 +35,6 @@ class _Among:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-    def rooms(self, nbytes: int) -> int:
-        """See Boundary."""
-        return self.link.rooms(int(nbytes / self.share))
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See Boundary."""
@@ -54,6 +51,10 @@ class WholeBoundary(_Among):
     def here(self) -> Self:
         """See Boundary."""
         return self
+
+    def room_bytes(self, nbytes: int) -> tuple[int, int]:
+        """See Boundary. A sum lies beside its terms."""
+        return self.link.room_bytes(nbytes + nbytes // self.link.ranks)
 
     def enter(self, x: Tensor) -> Tensor:
         """See Boundary."""
@@ -85,6 +86,10 @@ class SequenceBoundary(_Among):
     def here(self) -> Self:
         """See Boundary."""
         return replace(self, sizes=running().sizes)
+
+    def room_bytes(self, nbytes: int) -> tuple[int, int]:
+        """See Boundary. Every rank writes to the one with most tokens."""
+        return self.link.room_bytes(int(nbytes / self.share * self.largest * self.link.ranks))
 
     def enter(self, x: Tensor) -> Tensor:
         """See Boundary."""

@@ -5,13 +5,12 @@ parts are written into the memory of the other GPUs, or read from it (peer_memor
 wait for one another by numbers in that memory, so that no kernel is launched but the one that adds up.
 
 Every rank has two rooms, used in turns. Whoever fills a room again has met the others since they read it: a
-meeting lies between any two turns.
+meeting lies between any two turns. A room that is too small is left for one at least twice as large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -22,8 +21,7 @@ from petune.kernels.dispatch import Ops, reference_ops, select
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.linked import Linked
 
-LARGE = 2**20  # bytes of a message from which this pays
-_GRAIN = 2**21
+_GRAIN = 2**21  # bytes
 
 
 class CopyEngines(Linked):
@@ -37,7 +35,7 @@ class CopyEngines(Linked):
         self.sides = [(self.driver.stream(), self.driver.event()) for _ in self.others]
         self.begin, self.before = self.driver.event(), self.driver.event()
         self.stream = self.driver.current()  # on which was spoken last
-        self.room = self.turn = self.meetings = 0
+        self.room_bytes = self.turn = self.meetings = 0
         self.flags, self.flags_of = self._flags(self.ranks)
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
@@ -48,15 +46,15 @@ class CopyEngines(Linked):
         item, count = x.element_size(), -(-x.numel() // self.ranks)
         step = count * item
         sizes = [max(0, min(count, x.numel() - rank * count)) for rank in range(self.ranks)]
-        with self._turn((self.ranks + 1) * step) as rooms:
-            start, place = x.data_ptr(), self.rank * step
-            self._copy(Piece(rooms[to] + place, start + to * step, sizes[to] * item) for to in self.ranked)
-            self._meet()
-            terms = self._view((self.ranks + 1, count), x.dtype)[:, : sizes[self.rank]]
-            _ops(self.device, x.dtype).total(terms[:-1], x.dtype, terms[-1])
-            self._meet()
-            start, place = found.data_ptr(), self.ranks * step
-            self._copy(Piece(start + of * step, rooms[of] + place, sizes[of] * item) for of in self.ranked)
+        rooms = self._turn((self.ranks + 1) * step)
+        begin, own_term = x.data_ptr(), self.rank * step
+        self._copy(Piece(rooms[to] + own_term, begin + to * step, sizes[to] * item) for to in self.ranked)
+        self._meet()
+        terms = self._view((self.ranks + 1, count), x.dtype)[:, : sizes[self.rank]]
+        _ops(self.device, x.dtype).total(terms[:-1], x.dtype, terms[-1])
+        self._meet()
+        into, total = found.data_ptr(), self.ranks * step
+        self._copy(Piece(into + of * step, rooms[of] + total, sizes[of] * item) for of in self.ranked)
         return found
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -65,22 +63,22 @@ class CopyEngines(Linked):
         x = x.contiguous()
         rows, starts, widths = _columns(x, sizes)
         pitch, start = sum(widths), x.data_ptr()
-        with self._turn(self.ranks * rows * max(widths)) as rooms:
-            self._copy(
-                Piece(
-                    rooms[to] + self.rank * rows * widths[to],
-                    start + starts[to],
-                    widths[to],
-                    rows,
-                    widths[to],
-                    pitch,
-                )
-                for to in self.ranked
+        rooms = self._turn(self.ranks * rows * max(widths))
+        self._copy(
+            Piece(
+                rooms[to] + self.rank * rows * widths[to],
+                start + starts[to],
+                widths[to],
+                rows,
+                widths[to],
+                pitch,
             )
-            self._meet()
-            own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
-            terms = self._view((self.ranks, own.numel()), x.dtype)
-            _ops(self.device, x.dtype).total(terms, x.dtype, own.view(-1))
+            for to in self.ranked
+        )
+        self._meet()
+        own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
+        terms = self._view((self.ranks, own.numel()), x.dtype)
+        _ops(self.device, x.dtype).total(terms, x.dtype, own.view(-1))
         return own
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -89,29 +87,26 @@ class CopyEngines(Linked):
         whole = x.new_empty(len(x), sum(sizes), *x.shape[2:])
         rows, starts, widths = _columns(whole, sizes)
         pitch, start = sum(widths), whole.data_ptr()
-        with self._turn(rows * max(widths)) as rooms:
-            self._copy((Piece(rooms[self.rank], x.data_ptr(), x.nbytes),))
-            self._meet()
-            self._copy(
-                Piece(start + starts[of], rooms[of], widths[of], rows, pitch, widths[of])
-                for of in self.ranked
-            )
+        rooms = self._turn(rows * max(widths))
+        self._copy((Piece(rooms[self.rank], x.data_ptr(), x.nbytes),))
+        self._meet()
+        self._copy(
+            Piece(start + starts[of], rooms[of], widths[of], rows, pitch, widths[of]) for of in self.ranked
+        )
         return whole
 
     def swap(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], most: int
     ) -> dict[int, Tensor]:
         """What each other rank has sent, of the shapes of `received`; to be read before the next but one is
-        said. sent: dense. most: bytes of the largest part of any rank."""
+        said. sent: dense. most: bytes of the largest part of any rank, the same on all of them."""
         most = -(-most // 16) * 16
-        with self._turn(self.ranks * most) as rooms:
-            place = self.rank * most
-            self._copy(Piece(rooms[to] + place, part.data_ptr(), part.nbytes) for to, part in sent.items())
-            self._meet()
+        rooms, own_part = self._turn(self.ranks * most), self.rank * most
+        self._copy(Piece(rooms[to] + own_part, part.data_ptr(), part.nbytes) for to, part in sent.items())
+        self._meet()
         return {of: self._view(part.shape, part.dtype, of * most) for of, part in received.items()}
 
-    @contextmanager
-    def _turn(self, size: int) -> Iterator[list[int]]:
+    def _turn(self, size: int) -> list[int]:
         """Where a room of `size` bytes begins on every rank, behind all that was said before on whatever
         stream."""
         stream = self.driver.current()
@@ -119,22 +114,28 @@ class CopyEngines(Linked):
             self.driver.record(self.before, self.stream)
             self.driver.follow(stream, self.before)
             self.stream = stream
-        if size > self.room:
+        if size > self.room_bytes:
             self._grow(size)
         self.turn += 1
-        yield [start + self.turn % 2 * self.room for start in self.starts]
+        return [start + self.turn % 2 * self.room_bytes for start in self.starts]
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
         """Numbers in this rank's room of this turn."""
         size = dtype.itemsize * torch.Size(shape).numel()
-        return self.own[self.turn % 2 * self.room + start :][:size].view(dtype).view(shape)
+        return self.own[self.turn % 2 * self.room_bytes + start :][:size].view(dtype).view(shape)
+
+    def grown(self, size: int) -> int:
+        """Bytes of a room once a message has needed so many."""
+        if size <= self.room_bytes:
+            return self.room_bytes
+        return max(-(-size // _GRAIN) * _GRAIN, 2 * self.room_bytes)
 
     def _grow(self, size: int) -> None:
-        """Make larger rooms, while nobody reads the former ones."""
+        """Make larger rooms, while nobody reads the former ones, whose memory does not come back."""
         self._together()
-        self.room = -(-size // _GRAIN) * _GRAIN
-        self.own, self.rooms = self._shared(2 * self.room)
-        self.starts = [part.data_ptr() for part in self.rooms]
+        self.room_bytes = self.grown(size)
+        self.own, self.every = self._shared(2 * self.room_bytes)
+        self.starts = [part.data_ptr() for part in self.every]
 
     def _meet(self) -> None:
         """Let the stream wait until those of all ranks have come as far."""
@@ -149,8 +150,6 @@ class CopyEngines(Linked):
         driver, current, used = self.driver, self.stream, 0
         driver.record(self.begin, current)
         for piece in pieces:
-            if not piece.width * piece.rows:
-                continue
             if used == len(self.sides):
                 driver.copy(piece, current)
                 continue

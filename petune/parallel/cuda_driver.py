@@ -55,30 +55,36 @@ class CudaDriver:
     def event(self) -> int:
         """A new event, without a time."""
         made = ctypes.c_void_p()
-        _check(self.library.cuEventCreate(ctypes.byref(made), 2))  # CU_EVENT_DISABLE_TIMING
+        self._check(self.library.cuEventCreate(ctypes.byref(made), 2))  # CU_EVENT_DISABLE_TIMING
         return made.value or 0
 
     def record(self, event: int, stream: int) -> None:
         """The event is what was launched on the stream until now."""
-        _check(self.library.cuEventRecord(event, stream))
+        self._check(self.library.cuEventRecord(event, stream))
 
     def follow(self, stream: int, event: int) -> None:
         """The stream waits for the event as it is now."""
-        _check(self.library.cuStreamWaitEvent(stream, event, 0))
+        self._check(self.library.cuStreamWaitEvent(stream, event, 0))
 
     def write(self, stream: int, address: int, number: int) -> None:
         """Write 32 bits once the stream has come here, behind what it wrote before."""
-        _check(self.library.cuStreamWriteValue32_v2(stream, address, number % 2**32, 0))
+        self._check(self.library.cuStreamWriteValue32_v2(stream, address, number % 2**32, 0))
 
     def wait(self, stream: int, address: int, number: int) -> None:
         """The stream waits until this number is there, or a later one."""
-        _check(self.library.cuStreamWaitValue32_v2(stream, address, number % 2**32, 0))
+        self._check(self.library.cuStreamWaitValue32_v2(stream, address, number % 2**32, 0))
 
     def copy(self, piece: Piece, stream: int) -> None:
         """Copy between memories that the device can reach."""
         to, of, width, rows, to_pitch, of_pitch = piece
+        if not width * rows:
+            return
         if rows == 1 or to_pitch == of_pitch == width:
-            _check(self.library.cuMemcpyAsync(to, of, width * rows, stream))
+            self._check(self.library.cuMemcpyAsync(to, of, width * rows, stream))
+            return
+        if max(to_pitch, of_pitch) > _PITCH:
+            for row in range(rows):
+                self.copy(Piece(to + row * to_pitch, of + row * of_pitch, width), stream)
             return
         found = _Rows(
             srcMemoryType=_UNIFIED,
@@ -90,9 +96,17 @@ class CudaDriver:
             WidthInBytes=width,
             Height=rows,
         )
-        _check(self.library.cuMemcpy2DAsync_v2(ctypes.byref(found), stream))
+        self._check(self.library.cuMemcpy2DAsync_v2(ctypes.byref(found), stream))
+
+    def _check(self, status: int) -> None:
+        if status:
+            name = ctypes.c_char_p()
+            self.library.cuGetErrorName(status, ctypes.byref(name))
+            said = (name.value or b"an unknown error").decode()
+            raise PetuneError(f"CUDA's driver refuses to let GPUs talk by copy engines: {said}")
 
 
+_PITCH = 2**31 - 1  # bytes that rows of one copy may lie apart
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says which device
 
 
@@ -117,8 +131,3 @@ class _Rows(ctypes.Structure):
         ("WidthInBytes", ctypes.c_size_t),
         ("Height", ctypes.c_size_t),
     )
-
-
-def _check(status: int) -> None:
-    if status:
-        raise PetuneError(f"CUDA's driver answered with error {status} where GPUs wait for one another")

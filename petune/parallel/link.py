@@ -14,17 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes
-from petune.parallel.copy_engines import LARGE, CopyEngines
+from petune.parallel.copy_engines import CopyEngines
+
+LARGE = 2**20  # bytes of a message from which copy engines pay
 
 
 @dataclass(frozen=True)
 class Link:
     """Among the ranks of `group`. hidden: other work hides what is said. What is small goes through the group
-    in any case, and what is small is so for all of them."""
+    in any case; how large a message is, is reckoned so that all ranks find the same."""
 
     group: Group
     engines: CopyEngines | None = None
     hidden: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Of the group."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks; in the place of `x` where that is the caller's `own`."""
@@ -58,11 +65,13 @@ class Link:
             work.wait()
         return rooms
 
-    def rooms(self, nbytes: int) -> int:
-        """Bytes that stand for messages of at most so many bytes, as far as they do not stand yet."""
-        if self.engines is None:
-            return 0
-        return max(0, 2 * (nbytes + nbytes // self.engines.ranks - self.engines.room))
+    def room_bytes(self, size: int, swapped: bool = False) -> tuple[int, int]:
+        """Bytes that stand for messages which need so many, and bytes to come for them. swapped: they are
+        those of `swap`."""
+        if self.engines is None or not (swapped or self.hidden or self.engines.ranks == 2):
+            return 0, 0
+        stand, grown = self.engines.room_bytes, self.engines.grown(size)
+        return 2 * stand, 2 * grown * (grown > stand)
 
     def _engines(self, size: int) -> CopyEngines | None:
         """Those by which a sum or a gather of so many bytes goes."""

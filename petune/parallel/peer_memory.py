@@ -41,6 +41,8 @@ def _reach(device: torch.device, group: dist.ProcessGroup) -> bool:
     try:
         mapped(ALIGNED, device, group)
         mapping = 1
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         mapping = 0
         say(f"linked GPUs send by NCCL, as this process may not map the others' memory: {error}")
@@ -89,6 +91,7 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
     """`size` bytes on `device`, and the memory of every rank of `group` that was made in the same call."""
     import torch.distributed._symmetric_memory as symmetric  # takes a while, and only GPUs have it
 
+    # its pool gives each tensor a segment of its own: a buffer of another rank begins where that does
     with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
         own = torch.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, group)

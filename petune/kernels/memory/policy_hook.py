@@ -181,6 +181,7 @@ class Governor:
             for other in later
         )
         shape = shape_of(typical(specs), specs[0].computes_in(device.type))
+        rooms = _room_bytes(specs[0], shape, tokens)
         streamed = self.config.stream != "none"
         pinned = (
             len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32")
@@ -192,8 +193,9 @@ class Governor:
             len(specs),
             tokens,
             min(longest, tokens),
-            (resident_bytes(model) if streamed else max(fixed_bytes(*here), self._standing(device)))
-            + _rooms(specs[0], shape, tokens),
+            resident_bytes(model) + sum(rooms)
+            if streamed
+            else max(fixed_bytes(*here) + rooms[0], self._standing(device)) + rooms[1],
             0 if later else max(map(vocabulary_of, here)),
             int(min(budget, cap - recorded)) - reserved,
             # what streams is pinned already, and the system no longer calls it free
@@ -211,10 +213,13 @@ class Governor:
         return int(passing.standing) if several else torch.cuda.memory_allocated(device)
 
 
-def _rooms(spec: Spec, shape: BlockShape, tokens: int) -> int:
-    """Bytes that ranks need to talk in its place, beside what blocks keep."""
-    nbytes = tokens * shape.width * shape.itemsize
-    return max((crossing.rooms(nbytes) for crossing in spec.crossings), default=0)
+def _room_bytes(spec: Spec, shape: BlockShape, tokens: int) -> tuple[int, int]:
+    """Bytes that stand for what the block says to other ranks, and bytes to come for so many tokens."""
+    sizes, item = spec.program.sizes, tokens * shape.itemsize
+    queries, keys = (item * heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads))
+    found = [boundary.room_bytes(item * shape.width) for boundary in spec.boundaries.values()]
+    found += [exchange.room_bytes(queries, keys) for exchange in spec.exchanges if exchange is not None]
+    return max(found, key=sum, default=(0, 0))
 
 
 def _later(model: nn.Module, stack: Stack) -> list[Stack]:

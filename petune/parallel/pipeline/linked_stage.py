@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from petune.errors import PetuneError
 from petune.parallel.collectives import all_max_
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.linked import Linked
 
-SLOTS = 4  # messages of a channel that may lie there
+# messages of a channel that may lie there; schedules run no further ahead than ranks (see the tests)
+SLOTS = 4
 _ALIGNED = 256  # bytes
 
 
@@ -32,8 +34,10 @@ class Transfers(Linked):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stages: int) -> None:
         super().__init__(group, device)
-        self.channels, self.room = 2 * stages, 0
+        self.channels, self.room_bytes, self.slots = 2 * stages, 0, max(SLOTS, self.ranks)
         self.sent, self.received = Counter[int](), Counter[int]()
+        # (stage that sends, back, micro-batch): where a message is to lie that is not there yet
+        self.due: dict[tuple[int, bool, int], list[Tensor]] = {}
         # at the receiver how many of a channel are there, at the sender how many are taken
         self.flags, self.flags_of = self._flags(2 * self.channels)
 
@@ -42,19 +46,30 @@ class Transfers(Linked):
         nothing is on its way."""
         wanted = torch.tensor([size], device=self.device)
         all_max_([wanted], self.group)
-        if (room := int(wanted)) > self.room:
+        if int(wanted) > self.room_bytes:  # at least twice as large, as the memory left does not come back
             self._together()
-            self.room = room
-            own = -(-self.channels // (2 * self.ranks)) * 2
-            self.slots, self.slots_of = self._shared(own * SLOTS * room)
+            self.room_bytes = max(int(wanted), 2 * self.room_bytes)
+            channels = 2 * -(-self.channels // (2 * self.ranks))
+            self.own, self.every = self._shared(channels * self.slots * self.room_bytes)
+
+    def settle(self) -> None:
+        """Raise PetuneError where a stage was to read a message and has not."""
+        if self.due:
+            stage, back, piece = min(self.due)
+            way = "back" if back else "on"
+            raise PetuneError(
+                f"stage {stage} of the pipeline sent micro-batch {piece} {way}, and nobody has read it",
+                found=f"torch {torch.__version__}",
+                remedy="use a version of torch that petune is tested with",
+            )
 
     def send(self, stage: int, back: bool, tensors: Sequence[Tensor]) -> None:
         """Leave a message of `stage` to the one before it or behind it."""
         channel, to = 2 * stage + back, (stage - 1 if back else stage + 1) % self.ranks
         self.sent[channel] += 1
         number, stream = self.sent[channel], self.driver.current()
-        if number > SLOTS:  # the slot is free
-            self.driver.wait(stream, self._flag(self.rank, channel, taken=True), number - SLOTS)
+        if number > self.slots:  # the slot is free
+            self.driver.wait(stream, self._flag(self.rank, channel, taken=True), number - self.slots)
         start = self._slot(self.rank, channel, number)
         for value, place in placed(tensors):
             value = value.contiguous()
@@ -78,7 +93,7 @@ class Transfers(Linked):
     def _slot(self, rank: int, channel: int, number: int) -> int:
         stage, back = divmod(channel, 2)
         own = 2 * (stage // self.ranks) + back
-        return self.slots_of[rank].data_ptr() + (own * SLOTS + number % SLOTS) * self.room
+        return self.every[rank].data_ptr() + (own * self.slots + number % self.slots) * self.room_bytes
 
 
 def placed(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
@@ -98,8 +113,6 @@ class LinkedStage(PipelineStage):
     def __init__(self, transfers: Transfers, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.transfers = transfers
-        # (back, micro-batch): where a message is to lie that is not there yet
-        self.due: dict[tuple[bool, int], list[Tensor]] = {}
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send what the stage has made."""
@@ -132,9 +145,14 @@ class LinkedStage(PipelineStage):
 
     def _expect(self, back: bool, piece: int, operations: Sequence[dist.P2POp]) -> list[dist.P2POp]:
         if operations:
-            self.due[back, piece] = [one.tensor.detach() for one in operations]
+            self.transfers.due[self._source(back), back, piece] = [one.tensor.detach() for one in operations]
         return []
 
     def _fetch(self, back: bool, piece: int) -> None:
-        if (tensors := self.due.pop((back, piece), None)) is not None:
-            self.transfers.receive(self.stage_index + (1 if back else -1), back, tensors)
+        source = self._source(back)
+        if (tensors := self.transfers.due.pop((source, back, piece), None)) is not None:
+            self.transfers.receive(source, back, tensors)
+
+    def _source(self, back: bool) -> int:
+        """The stage that sends it gradients, or what comes in."""
+        return self.stage_index + (1 if back else -1)

@@ -173,6 +173,7 @@ class Pipeline:
     def forget(self) -> None:
         """Ask the stages again what they send, as a rank that was replaced does not know, and drop what a
         broken step has left."""
+        assert self.transfers is None, "ranks that are linked are not replaced"
         self.kinds.clear()
         self.schedules.clear()
         self.now.logits = []
@@ -211,6 +212,8 @@ class Pipeline:
         self.now.host = shared_out(host, pieces)
         try:
             schedule.step(return_outputs=False, **more, **batch)
+            if self.transfers is not None:
+                self.transfers.settle()
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise

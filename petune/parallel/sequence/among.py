@@ -86,9 +86,13 @@ class Among(ABC):
         """See petune.models.exchange.Exchange."""
         return Exchanged(self.kind, self.shares, self.index)
 
-    def rooms(self, nbytes: int) -> int:
-        """See petune.models.exchange.Exchange. Keys and values beside queries are as much again at most."""
-        return self.link.rooms(2 * nbytes)
+    def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
+        """See petune.models.exchange.Exchange."""
+        return 0, 0
+
+    def _largest(self, own: int) -> int:
+        """Bytes of the rank with most tokens, of those of own tokens."""
+        return own * max(self.shares) // self.shares[self.index]
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See petune.models.exchange.Exchange."""

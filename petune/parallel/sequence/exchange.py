@@ -46,6 +46,10 @@ class Gather(Among):
 
     kind = "gather"
 
+    def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
+        """See petune.models.exchange.Exchange. Every rank writes to the one with most tokens."""
+        return self.link.room_bytes(self._largest(2 * keys) * self.link.ranks)
+
     def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """See petune.models.exchange.Crossed."""
         return self.link.gather(x, self.sizes)
@@ -121,9 +125,9 @@ class Cross:
         """See petune.models.exchange.Exchange."""
         return Exchanged(self.kind, self.shares, self.index)
 
-    def rooms(self, nbytes: int) -> int:
+    def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
         """See petune.models.exchange.Exchange."""
-        return 0
+        return 0, 0
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See petune.models.exchange.Exchange: a rank says nothing here."""
@@ -169,6 +173,10 @@ class Ulysses(Among):
     """Whole sequences of some heads. Every rank has at least one head of keys, see `ulysses_heads`."""
 
     kind = "ulysses"
+
+    def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
+        """See petune.models.exchange.Exchange. A part is one of as many heads as any rank has."""
+        return self.link.room_bytes(self._largest(queries + 2 * keys), swapped=True)
 
     def described(self, kv_heads: int) -> Exchanged:
         """See petune.models.exchange.Exchange."""

@@ -99,8 +99,11 @@ def put_boundaries(
                         for role, path in drawing.sites.items()
                         if path == drawing.leave
                     )
-                    share = plan.sequence[rank] / sum(plan.sequence) if plan.sequence else 1.0
-                    put_boundary(enter, kind(group, sum(way_out[:rank]), plan.overlap, share, engines))
+                    shares = [one / sum(plan.sequence) for one in plan.sequence] or [1.0] * (rank + 1)
+                    put_boundary(
+                        enter,
+                        kind(group, sum(way_out[:rank]), plan.overlap, shares[rank], max(shares), engines),
+                    )
 
 
 def _put_exchange(

@@ -551,8 +551,8 @@ class Beside:
 
     share = 1.0
 
-    def rooms(self, nbytes: int) -> int:
-        return 0
+    def room_bytes(self, *nbytes: int) -> tuple[int, int]:
+        return 0, 0
 
     def __init__(self, theirs: list[int]) -> None:
         self.theirs, self.asked = theirs, 0

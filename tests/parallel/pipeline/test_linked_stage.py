@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from petune.errors import PetuneError
 from petune.parallel.pipeline.linked_stage import SLOTS, Transfers, message_bytes
+from petune.parallel.pipeline.order import order_of
+from petune.parallel.plan import ParallelPlan, Stage
 from tests.parallel import harness
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, Trace, compare, oracle
@@ -107,3 +111,63 @@ def _overrun(folder: Path) -> bool:
 
 def test_a_message_that_nobody_has_taken_is_not_written_over(tmp_path: Path) -> None:
     assert run(2, _overrun, tmp_path) == [True, True]
+
+
+def stalls(plan: ParallelPlan, slots: int) -> bool:
+    """Whether ranks that leave at most `slots` messages of a channel wait for one another for ever."""
+    order, last = order_of(plan), len(plan.stages) - 1
+    sent, taken, at = Counter[tuple[int, bool]](), Counter[tuple[int, bool]](), [0] * plan.pp
+
+    def acts(rank: int) -> bool:
+        """Whether a rank gets through its next pass: reading before it, sending behind it."""
+        step = order[rank][at[rank]]
+        back = step.kind in "BI"
+        if step.kind == "W":
+            return True
+        source, channel = (step.stage + 1 if back else step.stage - 1, back), (step.stage, back)
+        if 0 <= source[0] <= last and sent[source] <= step.piece:
+            return False
+        there = 0 <= step.stage + (-1 if back else 1) <= last
+        if 0 <= source[0] <= last:
+            taken[source] = max(taken[source], step.piece + 1)
+        if there and sent[channel] >= slots + taken[channel]:
+            return False
+        sent[channel] += there
+        return True
+
+    while any(place < len(steps) for place, steps in zip(at, order, strict=True)):
+        moved = [rank for rank in range(plan.pp) if at[rank] < len(order[rank]) and acts(rank)]
+        for rank in moved:
+            at[rank] += 1
+        if not moved:
+            return True
+    return False
+
+
+SIZES = [(ranks, several) for ranks in (2, 3, 4, 6, 8) for several in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "several"), SIZES)
+def test_no_schedule_runs_further_ahead_than_messages_have_places(ranks: int, several: int) -> None:
+    for schedule in ("gpipe", "1f1b") if several == 1 else ("interleaved", "zero-bubble"):
+        for pieces in {ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 2 * ranks + 2, 3 * ranks, 30}:
+            if several > 1 and pieces % max(1, pieces // ranks):
+                continue
+            plan = ParallelPlan(
+                pp=ranks, stages=(Stage({}),) * (ranks * several), schedule=schedule, microbatches=pieces
+            )
+            assert not stalls(plan, max(SLOTS, ranks)), (schedule, pieces)
+
+
+def test_with_four_places_zero_bubble_over_six_ranks_would_wait_for_ever() -> None:
+    plan = ParallelPlan(pp=6, stages=(Stage({}),) * 12, schedule="zero-bubble", microbatches=11)
+    assert stalls(plan, 4) and not stalls(plan, 6)
+
+
+def test_a_message_that_torch_does_not_ask_for_is_an_error() -> None:
+    transfers: Any = Transfers.__new__(Transfers)
+    transfers.due = {}
+    transfers.settle()
+    transfers.due = {(1, True, 3): []}
+    with pytest.raises(PetuneError, match="stage 1 of the pipeline sent micro-batch 3 back"):
+        transfers.settle()
