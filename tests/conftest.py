@@ -31,6 +31,7 @@ from hypothesis import settings
 
 from tests.crossings import leave_to_long
 from tests.marks import marks_of
+from tests.slow_tests import named, slow_tests
 
 # The same examples on every machine; `make test-long` draws fresh ones (--hypothesis-profile=default).
 settings.register_profile("same", derandomize=True)
@@ -102,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             settings = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
             for mark in marks_of([item.function, *fixtures], settings):
                 item.add_marker(mark)
+            if named(item.module.__name__, item.name) in slow_tests():
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,24 @@
+"""The list of slow tests names tests that there are, and is made of what was measured."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.slow_tests import named, slow_tests, slowest
+
+HERE = Path(__file__).parent
+
+
+def test_every_slow_test_is_there_still() -> None:
+    """Else write the list again, or take the name out."""
+    for name in slow_tests():
+        module, _, function = name.partition("::")
+        path = HERE / f"{module.replace('.', '/')}.py"
+        tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.parse("")
+        assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name
+
+
+def test_a_test_is_slow_by_the_mean_of_its_parameters() -> None:
+    times = [("tests.a.b", "test_x[1]", 0.2), ("tests.a.b", "test_x[2-y]", 0.02), ("tests.c", "test_y", 0.07)]
+    assert slowest(times) == ["a.b::test_x"] == [named("tests.a.b", "test_x[3]")]
