@@ -15,7 +15,8 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `where` is a file:line, a key path or a tensor name."""
+    """One thing that is wrong. `where` is a file:line, a key path or a tensor name; what is expected may be a
+    list, a line each."""
 
     what: str
     where: str | None = None
@@ -25,12 +26,13 @@ class Problem:
 
     def __str__(self) -> str:
         lines = [f"{self.where}  {self.what}" if self.where else self.what]
-        sides = [
-            f"{label} {value}"
+        expected, found = (
+            f"{label} {value}" if value else None
             for label, value in (("expected", self.expected), ("found", self.found))
-            if value
-        ]
-        if sides:
+        )
+        if expected and "\n" in expected:
+            lines += [f"   {side}" for side in (found, expected.replace("\n", "\n      ")) if side]
+        elif sides := [side for side in (expected, found) if side]:
             lines.append("   " + ", ".join(sides))
         if self.remedy:
             lines.append("   " + self.remedy)

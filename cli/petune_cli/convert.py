@@ -10,6 +10,7 @@ import typer
 
 from petune_cli.arguments import Given, Json
 from petune_cli.echo import echo
+from petune_cli.init import Overwrite, refuse_place
 
 
 class Source(StrEnum):
@@ -33,18 +34,18 @@ def convert(
     source: Annotated[
         Source | None, typer.Option("--from", help="Whose file it is; default told by its keys.")
     ] = None,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Make a recipe of another program's configuration."""
     from petune.errors import UsageError
     from petune.preflight.convert import convert, recipe_text
     from petune_cli.display import show_json
-    from petune_cli.init import refuse_place
 
     given = Given.of(words)
     if given.target is None:
         raise UsageError("which file?", where="command line", remedy="petune convert config.yml")
-    refuse_place(out, "petune convert FILE -o NAME.yaml")
+    refuse_place(out, "petune convert FILE -o NAME.yaml", overwrite)
     file = Path(given.target).expanduser()
     converted = convert(file, given.overrides, source.value if source else None)
     out.write_text(recipe_text(converted, file, out), encoding="utf-8")

@@ -10,6 +10,8 @@ import typer
 from petune_cli.arguments import Given
 from petune_cli.echo import echo
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write over the file that is there.")]
+
 
 def init(
     words: Annotated[
@@ -20,6 +22,7 @@ def init(
             show_default="recipe.yaml",
         ),
     ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a recipe for your model and data."""
     from petune.errors import UsageError
@@ -27,7 +30,7 @@ def init(
 
     given = Given.of(words)
     file = Path(given.target or "recipe.yaml").expanduser()
-    refuse_place(file, "petune init ... NAME.yaml")
+    refuse_place(file, "petune init ... NAME.yaml", overwrite)
     keys = {word.partition("=")[0].split(".")[0] for word in given.overrides}
     if missing := [key for key in ("model", "data") if key not in keys]:
         example = "petune init model=/path/to/model data=rows.csv"
@@ -50,8 +53,9 @@ def init(
         echo(f"   {line}")
 
 
-def refuse_place(file: Path, another: str) -> None:
-    """Raise UsageError for a place where no recipe can be written; `another`: how the command names one."""
+def refuse_place(file: Path, another: str, overwrite: bool) -> None:
+    """Raise UsageError for a place where no recipe can be written, or shall not be. another: how the command
+    names one."""
     from petune.errors import UsageError
 
     if file.suffix not in (".yaml", ".yml"):
@@ -60,11 +64,13 @@ def refuse_place(file: Path, another: str) -> None:
             where=str(file),
             remedy="settings are written key=value, the file NAME.yaml",
         )
-    if file.exists():
+    if file.is_dir() or (file.exists() and not overwrite):
         raise UsageError(
-            "this file is there already",
+            "this file is there already" if file.is_file() else "this is a folder",
             where=str(file),
-            remedy=f"remove it first, or give another name: {another}",
+            remedy=f"say --overwrite, or give another name: {another}"
+            if file.is_file()
+            else f"give another name: {another}",
         )
     if not file.parent.is_dir():
         raise UsageError(

@@ -282,7 +282,8 @@ def _few_and_short(values: Sequence[object]) -> bool:
 def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task: str | None) -> Problem:
     """What each format needs, and which column might play a role that is missing."""
     what = f"the columns do not fit task {task}" if task else "the columns fit no format"
-    expected = "; or ".join(f"{name}: {' + '.join(NEEDS[name])}" for name in NEEDS if name in wanted)
+    fits = [f"{name}: {' + '.join(NEEDS[name])}" for name in NEEDS if name in wanted]
+    expected = "\n".join(["one of these", *fits]) if len(fits) > 2 else "; or ".join(fits)
     lacking = {
         name: [role for role in NEEDS[name] if column_of(role, record, given) is None] for name in wanted
     }

@@ -162,7 +162,19 @@ def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
         and "# usual for lora" in text
     )
     shown = type_("init", "model=demo:tiny-llama", "data=demo:docstrings", "mine.yaml")
-    assert shown.code == 2 and "there already" in shown.err
+    assert shown.code == 2 and "there already" in shown.err and "--overwrite" in shown.err
+    assert (tmp_path / "mine.yaml").read_text() == text
+    again = (
+        "init",
+        "model=demo:tiny-llama",
+        "data=demo:docstrings",
+        "max_steps=3",
+        "mine.yaml",
+        "--overwrite",
+    )
+    assert type_(*again).code == 0 and "max_steps: 3" in (tmp_path / "mine.yaml").read_text()
+    (tmp_path / "folder.yaml").mkdir()
+    assert "a folder" in type_(*again[:-2], "folder.yaml", "--overwrite").err
 
 
 def test_script_prints_a_job(type_: Type) -> None:
@@ -183,6 +195,8 @@ def test_convert_writes_a_recipe_and_lists_what_is_not_in_it(type_: Type, tmp_pa
         .err.strip()
         .endswith("petune convert FILE -o NAME.yaml")
     )
+    assert type_("convert", "axolotl.yml", "data=other/rows", "-o", "mine.yaml", "--overwrite").code == 0
+    assert "other/rows" in (tmp_path / "mine.yaml").read_text()
     shown = type_("convert", "axolotl.yml", "data=org/rows", "--json", "--from", "axolotl")
     assert json.loads(shown.out)["left"][0]["key"] == "load_in_8bit"
 

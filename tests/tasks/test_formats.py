@@ -268,3 +268,12 @@ def test_classes_alike_but_for_case_or_never_held_out_are_warned_of(tmp_path: Pa
     case, unseen = [note for note in load_rows(config, "classify", tmp_path).notes if "warning" in note][::-1]
     assert "differ in case alone" in case and "Good and good" in case
     assert "without a held-out row" in unseen and ": Good;" in unseen
+
+
+def test_columns_that_fit_no_format_are_shown_what_each_needs_a_line_each(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("foo,bar\n1,2\n")
+    with pytest.raises(DataError) as found:
+        detect_format(DataConfig(str(tmp_path / "rows.csv")), tmp_path)
+    lines = str(found.value).splitlines()
+    assert lines[1:3] == ["   found columns foo, bar", "   expected one of these"]
+    assert "      alpaca: instruction + output" in lines and "      text: text" in lines
