@@ -11,13 +11,12 @@ meeting lies between any two turns. A room that is too small is left for one at 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petune.kernels.dispatch import Ops, reference_ops, select
+from petune.kernels.dispatch import reference_ops, select
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.linked import Linked
 
@@ -51,7 +50,7 @@ class CopyEngines(Linked):
         self._copy(Piece(rooms[to] + own_term, begin + to * step, sizes[to] * item) for to in self.ranked)
         self._meet()
         terms = self._view((self.ranks + 1, count), x.dtype)[:, : sizes[self.rank]]
-        _ops(self.device, x.dtype).total(terms[:-1], x.dtype, terms[-1])
+        self._add(terms[:-1], terms[-1])
         self._meet()
         into, total = found.data_ptr(), self.ranks * step
         self._copy(Piece(into + of * step, rooms[of] + total, sizes[of] * item) for of in self.ranked)
@@ -78,7 +77,7 @@ class CopyEngines(Linked):
         self._meet()
         own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
         terms = self._view((self.ranks, own.numel()), x.dtype)
-        _ops(self.device, x.dtype).total(terms, x.dtype, own.view(-1))
+        self._add(terms, own.view(-1))
         return own
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -137,6 +136,10 @@ class CopyEngines(Linked):
         self.own, self.every = self._shared(2 * self.room_bytes)
         self.starts = [part.data_ptr() for part in self.every]
 
+    def _add(self, terms: Tensor, out: Tensor) -> None:
+        """Write the sum of [ranks, m] into `out` [m], rounded once."""
+        (select("auto", self.device, out.dtype) or reference_ops()).total(terms, out.dtype, out)
+
     def _meet(self) -> None:
         """Let the stream wait until those of all ranks have come as far."""
         self.meetings += 1
@@ -160,11 +163,6 @@ class CopyEngines(Linked):
             used += 1
         for _, event in self.sides[:used]:
             driver.follow(current, event)
-
-
-@cache
-def _ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    return select("auto", device, dtype) or reference_ops()
 
 
 def _columns(x: Tensor, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:

@@ -68,9 +68,10 @@ class Link:
     def room_bytes(self, size: int, swapped: bool = False) -> tuple[int, int]:
         """Bytes that stand for messages which need so many, and bytes to come for them. swapped: they are
         those of `swap`."""
-        if self.engines is None or not (swapped or self.hidden or self.engines.ranks == 2):
+        engines = self.engines if swapped else self._engines(LARGE)
+        if engines is None:
             return 0, 0
-        stand, grown = self.engines.room_bytes, self.engines.grown(size)
+        stand, grown = engines.room_bytes, engines.grown(size)
         return 2 * stand, 2 * grown * (grown > stand)
 
     def _engines(self, size: int) -> CopyEngines | None:

@@ -47,9 +47,8 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) 
 
 
 def test_a_killed_runs_orphan_does_not_hold_its_lock(tmp_path: Path) -> None:
-    code = HOLD.replace(
-        "print('held', flush=True)", "import os; child = os.fork(); child and print(child, flush=True)"
-    )
+    # the child itself says its number, once it has let go of what it inherited
+    code = HOLD.replace("print('held', flush=True)", "import os; os.fork() or print(os.getpid(), flush=True)")
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout
     orphan = int(holder.stdout.readline())
