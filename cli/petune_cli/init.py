@@ -64,13 +64,13 @@ def refuse_place(file: Path, another: str, overwrite: bool) -> None:
             where=str(file),
             remedy="settings are written key=value, the file NAME.yaml",
         )
-    if file.is_dir() or (file.exists() and not overwrite):
+    if file.is_dir():
+        raise UsageError("this is a folder", where=str(file), remedy=f"give another name: {another}")
+    if file.exists() and not overwrite:
         raise UsageError(
-            "this file is there already" if file.is_file() else "this is a folder",
+            "this file is there already",
             where=str(file),
-            remedy=f"say --overwrite, or give another name: {another}"
-            if file.is_file()
-            else f"give another name: {another}",
+            remedy=f"say --overwrite, or give another name: {another}",
         )
     if not file.parent.is_dir():
         raise UsageError(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petune.kernels.dispatch import reference_ops, select
+from petune.kernels.dispatch import DTYPES, reference_ops, select
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.linked import Linked
 
@@ -32,6 +32,7 @@ class CopyEngines(Linked):
         self.ranked = [(self.rank + step) % self.ranks for step in range(1, self.ranks + 1)]
         self.others = self.ranked[:-1]
         self.sides = [(self.driver.stream(), self.driver.event()) for _ in self.others]
+        self.ops = select("auto", device, torch.bfloat16) or reference_ops()  # of all of DTYPES
         self.begin, self.before = self.driver.event(), self.driver.event()
         self.stream = self.driver.current()  # on which was spoken last
         self.room_bytes = self.turn = self.meetings = 0
@@ -138,7 +139,8 @@ class CopyEngines(Linked):
 
     def _add(self, terms: Tensor, out: Tensor) -> None:
         """Write the sum of [ranks, m] into `out` [m], rounded once."""
-        (select("auto", self.device, out.dtype) or reference_ops()).total(terms, out.dtype, out)
+        ops = self.ops if out.dtype in DTYPES else reference_ops()
+        ops.total(terms, out.dtype, out)
 
     def _meet(self) -> None:
         """Let the stream wait until those of all ranks have come as far."""

@@ -24,6 +24,11 @@ from petune.parallel.collectives import gather_dim, least_of
 ALIGNED = 256  # bytes
 
 
+def aligned(nbytes: int) -> int:
+    """Bytes from where one tensor begins to where the next one may."""
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
 def reachable(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether the GPUs of all ranks of `group` can read one another's memory, the same on every rank.
 
@@ -64,7 +69,7 @@ class PeerMemory:
     make it together; what its tensors hold must not change once another rank may read it."""
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        ends = list(accumulate(-(-value.nbytes // ALIGNED) * ALIGNED for value in tensors))
+        ends = list(accumulate(aligned(value.nbytes) for value in tensors))
         self.spans = [
             slice(start, start + value.nbytes) for start, value in zip([0, *ends[:-1]], tensors, strict=True)
         ]

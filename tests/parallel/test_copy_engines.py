@@ -137,7 +137,7 @@ def test_a_sum_without_a_meeting_is_found_out(meeting: int) -> None:
             if met[0] % 2 == meeting % 2:
                 meet()
 
-        engines._meet = missed  # type: ignore[method-assign]
+        engines._meet = missed  # type: ignore[method-assign]  # of this one rank
         right = True
         for turn in range(30):
             terms = [drawn(10 * turn + rank, 64) for rank in range(3)]

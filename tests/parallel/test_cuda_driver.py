@@ -22,7 +22,7 @@ class Library:
         self.status = 0
 
     def __getattr__(self, name: str) -> Any:
-        def call(*given: Any) -> int:
+        def called(*given: Any) -> int:
             self.calls.append((name, *map(_plain, given)))
             if name == "cuEventCreate":
                 given[0]._obj.value = EVENT
@@ -30,7 +30,8 @@ class Library:
                 given[1]._obj.value = b"CUDA_ERROR_INVALID_VALUE"
             return self.status
 
-        call.argtypes = ()  # type: ignore[attr-defined]
+        call: Any = called
+        call.argtypes = ()
         setattr(self, name, call)
         return call
 

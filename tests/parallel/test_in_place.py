@@ -181,6 +181,7 @@ def test_ranks_with_unequal_parts_agree_on_what_stays_whole(monkeypatch: pytest.
     monkeypatch.setattr(in_place, "LARGE", 1024)
     monkeypatch.setattr(fsdp, "LARGE", 1024)
     plan = COMPOSED["shard x tp"]("llama-causal")
-    plan = replace(plan, cut=replace(plan.cut, columns=(80, 16)))  # type: ignore[type-var]
+    assert plan.cut is not None
+    plan = replace(plan, cut=replace(plan.cut, columns=(80, 16)))
     for rank in (1, 2, 3, 4):
         check(Case("llama-causal", "lora", plan, steps=1, tuning=(("r", rank),)))

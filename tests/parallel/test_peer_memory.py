@@ -146,12 +146,17 @@ def _tried(forbidden: int) -> tuple[bool, list[str]]:
         if rank == forbidden:
             raise RuntimeError("pidfd_getfd: Operation not permitted")
 
-    linked: Any = torch.device("cpu")
-    peer_memory._linked = lambda ranks: True  # type: ignore[assignment]  # in this very process, which ends soon
-    peer_memory.mapped = mapped  # type: ignore[assignment]
-    peer_memory.say = said.append  # type: ignore[attr-defined]
-    torch.cuda.current_device = lambda: rank  # type: ignore[assignment]
-    return peer_memory._reach(linked, dist.group.WORLD), said  # type: ignore[arg-type]
+    stand_ins: dict[tuple[Any, str], Any] = {
+        (peer_memory, "_linked"): lambda ranks: True,
+        (peer_memory, "mapped"): mapped,
+        (peer_memory, "say"): said.append,
+        (torch.cuda, "current_device"): lambda: rank,
+    }
+    for (place, name), value in stand_ins.items():  # in this very process, which ends soon
+        setattr(place, name, value)
+    group = dist.group.WORLD
+    assert group is not None
+    return peer_memory._reach(CPU, group), said
 
 
 def test_gpus_that_may_not_map_memory_send_and_say_why() -> None:

@@ -22,10 +22,10 @@ from petune.errors import PetuneError
 from petune.parallel.collectives import all_max_
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.linked import Linked
+from petune.parallel.peer_memory import aligned
 
 # messages of a channel that may lie there; schedules run no further ahead than ranks (see the tests)
 SLOTS = 4
-_ALIGNED = 256  # bytes
 
 
 class Transfers(Linked):
@@ -98,13 +98,13 @@ class Transfers(Linked):
 
 def placed(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
     """Each with where it begins in its message."""
-    ends = accumulate((message_bytes([value]) for value in tensors), initial=0)
+    ends = accumulate((aligned(value.nbytes) for value in tensors), initial=0)
     return zip(tensors, ends, strict=False)
 
 
 def message_bytes(tensors: Sequence[Tensor]) -> int:
     """Of a message of these."""
-    return sum(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in tensors)
+    return sum(aligned(value.nbytes) for value in tensors)
 
 
 class LinkedStage(PipelineStage):
