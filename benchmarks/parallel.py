@@ -43,7 +43,6 @@ import multiprocessing
 import os
 import platform
 import re
-import signal
 import socket
 import statistics
 import sys
@@ -873,11 +872,13 @@ def rank_main(
         end.send_bytes(json.dumps([kind, value]).encode())
 
     with open(f"{folder}/stack-{rank}", "w", encoding="utf-8") as stack, suppress(EOFError, OSError):
-        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         try:
             here = _enter(rank, world, port, jobs[0].run != "join", options)
             for job in jobs:
+                # a thread's work, as a driver's call that does not come back keeps signals waiting, too
+                faulthandler.dump_traceback_later(job.limit - 1, file=stack)
                 say("done", RUNS[job.run](job, here, options))
+                faulthandler.cancel_dump_traceback_later()
         except BaseException:
             say("failed", traceback.format_exc())
         sys.stdout.flush()
@@ -987,18 +988,12 @@ def _answers(
         return [], f"rank {rank}: {text.strip()[-6000:]}"
     if len(answers) < len(ends):
         late = [rank for rank in range(len(ends)) if rank not in answers]
-        stood = "\n".join(_whereabouts(rank, ranks[rank], folder) for rank in late)
+        stood = "\n".join(
+            f"rank {rank} stands at\n{Path(folder, f'stack-{rank}').read_text(encoding='utf-8')[-3000:]}"
+            for rank in late
+        )
         return [], f"{stood}\nTimeout: ranks {late} had not finished after {limit:.0f} s"
     return [answers[rank] for rank in range(len(ends))], ""
-
-
-def _whereabouts(rank: int, process: Any, folder: str) -> str:
-    """Where a rank that does not answer stands."""
-    with suppress(OSError):
-        os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.3)
-    text = Path(folder, f"stack-{rank}").read_text(encoding="utf-8", errors="replace") if process.pid else ""
-    return f"rank {rank} stands at\n{text[-3000:]}"
 
 
 # ------------------------------------------------------------------ all jobs, whatever happens to one

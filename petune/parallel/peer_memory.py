@@ -93,11 +93,18 @@ class PeerMemory:
 
 
 def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:
-    """`size` bytes on `device`, and the memory of every rank of `group` that was made in the same call."""
+    """`size` bytes on `device`, and the memory of every rank of `group` that was made in the same call.
+
+    Each has a pool of its own. From torch's pool for all of them, memory that one rank has freed and another
+    one has not, as garbage is collected at different times, would be taken again by the one alone: its tensor
+    would stand for memory of another call, or ranks would wait for one another for ever.
+    """
     import torch.distributed._symmetric_memory as symmetric  # takes a while, and only GPUs have it
 
-    # its pool gives each tensor a segment of its own: a buffer of another rank begins where that does
-    with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+    # not split: a buffer of another rank begins where its segment does
+    pool = torch.cuda.MemPool(symmetric.get_mempool_allocator(device), no_split=True)
+    with torch.cuda.use_mem_pool(pool, device):
         own = torch.empty(size, dtype=torch.uint8, device=device)
+    own.pool = pool  # type: ignore[attr-defined]  # lives as long, and gives the memory back then
     handle = symmetric.rendezvous(own, group)
     return own, [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]

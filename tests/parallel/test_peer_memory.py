@@ -4,7 +4,11 @@ reads stands for it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -126,6 +130,36 @@ def test_wholes_are_the_rows_of_every_rank_in_order(ranks: int) -> None:
     for narrow, wide in run(ranks, _read):
         assert torch.equal(narrow, torch.arange(ranks).bfloat16()[:, None].expand(-1, 5))
         assert torch.equal(wide, torch.cat([torch.arange(6.0).view(2, 3) + 10 * at for at in range(ranks)]))
+
+
+def test_memory_that_a_rank_has_freed_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that rank alone: others may free it later, as garbage is collected when it likes."""
+    symmetric = import_module("torch.distributed._symmetric_memory")
+    used: list[Any] = []
+
+    class Pool:
+        def __init__(self, allocator: str, no_split: bool) -> None:
+            assert allocator == "of cpu" and no_split
+
+    @contextmanager
+    def using(pool: Pool, device: torch.device) -> Iterator[None]:
+        used.append(ref(pool))
+        yield
+
+    def exchanged(own: Tensor, group: Any) -> Any:
+        return SimpleNamespace(get_buffer=lambda rank, size, dtype: own)
+
+    monkeypatch.setattr(symmetric, "get_mempool_allocator", lambda device: f"of {device}")
+    monkeypatch.setattr(symmetric, "rendezvous", exchanged)
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", using)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    first, every = peer_memory.mapped(64, CPU, group)
+    second, _ = peer_memory.mapped(64, CPU, group)
+    assert len(every) == 2 and used[0]() is not used[1](), "a pool each"
+    del first, every
+    assert used[0]() is None and used[1]() is not None, "which lives as long as its memory"
+    assert second.shape == (64,)
 
 
 def test_memory_is_read_on_one_host_between_linked_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
