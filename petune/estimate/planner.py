@@ -32,10 +32,9 @@ from petune.estimate.workload import Part, Place, line_of, seconds_at, workload
 from petune.kernels.memory.block_cost import Rates
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
-from petune.parallel.plan import Cut, apportion, columns_together, in_flight
+from petune.parallel.plan import Cut, apportion, columns_together, grain, in_flight
 from petune.recipe import load_recipe
 
-STEP = 8  # columns move in steps of this many where the model's allow it: tensor cores want such sizes
 NEAR = 0.95  # of what a layout takes at best by a rough rule: one beyond it is not looked at
 SHOWN = 2  # plans that are told of
 FINEST = 64  # of a ratio of tokens
@@ -257,8 +256,7 @@ class Planner:
             groups = balance(shape.kv_heads, costs(["attention"], shape.kv_heads), "key and value head")
             filled["heads"] = tuple(count * (shape.heads // shape.kv_heads) for count in groups)
         if cut.columns:
-            step = STEP if shape.columns % STEP == 0 and shape.columns // STEP >= 4 * plan.tp else 1
-            step = max(step, columns_together(shape))
+            step = math.gcd(shape.columns, grain(shape.columns, plan.tp, columns_together(shape)))
             steps = balance(
                 shape.columns // step, costs(["mlp", "experts"], shape.columns // step), "MLP column"
             )

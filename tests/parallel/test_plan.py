@@ -24,7 +24,9 @@ from petune.parallel.plan import (
     apportion,
     balanced,
     describe,
+    grain,
     head_in_blocks,
+    in_grains,
     make_plan,
     suggested_list,
 )
@@ -588,6 +590,29 @@ def test_stages_share_out_all_blocks_and_each_has_one(total: int, number: int, h
     assert list(found[:-1]) == sorted(found[:-1], reverse=True)
     even = apportion(total, (1,) * number)
     assert max([*found[:-1], found[-1] + head]) <= max([*even[:-1], even[-1] + head]) + 1e-9
+
+
+@given(
+    total=st.integers(1, 300_000),
+    parts=st.lists(st.integers(1, 40), min_size=1, max_size=16),
+    least=st.sampled_from((1, 8)),
+)
+def test_columns_are_cut_where_tensor_cores_are_fast(total: int, parts: list[int], least: int) -> None:
+    total = max(total - total % least, least * len(parts))
+    found, unit = in_grains(total, parts, least), grain(total, len(parts), least)
+    assert sum(found) == total and min(found) >= min(unit, least)
+    assert not any(size % unit for size in found[:-1]) and not found[-1] % least
+    exact = [total * part / sum(parts) for part in parts]
+    assert max(abs(one - other) for one, other in zip(found, exact, strict=True)) < 2 * unit
+
+
+def test_a_models_columns_and_vocabulary_are_cut_in_128s() -> None:
+    assert in_grains(14336, (3, 1)) == (10752, 3584) and in_grains(14336, (2, 1)) == (9600, 4736)
+    assert in_grains(128256, (2, 1)) == (85504, 42752), "what is not a multiple is left to the last"
+    assert in_grains(30522, (1, 1)) == (15232, 15290), "of an odd vocabulary too"
+    assert in_grains(96, (1, 1)) == (48, 48) and in_grains(37, (2, 1)) == (25, 12), (
+        "small ones nearly exactly"
+    )
 
 
 def test_a_head_is_as_many_blocks_as_its_weights_are() -> None:

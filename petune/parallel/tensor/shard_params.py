@@ -26,7 +26,7 @@ from petune.models.spec import CutKind, Family, Pieces, Region, Shape, Split, ch
 from petune.models.stack import Stack, own_stacks, stacks_in
 from petune.models.tuned_linear import TunedLayer, TunedLinear
 from petune.parallel.mesh import Axis, Coordinate
-from petune.parallel.plan import Cut, ParallelPlan, apportion
+from petune.parallel.plan import Cut, ParallelPlan, in_grains
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[int, 
     """Features per rank of what each role makes or, for the way out, takes."""
     if region.kind == "mlp":
         number = getattr(shape, region.columns)  # of which not all MLPs have as many
-        return dict.fromkeys(region.sites, apportion(number, cut.columns))
+        exact = number == sum(cut.columns)
+        return dict.fromkeys(region.sites, cut.columns if exact else in_grains(number, cut.columns))
     queries, keys = (
         tuple(count * shape.head_dim for count in counts) for counts in (cut.heads, cut.kv_heads)
     )

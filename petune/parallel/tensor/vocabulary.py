@@ -41,7 +41,7 @@ from petune.parallel.collectives import (
     gather_dim,
     reduce,
 )
-from petune.parallel.plan import Cut, apportion
+from petune.parallel.plan import Cut, in_grains
 from petune.parallel.tensor.shard_params import Placed, Slice, splits_of
 
 BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its head gives
@@ -79,7 +79,7 @@ def rows_of_ranks(model: nn.Module, cut: Cut | None) -> Sizes:
     `refusal`."""
     if cut is None or not cut.vocabulary or refusal(model) is not None:
         return ()
-    return apportion(cast("Any", model).get_input_embeddings().weight.shape[0], cut.vocabulary)
+    return in_grains(cast("Any", model).get_input_embeddings().weight.shape[0], cut.vocabulary)
 
 
 def has_cut_head(model: nn.Module) -> bool:
