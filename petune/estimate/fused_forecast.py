@@ -2,7 +2,8 @@
 
 The forecast's model without weights goes through the fuse pass of a run, and the policy that a run asks is
 asked here, with a run's budget: what is foretold is what a run would choose. It is for batches of the
-greatest length; shorter ones get policies of their own.
+greatest length; shorter ones get policies of their own. Ranks that share blocks, or follow one another in a
+pipeline, are taken to be linked GPUs of one host, which have rooms for what they say to one another.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from petune.kernels.memory.policy_hook import (
     SPARE,
     pinnable,
     resident_bytes,
+    room_bytes,
     rounded,
     shape_of,
     typical,
@@ -36,8 +38,10 @@ from petune.kernels.memory.policy_hook import (
 )
 from petune.methods.configs import method_of
 from petune.parallel import ParallelPlan
+from petune.parallel.copy_engines import ForetoldEngines
 from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
+from petune.parallel.pipeline.linked_stage import rooms_of
 from petune.parallel.plan import in_flight
 from petune.parallel.tensor.hooks import put_boundaries
 from petune.parallel.tensor.shard_params import Placed
@@ -209,14 +213,18 @@ def policy_for(
     # of all stacks, with blocks as those of the last one, which are no smaller
     longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
     itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
-    own = held_by(drawn.model, drawn.family, plan, at)
+    own, shape = held_by(drawn.model, drawn.family, plan, at), shape_of(typical(alike))
+    shape, tokens = replace(shape, itemsize=itemsize), rounded(rows * longest)
     fixed = resident_bytes(fused[0]) if streams(recipe) else standing(own, plan).total
+    fixed += sum(room_bytes(specs[0], shape, tokens))
+    if plan.pp > 1:
+        fixed += rooms_of(len(plan.stages), plan.pp, len(drawn.work.tokens) * tokens * shape.width * itemsize)
     try:
         return choose(
-            replace(shape_of(typical(alike)), itemsize=itemsize),
+            shape,
             len(specs),
-            tokens=rounded(rows * longest),
-            sequence=min(rounded(longest), rounded(rows * longest)),
+            tokens=tokens,
+            sequence=min(rounded(longest), tokens),
             fixed=fixed,
             vocabulary=max(vocabulary_of(one) if hasattr(one, "lm_head") else 0 for one in fused),
             budget=_budget(config, memory, fixed),
@@ -263,7 +271,7 @@ def _parts(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> Sequence[nn.Mod
     held = held_by(drawn.model, drawn.family, plan, at).modules
     if plan.cut is not None:
         for own in held:
-            put_boundaries(own, drawn.family, plan.cut, at.tp)
+            put_boundaries(own, drawn.family, plan.cut, at.tp, engines=ForetoldEngines(plan.tp))
     return held
 
 

@@ -80,8 +80,8 @@ class Boundary(Protocol):
         ...
 
     def room_bytes(self, nbytes: int) -> tuple[int, int]:
-        """Bytes that stand for what is said here, and bytes to come for hidden states of so many bytes around
-        the sub-layer."""
+        """Bytes that stand for what is said here, and bytes to come for hidden states of all tokens, of so
+        many bytes."""
         ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:

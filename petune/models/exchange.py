@@ -87,7 +87,7 @@ class Exchange(Protocol):
         ...
 
     def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
-        """As that of a boundary, for own queries and own keys of so many bytes; values have as many as
+        """As that of a boundary, for queries and keys of so many bytes, of all tokens; values have as many as
         keys."""
         ...
 

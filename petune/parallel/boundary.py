@@ -89,7 +89,7 @@ class SequenceBoundary(_Among):
 
     def room_bytes(self, nbytes: int) -> tuple[int, int]:
         """See Boundary. Every rank writes to the one with most tokens."""
-        return self.link.room_bytes(int(nbytes / self.share * self.largest * self.link.ranks))
+        return self.link.room_bytes(int(nbytes * self.largest * self.link.ranks))
 
     def enter(self, x: Tensor) -> Tensor:
         """See Boundary."""

@@ -167,6 +167,13 @@ class CopyEngines(Linked):
             driver.follow(current, event)
 
 
+class ForetoldEngines(CopyEngines):
+    """Those of so many GPUs that need not be here: they say what rooms they would have."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.room_bytes = ranks, 0
+
+
 def _columns(x: Tensor, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
     """Rows of [b, all tokens, ...], and where in a row each rank's tokens begin and how long they are, in
     bytes."""

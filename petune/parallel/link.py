@@ -30,7 +30,9 @@ class Link:
 
     @property
     def ranks(self) -> int:
-        """Of the group."""
+        """Of the group, or foretold ones."""
+        if self.engines is not None:
+            return self.engines.ranks
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from petune.errors import UsageError
-from petune.estimate import fused_forecast as room
+from petune.estimate import fused_forecast
 from petune.estimate.forecast import PROCESS, Forecast, forecast, sketch
-from petune.estimate.fused_forecast import CARDS, on_device, outlook, policy_for
+from petune.estimate.fused_forecast import CARDS, Outlook, on_device, outlook, policy_for
 from petune.kernels.configs import Rung
 from petune.kernels.memory.policy import GIB, LADDER, Policy
 from petune.parallel.mesh import Coordinate
@@ -77,7 +77,7 @@ def chosen(recipe: Recipe, device: str = "H200", memory: int = H200) -> Policy:
     return found
 
 
-def seen(recipe: Recipe, memory: int = H200, device: str | None = "H200", **options: Any) -> room.Outlook:
+def seen(recipe: Recipe, memory: int = H200, device: str | None = "H200", **options: Any) -> Outlook:
     return outlook(forecast(recipe, memory=[memory], **options), device)
 
 
@@ -323,7 +323,7 @@ def test_a_device_that_cannot_run_them_is_a_reason(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr(room, "refusal", lambda *_: "they need compute capability 8.0")
+    monkeypatch.setattr(fused_forecast, "refusal", lambda *_: "they need compute capability 8.0")
     assert outlook(found).lines == ("blocks   unfused: they need compute capability 8.0",)
 
 
@@ -442,3 +442,31 @@ def test_a_rank_with_few_tokens_keeps_few_hidden_states_of_its_own(tmp_path: Pat
     few, half = peaks[63][1], peaks[1][1]
     states = 2 * 32 * 8 * 2048 * 4096 * 2  # of each block and its attention, in bfloat16
     assert half - few == pytest.approx((1 / 2 - 1 / 64) * states, rel=0.2)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        # hidden states are 64 MiB; a sum lies beside its terms, and ranks write to the one with most tokens
+        ({"tp": {"size": 2}}, 2 * 96 * MIB),
+        ({"galaxy": {"size": 2, "sequence": [3, 1]}}, 2 * 96 * MIB),
+        ({"sp": {"sequence": [3, 1], "exchange": "ulysses"}}, 2 * 72 * MIB),
+        ({"sp": {"sequence": [1, 1], "exchange": "gather"}}, 2 * 32 * MIB),
+        ({"pp": {"size": 2, "microbatches": 4}}, 2 * 4 * 16 * MIB),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_rooms_for_what_ranks_say_take_memory(
+    parallel: dict[str, Any], message: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def peaks() -> list[int]:
+        policies = outlook(forecast(large(tmp_path, 4, 2048, parallel=parallel), memory=[H200, H200]), "H200")
+        return [one.peak for one in policies.policies]
+
+    counted = peaks()
+    monkeypatch.setattr(fused_forecast, "ForetoldEngines", lambda ranks: None)
+    monkeypatch.setattr(fused_forecast, "rooms_of", lambda stages, ranks, size: 0)
+    assert [one - other for one, other in zip(counted, peaks(), strict=True)] == [message, message]

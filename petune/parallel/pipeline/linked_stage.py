@@ -49,8 +49,8 @@ class Transfers(Linked):
         if int(wanted) > self.room_bytes:  # at least twice as large, as the memory left does not come back
             self._together()
             self.room_bytes = max(int(wanted), 2 * self.room_bytes)
-            channels = 2 * -(-self.channels // (2 * self.ranks))
-            self.own, self.every = self._shared(channels * self.slots * self.room_bytes)
+            size = rooms_of(self.channels // 2, self.ranks, self.room_bytes)
+            self.own, self.every = self._shared(size)
 
     def settle(self) -> None:
         """Raise PetuneError where a stage was to read a message and has not."""
@@ -94,6 +94,11 @@ class Transfers(Linked):
         stage, back = divmod(channel, 2)
         own = 2 * (stage // self.ranks) + back
         return self.every[rank].data_ptr() + (own * self.slots + number % self.slots) * self.room_bytes
+
+
+def rooms_of(stages: int, ranks: int, message: int) -> int:
+    """Bytes of a rank's memory in which messages of `message` bytes lie."""
+    return 2 * -(-stages // ranks) * max(SLOTS, ranks) * message
 
 
 def placed(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:

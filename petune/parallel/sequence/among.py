@@ -90,9 +90,9 @@ class Among(ABC):
         """See petune.models.exchange.Exchange."""
         return 0, 0
 
-    def _largest(self, own: int) -> int:
-        """Bytes of the rank with most tokens, of those of own tokens."""
-        return own * max(self.shares) // self.shares[self.index]
+    def _largest(self, whole: int) -> int:
+        """Bytes of the rank with most tokens, of those of all."""
+        return whole * max(self.shares) // sum(self.shares)
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See petune.models.exchange.Exchange."""
