@@ -59,11 +59,12 @@ from benchmarks.parallel import ENVIRONMENT, GIB, RUNS, Here, Job, Options, Shap
 from benchmarks.shapes import TINY, Case, method_settings
 from benchmarks.twice import Twice
 from petune.estimate.balance import reduced
+from petune.estimate.choice import Choice
 from petune.estimate.cluster import Cluster, Link
 from petune.estimate.forecast import PROCESS, priced, sketch
 from petune.estimate.fused_forecast import outlook
 from petune.estimate.measure import cluster_of, device_facts
-from petune.estimate.planner import Choice, Planner
+from petune.estimate.planner import Planner
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, describe
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
 from petune.parallel.launch.link_speed import link_speed

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from petune.estimate.choice import Choice, Findings
 from petune.estimate.forecast import sketch
 from petune.estimate.layouts import plain
 from petune.estimate.measure import measured
-from petune.estimate.planner import Choice, Findings, Planner
+from petune.estimate.planner import Planner
 from petune.log import human
 from petune.parallel import ParallelConfig, describe
 from petune.recipe import load_recipe
@@ -55,7 +56,7 @@ def explained(found: Findings) -> Iterator[str]:
     for reason, number in found.left_out[:LEFT_OUT]:
         yield f"left out {number}: {reason}"
     yield f"write    {written(best.parallel)}"
-    if best.again:
+    if best.checkpointing:
         yield "write    gradient_checkpointing: true"
 
 
@@ -96,7 +97,7 @@ def choose(job: Path, answer: Path) -> None:
     found = Planner(sketch(load_recipe(recipe, {"parallel": "none"})), measured(recipe)).search()
     best = found.choices[0]
     settings = {"parallel": plain(best.parallel) or "none"} | (
-        {"gradient_checkpointing": True} if best.again else {}
+        {"gradient_checkpointing": True} if best.checkpointing else {}
     )
     answer.write_text(json.dumps({"settings": settings, "reasons": list(explained(found))}), encoding="utf-8")
 
@@ -108,7 +109,7 @@ def facts(found: Findings) -> dict[str, object]:
             {
                 "plan": name_of(choice),
                 "parallel": plain(choice.parallel),
-                "gradient_checkpointing": choice.again,
+                "gradient_checkpointing": choice.checkpointing,
                 "step_s": choice.time.total,
                 "compute_s": choice.time.compute,
                 "communication_s": choice.time.communication,

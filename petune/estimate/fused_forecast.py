@@ -36,6 +36,7 @@ from petune.kernels.memory.policy_hook import (
     typical,
     vocabulary_of,
 )
+from petune.kernels.memory.shape import BlockShape
 from petune.methods.configs import method_of
 from petune.parallel import ParallelPlan
 from petune.parallel.copy_engines import ForetoldEngines
@@ -45,6 +46,7 @@ from petune.parallel.pipeline.linked_stage import rooms_of
 from petune.parallel.plan import in_flight
 from petune.parallel.tensor.hooks import put_boundaries
 from petune.parallel.tensor.shard_params import Placed
+from petune.parallel.tensor.vocabulary import hook_vocabulary, rows_of_ranks
 from petune.recipe import Recipe
 from petune.run.streaming import refuse_unfused, streams
 
@@ -238,6 +240,19 @@ def policy_for(
         raise placed(error, recipe) from None
 
 
+def blocks_and_rooms(drawn: Sketch, plan: ParallelPlan) -> tuple[list[BlockShape], float]:
+    """The blocks that a run on GPUs would fuse on the first rank of `plan`, in order, and bytes for each row
+    in which its ranks write to one another. None where it would fuse none, or a ladder keeps what is kept."""
+    if drawn.device != "cuda" or method_of(drawn.recipe.method).ladder:
+        return [], 0.0
+    fused = _fused(drawn, plan)
+    specs = [] if isinstance(fused, str) else _specs(fused)
+    shapes = [replace(shape_of(spec), itemsize=drawn.work.itemsize) for spec in specs]
+    tokens = max(drawn.work.tokens.values())
+    rooms = sum(room_bytes(specs[0], shapes[0], 64 * tokens)) / 64 if specs else 0.0  # they come in steps
+    return shapes, rooms
+
+
 def _without_device(recipe: Recipe) -> str:
     auto = "refused" if streams(recipe) else "unfused"
     would = {"auto": auto, "reference": "fused, their memory not planned,", "triton": "refused"}[
@@ -270,8 +285,10 @@ def _parts(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> Sequence[nn.Mod
         return [copy.deepcopy(drawn.model)]
     held = held_by(drawn.model, drawn.family, plan, at).modules
     if plan.cut is not None:
+        rows = rows_of_ranks(drawn.model, plan.cut)
         for own in held:
             put_boundaries(own, drawn.family, plan.cut, at.tp, engines=ForetoldEngines(plan.tp))
+            hook_vocabulary(own, rows, None, at.tp)
     return held
 
 

@@ -14,20 +14,21 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from petune.errors import MachineError, RecipeError, UsageError
 from petune.estimate.balance import balance, partition, reduced
+from petune.estimate.choice import Choice, Findings
 from petune.estimate.cluster import Cluster
 from petune.estimate.expert_shares import over_experts
 from petune.estimate.forecast import Sketch
 from petune.estimate.layouts import kind_of, layouts, plain
 from petune.estimate.rank_shares import by_tokens, numbers_of, span, spread_of
 from petune.estimate.room import Rest, Room
-from petune.estimate.step_time import Both, Clock, Group, StepTime
+from petune.estimate.step_time import Both, Clock, Group
 from petune.estimate.workload import Part, Place, line_of, seconds_at, workload
 from petune.kernels.memory.block_cost import Rates
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
@@ -38,29 +39,6 @@ from petune.recipe import load_recipe
 NEAR = 0.95  # of what a layout takes at best by a rough rule: one beyond it is not looked at
 SHOWN = 2  # plans that are told of
 FINEST = 64  # of a ratio of tokens
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A plan with its price. again: gradient_checkpointing is on; fullest: the largest part of its memory
-    that a rank fills, 0 where no memory is known."""
-
-    parallel: ParallelConfig
-    plan: ParallelPlan
-    again: bool
-    time: StepTime
-    fullest: float
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a search has found: choices that fit, the fastest first, one of each layout; how many plans were
-    compared, and why others were left out, with how many."""
-
-    choices: tuple[Choice, ...]
-    compared: int
-    left_out: tuple[tuple[str, int], ...]
-    cluster: Cluster
 
 
 # ---------------------------------------------------------------- the search
@@ -79,6 +57,8 @@ class Planner:
         self.refused: dict[str, str] = {}
         self.clocks = {again: Clock(self.work, cluster, again) for again in (False, True)}
         fixed = again if again is not None else drawn.recipe.gradient_checkpointing or None
+        if fixed is None and self.room.fused and (keep := drawn.recipe.memory.keep) != "auto":
+            fixed = keep == "input"
         self.again = (False, True) if fixed is None else (fixed,)
 
     def search(self, given: Sequence[ParallelConfig] | None = None) -> Findings:
@@ -134,7 +114,9 @@ class Planner:
         for parallel in self.shared(layout, again) if self._could_fit(even, again) else ():
             plan = self.plan(parallel)
             if not math.isinf(fullest := self.fullest(plan, again)):
-                found.append(Choice(parallel, plan, again, self.clocks[again].of(plan), fullest))
+                fused = self.room.fused and plan.ep == 1 and plan.unfused is None
+                time = self.clocks[again].of(plan)
+                found.append(Choice(parallel, plan, again, time, fullest, fused))
         return found
 
     def _refusal(self, parallel: ParallelConfig) -> str:
@@ -194,7 +176,7 @@ class Planner:
     def _rest(self, plan: ParallelPlan, pp: int, start: int, end: int, rows: float) -> Rest:
         shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas
         piece = -(-rows // plan.microbatches)
-        return Rest(start, end, piece, in_flight(plan, pp), plan.sharding, shards)
+        return Rest(start, end, piece, in_flight(plan, pp), plan.sharding, shards, plan.unfused is None)
 
     # ------------------------------------------------------------ shares
 

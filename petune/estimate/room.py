@@ -3,6 +3,7 @@
 A search asks for thousands of ranks. So the footprint (petune.estimate.footprint) is taken of the whole model
 and, for each way to cut it, of one rank of two; of other shares a rank holds what lies on the line through
 both. What a rank of a pipeline holds is what its blocks hold, with all they keep for the passes on their way.
+Of blocks that a GPU would run fused it is what the engine keeps (petune.kernels.memory.buffers).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from petune.estimate.activations import Saved
 from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_by, saved_in
 from petune.estimate.forecast import PROCESS, Sketch
+from petune.estimate.fused_room import FusedBlocks, fused_blocks_of
+from petune.kernels.memory.buffers import head_bytes
+from petune.kernels.memory.policy import WORKSPACE
 from petune.models.spec import Family
 from petune.models.stack import Stack
 from petune.parallel.fsdp import is_light, weighed
@@ -57,7 +61,7 @@ class Bytes:
 @dataclass(frozen=True)
 class Rest:
     """Where a rank stands: the stretch of blocks it holds, rows of a micro-batch, passes on their way, how
-    weights are sharded over how many replicas."""
+    weights are sharded over how many replicas; whether blocks may be fused under its plan."""
 
     start: int
     end: int
@@ -65,17 +69,20 @@ class Rest:
     passes: float = 1.0
     sharding: Sharding | None = None
     shards: int = 1
+    fused: bool = True
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """A rank's part of the model: blocks added up from the first on, the largest one, the two ends."""
+    """A rank's part of the model: blocks added up from the first on, the largest one, the two ends. scores:
+    bytes of whole logits of a row, which fused blocks do not make."""
 
     sums: tuple[Bytes, ...]
     largest: Bytes
     before: Bytes
     behind: Bytes
     scores: float
+    fused: FusedBlocks | None = None
 
     def stretch(self, start: int, end: int) -> Bytes:
         """Of blocks [start, end) and the ends that are with them."""
@@ -94,9 +101,12 @@ class Room:
         self.weighed = weighed(drawn.model)
         self.process = PROCESS[drawn.device]
         shape = self.family.shape(drawn.config)
-        self.experts = shape.experts
+        self.experts, self.width, self.itemsize = shape.experts, shape.width, drawn.work.itemsize
+        self.longest = max(drawn.work.tokens.values())
+        head = cast("Any", drawn.model).get_output_embeddings() if drawn.work.vocabulary_head else None
+        self.vocabulary = 0 if head is None else len(head.weight)
         # of a block's input, for each row and each block that goes back
-        self.input = shape.width * drawn.work.itemsize * max(drawn.work.tokens.values())
+        self.input = self.width * self.itemsize * self.longest
 
     def bytes(self, cut: Cut | None, index: int, rest: Rest, again: bool) -> float:
         """What rank `index` of a cut needs on its device, the process itself included."""
@@ -112,7 +122,7 @@ class Room:
     def of_experts(self, held: float, copies: float, rest: Rest, again: bool) -> float:
         """What a rank needs that holds such a part of all experts. copies: of tokens that these see, for each
         that its own tokens make."""
-        number, whole, (twice, four) = self.experts, self._slice(None), self.spread
+        number, whole, (twice, four) = self.experts, self._whole, self.spread
         at = (held * number - 1) / (number - 1), copies * number / 2 - 1
         span = rest.start, rest.end
         own = _mixed(whole.stretch(*span), twice.stretch(*span), four.stretch(*span), *at)
@@ -143,7 +153,7 @@ class Room:
     def _needed(self, cut: Cut | None, shares: tuple[float, float, float], rest: Rest, again: bool) -> float:
         """Bytes of a rank with such parts of the tensors, of the work, and of the vocabulary."""
         held, done, table = shares
-        whole, half = self._slice(None), self._slice(cut)
+        whole, half = self._full(cut, rest.fused), self._slice(cut, rest.fused)
         own, largest = (
             _between(one, other, held, done)
             for one, other in (
@@ -152,28 +162,46 @@ class Room:
             )
         )
         tokens = done if cut and cut.connection == "sequence" else 1.0
-        return self._kept_and_standing(own, largest, rest, again, tokens, table)
+        busy = rooms = 0.0
+        if whole.fused is not None and half.fused is not None:
+            most, less = (one.busy(rest.rows, again) for one in (whole.fused, half.fused))
+            busy, rooms = _on_line(most, less, done), half.fused.rooms * rest.rows
+        return self._kept_and_standing(own, largest, rest, again, tokens, table, busy) + rooms
 
     def _kept_and_standing(
-        self, own: Bytes, largest: Bytes, rest: Rest, again: bool, tokens: float, table: float
+        self,
+        own: Bytes,
+        largest: Bytes,
+        rest: Rest,
+        again: bool,
+        tokens: float,
+        table: float,
+        busy: float = 0.0,
     ) -> float:
-        """Bytes of a rank with such blocks, tokens between them, and a part of the vocabulary."""
-        whole = self._slice(None)
-        kept = own.row * rest.rows + own.once
+        """Bytes of a rank with such blocks, tokens between them, and a part of the vocabulary. busy: of
+        fused blocks, what one needs while it runs."""
+        whole = self._whole
+        kept, last = own.row * rest.rows + own.once, rest.end == len(whole.sums) - 1
         if again:
             kept = min(kept, (rest.end - rest.start) * self.input * tokens * rest.rows)
-            kept = kept * rest.passes + largest.row * rest.rows + largest.once
+        kept *= rest.passes
+        if busy:
+            beside = WORKSPACE + max(busy, self._head(rest.rows, table) if last else 0.0)
         else:
-            kept *= rest.passes
-        logits = whole.scores * table * rest.rows if rest.end == len(whole.sums) - 1 else 0.0
-        return self._standing(own, largest, rest) + kept + logits + own.copies + self.process
+            beside = whole.scores * table * rest.rows if last else 0.0
+            beside += (largest.row * rest.rows + largest.once) * again
+        return self._standing(own, largest, rest) + kept + beside + own.copies + self.process
+
+    def _head(self, rows: float, table: float) -> float:
+        """Bytes alive in a fused head over a part of the vocabulary."""
+        return head_bytes(int(rows * self.longest), self.width, int(self.vocabulary * table), self.itemsize)
 
     def _standing(self, own: Bytes, largest: Bytes, rest: Rest) -> float:
         """Weights, gradients and states, or a rank's shards of them with what is gathered at once."""
         every = own.frozen + own.tuned + own.trains
         if rest.sharding is None:
             return every
-        whole, frozen = self._slice(None), rest.sharding.frozen
+        whole, frozen = self._whole, rest.sharding.frozen
         outside = whole.before + whole.behind
         inside = 2 * largest if rest.sharding.reshard else own - outside
         spread, together = own.frozen * frozen, (inside + outside).frozen * frozen
@@ -189,14 +217,35 @@ class Room:
         plan = ParallelPlan(dp=replicas, shares=(1,) * replicas, sharding=sharding)
         return is_light(self.weighed, plan)
 
-    def _slice(self, cut: Cut | None) -> _Slice:
-        """The model, or what one of two ranks holds that share it evenly."""
-        key = cut and (cut.attention, cut.mlp, cut.connection, cut.exchange, bool(cut.vocabulary))
+    @property
+    def fused(self) -> bool:
+        """Whether blocks are taken to be fused, but for those whose experts are shared out."""
+        return self._slice(None, fused=True).fused is not None
+
+    @property
+    def _whole(self) -> _Slice:
+        return self._slice(None)
+
+    def _slice(self, cut: Cut | None, fused: bool = False) -> _Slice:
+        """The model, or what one of two ranks holds that share it evenly. fused: as blocks keep it that would
+        be."""
+        key = cut and (cut.attention, cut.mlp, cut.connection, cut.exchange, bool(cut.vocabulary)), fused
         if key not in self.slices:
             plan = ALONE if cut is None else ParallelPlan(tp=2, cut=self._halved(cut))
             held = held_by(self.drawn.model, self.family, plan, Coordinate())
-            self.slices[key] = self._sums(held, plan, self.drawn.work)
+            blocks = fused_blocks_of(self.drawn, plan) if fused else None
+            self.slices[key] = self._sums(held, plan, self.drawn.work, blocks)
         return self.slices[key]
+
+    def _full(self, cut: Cut | None, fused: bool) -> _Slice:
+        """The model as a rank of a cut would have it that did all of it."""
+        whole, half = self._slice(None, fused), self._slice(cut, fused)
+        if whole.fused is None or half.fused is None or (blocks := half.fused.in_full(whole.fused)) is None:
+            return whole
+        if blocks not in self.slices:
+            held = held_by(self.drawn.model, self.family, ALONE, Coordinate())
+            self.slices[blocks] = self._sums(held, ALONE, self.drawn.work, blocks)
+        return self.slices[blocks]
 
     def _halved(self, cut: Cut) -> Cut:
         shape = self.family.shape(self.drawn.config)
@@ -214,7 +263,7 @@ class Room:
             vocabulary=(1, 1) if cut.vocabulary else (),
         )
 
-    def _sums(self, held: Held, plan: ParallelPlan, work: Pass) -> _Slice:
+    def _sums(self, held: Held, plan: ParallelPlan, work: Pass, fused: FusedBlocks | None = None) -> _Slice:
         (model,) = held.modules
         config = self.drawn.config
         blocks: list[Bytes] = []
@@ -230,7 +279,11 @@ class Room:
                     beside = [ladder.blocks[index], ladder.down[index + 1]]
                 tensors = [value for one in (block, *beside) for value in one.parameters()]
                 inside |= set(map(id, tensors))
-                blocks.append(self._of(tensors, sum(saves, Saved())))
+                own = self._of(tensors, sum(saves, Saved()))
+                if fused is not None:
+                    row, copies = fused.of_block(len(blocks))
+                    own = replace(own, copies=copies, row=row * bool(saves), once=0.0)
+                blocks.append(own)
         table = [value for value in cast("Any", model).get_input_embeddings().parameters()]
         others = [value for value in held.tensors() if id(value) not in inside]
         head = cast("Any", model).get_output_embeddings() if work.vocabulary_head else None
@@ -246,6 +299,7 @@ class Room:
             self._of(early, Saved()),
             self._of(late, Saved()),
             scores,
+            fused,
         )
 
     def _of(self, tensors: Iterable[Tensor], saved: Saved) -> Bytes:
@@ -271,9 +325,14 @@ class Room:
 def _between(whole: Bytes, half: Bytes, held: float, done: float) -> Bytes:
     """What a rank has that holds and does such parts of the whole, on the line through the whole and a
     half."""
-    at = [1 - 2 * (1 - part) for part in (held, held, held, held, done, done)]
-    pairs = zip(whole.all, half.all, at, strict=True)
-    return Bytes(*(max(0.0, its + (all_ - its) * how) for all_, its, how in pairs))
+    parts = (held, held, held, held, done, done)
+    pairs = zip(whole.all, half.all, parts, strict=True)
+    return Bytes(*(_on_line(*three) for three in pairs))
+
+
+def _on_line(whole: float, half: float, done: float) -> float:
+    """A number of a rank that does such a part of the work, on the line through those of all and of half."""
+    return max(0.0, half + (whole - half) * (2 * done - 1))
 
 
 def _mixed(whole: Bytes, twice: Bytes, four: Bytes, held: float, copies: float) -> Bytes:

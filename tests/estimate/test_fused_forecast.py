@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -438,7 +438,7 @@ def test_a_rank_with_few_tokens_keeps_few_hidden_states_of_its_own(tmp_path: Pat
         recipe = large(tmp_path, 8, 2048, parallel={"galaxy": shares})
         policies = outlook(forecast(recipe, memory=[H200, H200]), "H200").policies
         assert {keep for one in policies for keep in keeps(one)} == {"all"}
-        peaks[sequence[0]] = [cast("Policy", one).peak for one in policies]
+        peaks[sequence[0]] = [one.peak for one in policies]
     few, half = peaks[63][1], peaks[1][1]
     states = 2 * 32 * 8 * 2048 * 4096 * 2  # of each block and its attention, in bfloat16
     assert half - few == pytest.approx((1 / 2 - 1 / 64) * states, rel=0.2)

@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 
 from petune.errors import MachineError, UsageError
 from petune.estimate.advice import advise
+from petune.estimate.choice import Choice
 from petune.estimate.cluster import Cluster, Device, Link, of_speeds
 from petune.estimate.forecast import Sketch, forecast, sketch
+from petune.estimate.fused_forecast import outlook
 from petune.estimate.layouts import layouts, plain
 from petune.estimate.planner import Planner
 from petune.kernels.memory.block_cost import CPU
 from petune.parallel import ParallelConfig
 from petune.parallel.configs import CutConfig, DpConfig, EpConfig, PpConfig
-from petune.recipe import load_recipe
+from petune.recipe import Recipe, load_recipe
 from petune.run import distributed
 from tests.methods.zoo import tiny
 from tests.written_recipes import recipe_of
@@ -213,6 +215,47 @@ def test_memory_is_the_footprint(name: str, method: str, tmp_path: Path) -> None
             place = rank.at.pp, rank.at.tp, rank.rows
             own = planner.bytes_of(plan, *place, again=False, dp=rank.at.dp) - rank.process
             assert own == pytest.approx(rank.memory.total, rel=0.06), (parallel, rank.rank)
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """A recipe for GPUs, whose model is large enough for what blocks keep to count."""
+    folder = tmp_path_factory.mktemp("gpus")
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
+    model = deep(folder, **sizes, num_key_value_heads=8, head_dim=128, num_hidden_layers=16, vocab_size=32000)
+    return load_recipe(
+        recipe_of("llama-causal", folder, batch_size=8),
+        {"model": model, "device": "cuda", "dtype": "bf16", "data.max_length": 2048},
+    )
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_memory_of_gpus_is_what_fused_blocks_keep(name: str, again: bool, on_gpus: Recipe) -> None:
+    recipe = on_gpus.model_copy(update={"gradient_checkpointing": again})
+    planner, memory = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12)), [140 * 2**30]
+    plan = planner.plan(PLANS[name])
+    told = outlook(forecast(recipe, 2, memory, PLANS[name]), "H200")
+    assert told.policies, told.lines
+    for rank in told.forecast.ranks:
+        own = planner.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again, dp=rank.at.dp)
+        assert own == pytest.approx(rank.total, rel=0.06), rank.rank
+
+
+def test_fused_blocks_recompute_by_themselves(on_gpus: Recipe) -> None:
+    """So no recipe is told to: what is kept is chosen in the run, block by block."""
+
+    def best(kernels: str) -> Choice:
+        drawn = sketch(on_gpus.model_copy(update={"kernels": kernels}))
+        planner = Planner(drawn, cluster_of((1, 1)))
+        kept, again = (planner.bytes_of(planner.plan(PLANS["dp"]), 0, 0, 4, one) for one in (False, True))
+        assert again < kept
+        tight = cluster_of((1, 1), memory=int(kept + again) // 2)
+        return Planner(drawn, tight).search([PLANS["dp"]]).choices[0]
+
+    fused, unfused = best("auto"), best("off")
+    assert fused.again and fused.fused and not fused.checkpointing
+    assert unfused.checkpointing and not unfused.fused
 
 
 # ------------------------------------------------------------------ what work costs

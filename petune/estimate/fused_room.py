@@ -1,0 +1,65 @@
+"""What the blocks of a rank need in memory once they are fused, by rows: what the engine keeps, and what is
+alive while a block runs (petune.kernels.memory.buffers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from petune.estimate.forecast import Sketch
+from petune.estimate.fused_forecast import blocks_and_rooms
+from petune.kernels.configs import Level
+from petune.kernels.memory.buffers import kept_bytes, standing_bytes, working_set
+from petune.kernels.memory.shape import BlockShape
+from petune.parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class FusedBlocks:
+    """Blocks in order; a row has `tokens`. rooms: bytes a row in which ranks write to one another."""
+
+    shapes: tuple[BlockShape, ...]
+    tokens: int
+    rooms: float = 0.0
+
+    def of_block(self, number: int) -> tuple[float, float]:
+        """Bytes a row that one keeps which keeps all, and bytes that it holds beside its tensors."""
+        shape = self.shapes[number]
+        return kept_bytes(shape, "all") * shape.own(self.tokens), standing_bytes(shape)
+
+    def busy(self, rows: float, again: bool) -> float:
+        """Bytes alive while one runs, beside what blocks keep: the most of any. again: it keeps its input."""
+        keep: Level = "input" if again else "all"
+        return max(_working(shape, keep, self.tokens, rows) for shape in set(self.shapes))
+
+    def in_full(self, whole: FusedBlocks) -> FusedBlocks | None:
+        """These with sizes of the `whole` ones, where ranks have own tokens between sub-layers, else None.
+        What is gathered for a sub-layer is kept beside own tokens and grows with nobody's share, so whole
+        blocks, which gather nothing, are not what a larger share comes to."""
+        if all(shape.share == 1 for shape in self.shapes):
+            return None
+        pairs = zip(self.shapes, whole.shapes, strict=True)
+        return replace(self, shapes=tuple(_enlarged(own, all_) for own, all_ in pairs))
+
+
+def fused_blocks_of(drawn: Sketch, plan: ParallelPlan) -> FusedBlocks | None:
+    """Those of the first rank of `plan` on GPUs; None where none would be fused."""
+    shapes, rooms = blocks_and_rooms(drawn, plan)
+    return FusedBlocks(tuple(shapes), max(drawn.work.tokens.values()), rooms) if shapes else None
+
+
+def _enlarged(own: BlockShape, whole: BlockShape) -> BlockShape:
+    heads, kv_heads, columns = whole.heads, whole.kv_heads, whole.columns
+    return replace(own, heads=heads, kv_heads=kv_heads, columns=columns, experts=whole.experts, share=1.0)
+
+
+@lru_cache(maxsize=256)
+def _line(shape: BlockShape, keep: Level, tokens: int) -> tuple[int, int]:
+    """Bytes alive in a block with one row and with two."""
+    own = shape.own(tokens)
+    return working_set(shape, keep, own), working_set(shape, keep, 2 * own)
+
+
+def _working(shape: BlockShape, keep: Level, tokens: int, rows: float) -> float:
+    one, two = _line(shape, keep, tokens)
+    return one + (two - one) * (rows - 1)
