@@ -123,8 +123,7 @@ class Snapshots:
         if not self._turns:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self._turns = Turn(stream), Turn(stream)
-            with writing(self.root):
-                self.root.mkdir(parents=True, exist_ok=True)
+            self._begin()
             self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
             self._thread.start()
         with self._changed:
@@ -145,9 +144,16 @@ class Snapshots:
         if not main:
             commit(self.root, facts)
             return
+        if not self.taken:
+            self._begin()
         self.taken += 1
         commit(self.root, lambda: self._aged(facts, step))
         self._tidy()
+
+    def _begin(self) -> None:
+        """Make the folder of snapshots, before the first: later it is there, or the run's is gone."""
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
 
     def begin(self) -> None:
         """Begin to copy what `take` has noted, if that has not begun; the host is busy with it for some

@@ -129,7 +129,7 @@ def commit(
 
 def _prepare(root: Path, work: Path, old: Path, final: Path) -> None:
     if not root.exists():
-        root.mkdir(parents=True)
+        root.mkdir()  # where its parent is gone, so is the run's folder, which must not be made anew
         sync_folder(root.parent)
     _remove(work)
     _settle(old, final)

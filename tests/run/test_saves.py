@@ -83,6 +83,7 @@ def test_the_bytes_are_those_of_the_state_as_it_was_though_training_has_gone_on(
 
     def twice(self: Saver, held: HeldState) -> Path:
         if self._writes:  # as a save that all wait for
+            self.folder.checkpoints.mkdir(exist_ok=True)
             self._commit(self.folder.checkpoints / "waited", self._facts(), held)
         return beside(self, held)
 

@@ -63,6 +63,7 @@ def test_steps_are_made_while_ranks_write_a_snapshot_and_those_between_take_none
 
     def waited(self: Saver, held: HeldState, put: Any) -> None:
         if self.progress.step == 1:
+            self.folder.checkpoints.mkdir(exist_ok=True)
             self._commit(self.folder.checkpoints / "waited", self._facts(), held)
         put_beside(self, held, put)
 

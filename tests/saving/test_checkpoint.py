@@ -90,7 +90,7 @@ def fast(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_committed_checkpoint_verifies_and_says_what_it_holds(tmp_path: Path) -> None:
-    path = save(tmp_path / "new" / "checkpoints", 7)
+    path = save(tmp_path / "new", 7)
     manifest = verify(path)
     assert path.name == "step-7" and (manifest.run_id, manifest.step, manifest.facts) == (
         "run",
@@ -99,6 +99,12 @@ def test_a_committed_checkpoint_verifies_and_says_what_it_holds(tmp_path: Path) 
     )
     assert set(manifest.files) == {"state.safetensors", "tuned/config.json"}
     assert names(path.parent) == ["latest", "step-7"] and (path.parent / "latest").read_text() == "step-7\n"
+
+
+def test_a_run_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="No such file or directory"):
+        save(tmp_path / "gone" / "checkpoints", 7)
+    assert not (tmp_path / "gone").exists()
 
 
 def test_files_are_readable_by_the_group_whatever_wrote_them(tmp_path: Path) -> None:
