@@ -305,6 +305,7 @@ def test_hidden_states_that_are_whole_are_those_of_one_process() -> None:
 # ------------------------------------------------------------------ what an exception leaves behind
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("backend", ["tp", "galaxy", "sp-gather"])
 @pytest.mark.parametrize("method", ["side", "lora"])
 def test_after_an_exception_inside_a_stack_training_goes_on_as_before(method: str, backend: str) -> None:

@@ -304,6 +304,14 @@ FOLDERS: dict[str, tuple[Callable[[Path, Shot], None], int]] = {
     "a renamed tar": (renamed_tar, 4),
     "an adapter inside": (adapter_inside, 4),
 }
+# one of each kind in the short suite: code, pickles by name and by content, what hides in another file
+SHORT = (
+    "code beside a known class",
+    "kernels",
+    "a pickle that is named",
+    "a renamed zip",
+    "an adapter inside",
+)
 READS_NO_WEIGHTS = {"check", "plan", "data", "init"}
 
 
@@ -336,7 +344,9 @@ def verbs_on_model(model: Path, place: Path) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(
     "verbs", [("check", "train"), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"]
 )
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in FOLDERS]
+)
 def test_no_verb_runs_anything_of_a_models_folder(
     name: str, verbs: tuple[str, ...], place: Path, tmp_path: Path
 ) -> None:

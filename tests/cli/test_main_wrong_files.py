@@ -80,6 +80,7 @@ USES: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("use", USES)
 def test_a_name_that_no_file_can_have_or_that_leads_out_is_an_error_of_the_user(

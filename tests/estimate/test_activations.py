@@ -86,6 +86,7 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
     return total
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def assert_same(
 # ------------------------------------------------------------------ models
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", MODELS)

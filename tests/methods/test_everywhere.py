@@ -31,7 +31,7 @@ SHORT: dict[str, dict[str, int]] = {
     "t5-seq2seq": {"num_layers": 1},
     "llama-causal": {},
 }
-IN_SHORT = {("llama-causal", "lora"), ("bert-classify", "side")}
+IN_SHORT = {("llama-causal", "lora")}
 COMPILED = [
     pytest.param(name, method, marks=() if (name, method) in IN_SHORT else pytest.mark.long)
     for name in FOUR
@@ -63,6 +63,7 @@ def test_compiled_forward_and_gradients_are_the_eager_ones(name: str, method: st
     )
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FOUR)
 def test_autocast_runs_with_finite_float32_gradients_near_the_exact_ones(name: str, method: str) -> None:
@@ -112,6 +113,7 @@ def test_gradient_checkpointing_really_recomputes(name: str, method: str) -> Non
     assert kept() < 0.7 * plain
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", GENERATING)

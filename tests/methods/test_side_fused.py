@@ -63,6 +63,7 @@ def rows_of(name: str, kind: str) -> dict[str, Any]:
     return inputs if name == "bert-mlm" else inputs | {"use_cache": False}
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("kind", ["right", "left", "whole"])
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_every_gradient_are_the_unfused_ladders(name: str, kind: str) -> None:
@@ -101,6 +102,7 @@ def test_padding_is_left_out_of_the_backbone_and_of_the_ladder() -> None:
     assert seen == [(1, int(inputs["attention_mask"].sum()))] * 4
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("end", ["residual", "paper"])
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_what_drops_out_is_the_unfused_ladders(name: str, end: str) -> None:

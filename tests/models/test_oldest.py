@@ -36,11 +36,16 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+FEW = "llama or bart or t5 or bert or gptoss or qwen3_5"
+
+
 @pytest.mark.timeout(300)
-def test_reading_tables_identity_generation_and_merging_hold_on_the_oldest() -> None:
+@pytest.mark.parametrize("families", [FEW, pytest.param("test", marks=pytest.mark.long)], ids=["few", "all"])
+def test_reading_tables_identity_generation_and_merging_hold_on_the_oldest(families: str) -> None:
     """In one process: it takes longer to start than to do this."""
     files = ("tests/models/test_contents.py", "tests/models/test_families.py", "tests/models/test_t5gemma.py")
-    names = "as_transformers_reads or left_to_it or test_families or those_of_transformers"
+    of_all = "as_transformers_reads or left_to_it or those_of_transformers"
+    names = f"{of_all} or test_families and ({families})"
     which = ("-m", "not long", "-k", names)
     done = run("-c", PROGRAM, "-q", "-x", "-p", "no:cacheprovider", "-n", "0", *files, *which)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -39,6 +39,7 @@ def _steps(one: Case, limit: float, folder: Path) -> dict[str, Any]:
     return {"trace": harness._steps(one, limit), "said": said}
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("backend", SAYS)
 def test_ranks_that_talk_by_copy_engines_train_as_one_process(

@@ -91,6 +91,7 @@ def test_products_are_those_of_a_dense_weight_with_its_values(
     assert all(map(torch.equal, found.dlinear_with(dy, low[1]), dense.dlinear_with(dy, low[1])))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(("name", "settings"), TUNINGS, ids=lambda one: one if isinstance(one, str) else "")
 @pytest.mark.parametrize("base_dtype", NAMES)
 def test_loss_and_gradients_are_those_of_the_dense_values(

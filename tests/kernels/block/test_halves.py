@@ -61,6 +61,7 @@ def _check(one: Case, sizes: tuple[int, int] | None, why: str = "") -> list[floa
     return [rank["talks"] / max(1, 2 * len(rank["seen"])) for rank in found]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("backend", CUT)
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
 def test_halves_train_as_one_process(backend: str, method: str) -> None:
@@ -70,7 +71,10 @@ def test_halves_train_as_one_process(backend: str, method: str) -> None:
     assert min(talks) >= TALKS[backend] / 2
 
 
-@pytest.mark.parametrize("backend", CUT)
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(one, marks=() if one in ("cut", "sp-ulysses") else pytest.mark.long) for one in CUT],
+)
 def test_halves_of_an_odd_number_of_rows_draw_the_same_and_compute_again(backend: str) -> None:
     plan = PLANS[backend]("llama-causal", 2)
     for kept in KEPT:

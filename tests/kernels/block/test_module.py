@@ -88,6 +88,7 @@ def test_state_names_and_values_survive_fusing(name: str) -> None:
         assert torch.equal(value, other), key
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("keep", ["all", "projections", "attention", "input"])
 @pytest.mark.parametrize(
     ("name", "method"),

@@ -16,6 +16,7 @@ NAMES = ("llama-causal", "bert-classify", "t5-seq2seq", "bart-seq2seq", "gemma3-
 METHODS: dict[str, dict[str, Any]] = {"dora": {"r": 4}, "ia3": {}, "miss": {"r": 12}}
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", METHODS)
 def test_fused_blocks_train_as_peft_does(

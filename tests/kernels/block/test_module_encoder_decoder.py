@@ -132,6 +132,7 @@ def test_in_float32_it_is_hugging_faces_to_its_rounding_with_masks_of_either_kin
     assert not said(fused)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", NAMES)

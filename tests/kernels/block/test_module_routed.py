@@ -112,6 +112,7 @@ def test_shares_are_divided_by_their_sum_where_the_config_says_so(name: str, met
     assert_alike(fused, plain, batch(name))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -151,7 +152,7 @@ def test_autocast_rounds_it_no_further_than_hugging_faces_own() -> None:
     assert not [block.spec.said for block in blocks(sides[0]) if block.spec.said]
 
 
-@pytest.mark.parametrize("name", ["qwen2moe-causal", "gptoss-causal"])
+@pytest.mark.parametrize("name", ["gptoss-causal", pytest.param("qwen2moe-causal", marks=pytest.mark.long)])
 def test_kernels_of_triton_train_as_plain_torch_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "_form", lambda name, *_: import_module(f"petune.kernels.triton.{name}"))
     monkeypatch.setattr("petune.kernels.fuse.select", lambda *args: triton_ops())

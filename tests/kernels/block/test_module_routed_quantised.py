@@ -60,6 +60,7 @@ def experts_of(model: nn.Module) -> list[QuantisedWeight]:
     return [weight for _, _, weight in quantised_in(model) if weight.dim() == 3]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(("name", "method", "settings"), TUNINGS)
 @pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
 def test_loss_and_gradients_are_those_of_the_dense_values(

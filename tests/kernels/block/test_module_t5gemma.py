@@ -134,6 +134,7 @@ def test_an_encoder_wider_than_its_decoder_is_fused_by_its_own_sizes() -> None:
     assert_alike(*pair(**dict(WIDER)), batch(NAME))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("blocks", [None, MemoryConfig("attention")])
 @pytest.mark.parametrize("backend", ["dp", "shard", "pp-1f1b"])
 def test_an_encoder_wider_than_its_decoder_trains_where_no_list_cuts_both(
@@ -147,6 +148,7 @@ PLANS = [name for name in BACKENDS if name != "sp-ring"]
 SHORT = (("sp-gather", "lora"), ("sp-ulysses", "full"), ("tp", "side"), ("pp-1f1b", "adapter"))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("backend", "method"),

@@ -72,6 +72,7 @@ def assert_alike(made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], c
     assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", RUNGS)
 @pytest.mark.parametrize("name", FUSED)

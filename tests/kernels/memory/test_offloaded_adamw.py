@@ -198,6 +198,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 3, 5])
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_the_references_gradients_are_autograds(act: Act) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.crossed(1)
 @each_dtype
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize(("rows", "width"), [(9, 40), (1, 1), (17, 300)])

@@ -22,6 +22,7 @@ def test_unscale_in_the_reference_is_autograds() -> None:
     torch.testing.assert_close(sums / columns.detach(), dcolumns)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16), (3, 100), (65, 130), (700, 257), (0, 64)])
 @pytest.mark.parametrize("there", [False, True])

@@ -93,11 +93,11 @@ def test_ranks_that_agree_say_nothing_and_those_that_differ_are_named_by_all(ran
 @pytest.mark.parametrize(
     "lost",
     [
-        pytest.param({61}, id="a rank", marks=pytest.mark.slow),
-        pytest.param({0}, id="rank 0", marks=pytest.mark.slow),
+        pytest.param({61}, id="a rank", marks=pytest.mark.long),
+        pytest.param({0}, id="rank 0"),
         pytest.param({8, 13}, id="a watcher and a rank of its own"),
-        pytest.param({8}, id="a watcher", marks=pytest.mark.slow),
-        pytest.param(set(range(16, 24)), id="a host", marks=pytest.mark.slow),
+        pytest.param({8}, id="a watcher", marks=pytest.mark.long),
+        pytest.param(set(range(16, 24)), id="a host", marks=pytest.mark.long),
     ],
 )
 def test_whoever_falls_silent_is_named_by_all_others_and_nobody_else_is(

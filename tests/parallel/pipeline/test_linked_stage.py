@@ -44,6 +44,7 @@ def _steps(one: Case, limit: float, folder: Path) -> dict[str, Any]:
     return {"trace": harness._steps(one, limit), "sent": sent[0]}
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("schedule", PLANS)
 @pytest.mark.parametrize(
     ("name", "method"), [("llama-causal", "lora"), ("t5-seq2seq", "full"), ("bart-seq2seq", "side")], ids=str

@@ -58,6 +58,7 @@ def _seen(one: Case, batches: list[Batch]) -> list[dict[str, bool]]:
     return seen
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("kind", ["pp-1f1b", "pp-interleaved"])
 @pytest.mark.parametrize("number", [4, 5])
 def test_each_piece_has_its_own_rows_on_the_host(kind: str, number: int) -> None:
@@ -88,6 +89,7 @@ def _steps(one: Case, limit: float) -> dict[str, Any]:
     return {"trace": harness._steps(one, limit), "read": read}
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("model", ["llama-causal", "bert-classify", "t5-seq2seq"])
 @pytest.mark.parametrize("backend", ["alone", "pp-1f1b", "pp-interleaved"])
 def test_masks_are_read_on_the_host_and_training_is_that_of_one_process(backend: str, model: str) -> None:

@@ -64,6 +64,7 @@ def lanes_of(plan: ParallelPlan, rank: int) -> int:
     return math.ceil(in_flight(plan, rank) * (len(plan.stages) // plan.pp))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("model", ["llama-causal", "bert-classify", "t5-seq2seq"])
 @pytest.mark.parametrize("schedule", ["pp-1f1b", "pp-gpipe", "pp-interleaved"])
 def test_stages_that_are_replayed_train_as_one_process(model: str, schedule: str) -> None:

@@ -168,6 +168,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], name: str) -> None
         assert float((own - plain).abs().max()) < TOLERANCE, (name, what)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("sizes", CUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_sequence_attends_as_a_whole_one_does(kind: str, sizes: tuple[int, ...]) -> None:
