@@ -219,8 +219,7 @@ def policy_for(
     shape, tokens = replace(shape, itemsize=itemsize), rounded(rows * longest)
     fixed = resident_bytes(fused[0]) if streams(recipe) else standing(own, plan).total
     fixed += sum(room_bytes(specs[0], shape, tokens))
-    if plan.pp > 1:
-        fixed += rooms_of(len(plan.stages), plan.pp, len(drawn.work.tokens) * tokens * shape.width * itemsize)
+    fixed += between_stages(plan, tokens, shape.width * itemsize * len(drawn.work.tokens))
     try:
         return choose(
             shape,
@@ -238,6 +237,11 @@ def policy_for(
         )
     except UsageError as error:
         raise placed(error, recipe) from None
+
+
+def between_stages(plan: ParallelPlan, tokens: int, size: int) -> int:
+    """Bytes in which a rank's stages leave messages of so many tokens, of `size` bytes each."""
+    return rooms_of(len(plan.stages), plan.pp, tokens * size) if plan.pp > 1 else 0
 
 
 def blocks_and_rooms(drawn: Sketch, plan: ParallelPlan) -> tuple[list[BlockShape], float]:

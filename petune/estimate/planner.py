@@ -171,7 +171,7 @@ class Planner:
             self.room.bytes(plan.cut, tp, self._rest(plan, pp, *span(plan, self.work, number), rows), again)
             for number in numbers_of(plan, pp)
         )
-        return sum(one - process for one in own) + process
+        return sum(one - process for one in own) + process + self.room.between_stages(plan, rows)
 
     def _rest(self, plan: ParallelPlan, pp: int, start: int, end: int, rows: float) -> Rest:
         shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas

@@ -8,7 +8,7 @@ Of blocks that a GPU would run fused it is what the engine keeps (petune.kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from petune.estimate.activations import Saved
 from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_by, saved_in
 from petune.estimate.forecast import PROCESS, Sketch
+from petune.estimate.fused_forecast import between_stages
 from petune.estimate.fused_room import FusedBlocks, fused_blocks_of
 from petune.kernels.memory.buffers import head_bytes
 from petune.kernels.memory.policy import WORKSPACE
@@ -26,7 +27,7 @@ from petune.models.spec import Family
 from petune.models.stack import Stack
 from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
-from petune.parallel.plan import ALONE, Cut, ParallelPlan, Sharding
+from petune.parallel.plan import ALONE, Cut, ParallelPlan, Sharding, features_of_block
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Room:
         self.process = PROCESS[drawn.device]
         shape = self.family.shape(drawn.config)
         self.experts, self.width, self.itemsize = shape.experts, shape.width, drawn.work.itemsize
+        # of what heads, columns and own tokens share out: attention's, the MLP's, and what lies between them
+        self.features = (*features_of_block(self.family, shape), 2 * self.width)
         self.longest = max(drawn.work.tokens.values())
         head = cast("Any", drawn.model).get_output_embeddings() if drawn.work.vocabulary_head else None
         self.vocabulary = 0 if head is None else len(head.weight)
@@ -112,10 +115,9 @@ class Room:
         """What rank `index` of a cut needs on its device, the process itself included."""
         if cut is None:
             return self._needed(None, (1.0, 1.0, 1.0), rest, again)
-        lists = [one for one in (cut.heads, cut.columns) if one]
-        held = sum(_part(one, index) for one in lists) / len(lists) if lists else 0.5
-        lists += [cut.sequence] if cut.sequence else []
-        done = sum(_part(one, index) for one in lists) / len(lists)
+        lists = zip((cut.heads, cut.columns, cut.sequence), self.features, strict=True)
+        parts = [(_part(one, index), weight) for one, weight in lists if one]
+        held, done = _mean(parts[: bool(cut.heads) + bool(cut.columns)]), _mean(parts)
         table = _part(cut.vocabulary, index) if cut.vocabulary else 1.0
         return self._needed(cut, (held, done, table), rest, again)
 
@@ -216,6 +218,13 @@ class Room:
         replicas = shards * sharding.replicas
         plan = ParallelPlan(dp=replicas, shares=(1,) * replicas, sharding=sharding)
         return is_light(self.weighed, plan)
+
+    def between_stages(self, plan: ParallelPlan, rows: int) -> int:
+        """Bytes in which the stages of a rank of so many rows leave messages for one another."""
+        if not self.fused or plan.unfused is not None:
+            return 0
+        size = self.width * self.itemsize * len(self.drawn.work.tokens)
+        return between_stages(plan, -(-rows // plan.microbatches) * self.longest, size)
 
     @property
     def fused(self) -> bool:
@@ -340,6 +349,11 @@ def _mixed(whole: Bytes, twice: Bytes, four: Bytes, held: float, copies: float) 
     what they keep on the line through copies of twice as many tokens, 0, and of four times as many, 1."""
     tensors, kept = twice + (whole - twice) * held, twice + (four - twice) * copies
     return replace(tensors, row=kept.row, once=kept.once)
+
+
+def _mean(parts: Sequence[tuple[float, int]]) -> float:
+    """Of weighed parts; a half where there are none."""
+    return sum(part * weight for part, weight in parts) / sum(weight for _, weight in parts) if parts else 0.5
 
 
 def _part(shares: tuple[int, ...], index: int) -> float:

@@ -161,7 +161,7 @@ def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:
 def grain(total: int, ranks: int, least: int = 1) -> int:
     """Of how many columns or rows of a table ranks take multiples where no list says how many: a power of two
     up to 128, of which there are at least 16 a rank, and `least` in any case. Tensor cores are slower at
-    other sizes: two GPUs that share 14,336 columns and 128,256 rows about as 3 to 1, by a fifth."""
+    other sizes: two GPUs that share 14,336 columns and 32,000 rows about as 3 to 1, by a fifth."""
     return max(least, next((size for size in (128, 64, 32, 16, 8, 4, 2) if total // size >= 16 * ranks), 1))
 
 
@@ -656,9 +656,13 @@ def head_in_blocks(family: Family, model_config: Config) -> float:
     shape, vocabulary = family.shape(own), getattr(own, "vocab_size", 0)
     if shape.experts or not shape.width:
         return 0.0
+    return vocabulary / sum(features_of_block(family, shape))
+
+
+def features_of_block(family: Family, shape: Shape) -> tuple[int, int]:
+    """How many features a block's attention makes, and its MLP: times the width, their weights."""
     roles = {role for rule in family.stacks.values() for region in rule.regions for role in region.sites}
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    return vocabulary / (attention + (2 + ("gate" in roles)) * shape.columns)
+    return 2 * (shape.heads + shape.kv_heads) * shape.head_dim, (2 + ("gate" in roles)) * shape.columns
 
 
 def balanced(total: int, number: int, head: float) -> tuple[int, ...]:
