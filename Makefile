@@ -50,8 +50,9 @@ quick: setup
 test: style
 	$(MAKE) --jobs 2 types suite
 
+# One worker more than cores: tests of ranks and of kills wait for others a fifth of their time.
 suite: setup
-	OMP_NUM_THREADS=1 $(SUITE) -n 2 -m "not long and not system"
+	OMP_NUM_THREADS=1 $(SUITE) -n 3 -m "not long and not system"
 
 # Settings under which torch and MKL round as they do on other processors. avx512 is asked for only where there is one.
 ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE

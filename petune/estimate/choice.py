@@ -23,7 +23,7 @@ class Choice:
 
     @property
     def checkpointing(self) -> bool:
-        """Whether a recipe of it has gradient_checkpointing on."""
+        """Whether a recipe of it has to ask for it: gradient_checkpointing."""
         return self.again and not self.fused
 
 

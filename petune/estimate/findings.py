@@ -110,6 +110,7 @@ def facts(found: Findings) -> dict[str, object]:
                 "plan": name_of(choice),
                 "parallel": plain(choice.parallel),
                 "gradient_checkpointing": choice.checkpointing,
+                "recomputing": choice.again,
                 "step_s": choice.time.total,
                 "compute_s": choice.time.compute,
                 "communication_s": choice.time.communication,

@@ -19,6 +19,7 @@ from torch import nn
 from petune.errors import UsageError
 from petune.estimate.footprint import Held, footprint, held_by, standing
 from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch, placed
+from petune.estimate.message_rooms import message_rooms
 from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Level, MemoryConfig, Rung
@@ -30,7 +31,6 @@ from petune.kernels.memory.policy_hook import (
     SPARE,
     pinnable,
     resident_bytes,
-    room_bytes,
     rounded,
     shape_of,
     typical,
@@ -38,11 +38,10 @@ from petune.kernels.memory.policy_hook import (
 )
 from petune.kernels.memory.shape import BlockShape
 from petune.methods.configs import method_of
+from petune.models.stack import Stack
 from petune.parallel import ParallelPlan
-from petune.parallel.copy_engines import ForetoldEngines
 from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
-from petune.parallel.pipeline.linked_stage import rooms_of
 from petune.parallel.plan import in_flight
 from petune.parallel.tensor.hooks import put_boundaries
 from petune.parallel.tensor.shard_params import Placed
@@ -102,8 +101,7 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
     """
     if device is None and found.drawn.device == "cuda" and torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-        reason = refusal(torch.device("cuda", torch.cuda.current_device()), torch.float32)
-        if reason is not None and found.drawn.recipe.kernels != "reference":
+        if (reason := unable(found.drawn)) is not None:
             return Outlook(found, (), (f"blocks   unfused: {reason}",))
     sizes = [(rank.rows, rank.limit, replace(rank.at, dp=0)) for rank in found.ranks]
     chosen = {
@@ -218,8 +216,9 @@ def policy_for(
     own, shape = held_by(drawn.model, drawn.family, plan, at), shape_of(typical(alike))
     shape, tokens = replace(shape, itemsize=itemsize), rounded(rows * longest)
     fixed = resident_bytes(fused[0]) if streams(recipe) else standing(own, plan).total
-    fixed += sum(room_bytes(specs[0], shape, tokens))
-    fixed += between_stages(plan, tokens, shape.width * itemsize * len(drawn.work.tokens))
+    assert drawn.family is not None
+    sizes, stacks = drawn.family.shape(drawn.config), len(drawn.work.tokens)
+    fixed += message_rooms(plan, sizes, tokens * sizes.width * itemsize, stacks)
     try:
         return choose(
             shape,
@@ -239,22 +238,27 @@ def policy_for(
         raise placed(error, recipe) from None
 
 
-def between_stages(plan: ParallelPlan, tokens: int, size: int) -> int:
-    """Bytes in which a rank's stages leave messages of so many tokens, of `size` bytes each."""
-    return rooms_of(len(plan.stages), plan.pp, tokens * size) if plan.pp > 1 else 0
-
-
-def blocks_and_rooms(drawn: Sketch, plan: ParallelPlan) -> tuple[list[BlockShape], float]:
-    """The blocks that a run on GPUs would fuse on the first rank of `plan`, in order, and bytes for each row
-    in which its ranks write to one another. None where it would fuse none, or a ladder keeps what is kept."""
-    if drawn.device != "cuda" or method_of(drawn.recipe.method).ladder:
-        return [], 0.0
+def block_shapes(drawn: Sketch, plan: ParallelPlan) -> list[BlockShape]:
+    """Those of the blocks that a run on GPUs would fuse on the first rank of `plan`, in order; none where it
+    would not fuse them all, and where a ladder keeps what is kept."""
+    if drawn.device != "cuda" or method_of(drawn.recipe.method).ladder or unable(drawn) is not None:
+        return []
     fused = _fused(drawn, plan)
-    specs = [] if isinstance(fused, str) else _specs(fused)
-    shapes = [replace(shape_of(spec), itemsize=drawn.work.itemsize) for spec in specs]
-    tokens = max(drawn.work.tokens.values())
-    rooms = sum(room_bytes(specs[0], shapes[0], 64 * tokens)) / 64 if specs else 0.0  # they come in steps
-    return shapes, rooms
+    if isinstance(fused, str):
+        return []
+    stacks = [stack for model in fused for stack in model.modules() if isinstance(stack, Stack)]
+    specs = _specs(fused)
+    if len(specs) < sum(len(stack.blocks) for stack in stacks):
+        return []
+    return [replace(shape_of(spec), itemsize=drawn.work.itemsize) for spec in specs]
+
+
+def unable(drawn: Sketch) -> str | None:
+    """Why this machine's GPU cannot run fused blocks; None where it can, where there is none, and where the
+    recipe asks for reference kernels."""
+    if drawn.recipe.kernels == "reference" or not torch.cuda.is_available():
+        return None
+    return refusal(torch.device("cuda", torch.cuda.current_device()), torch.float32)
 
 
 def _without_device(recipe: Recipe) -> str:
@@ -291,7 +295,7 @@ def _parts(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> Sequence[nn.Mod
     if plan.cut is not None:
         rows = rows_of_ranks(drawn.model, plan.cut)
         for own in held:
-            put_boundaries(own, drawn.family, plan.cut, at.tp, engines=ForetoldEngines(plan.tp))
+            put_boundaries(own, drawn.family, plan.cut, at.tp)
             hook_vocabulary(own, rows, None, at.tp)
     return held
 

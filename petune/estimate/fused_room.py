@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from petune.estimate.forecast import Sketch
-from petune.estimate.fused_forecast import blocks_and_rooms
+from petune.estimate.fused_forecast import block_shapes
 from petune.kernels.configs import Level
 from petune.kernels.memory.buffers import kept_bytes, standing_bytes, working_set
 from petune.kernels.memory.shape import BlockShape
+from petune.models.spec import SubLayer
 from petune.parallel.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Blocks in order; a row has `tokens`. rooms: bytes a row in which ranks write to one another."""
+    """Blocks in order, of which a row has `tokens`."""
 
     shapes: tuple[BlockShape, ...]
     tokens: int
-    rooms: float = 0.0
 
     def of_block(self, number: int) -> tuple[float, float]:
         """Bytes a row that one keeps which keeps all, and bytes that it holds beside its tensors."""
@@ -33,24 +34,49 @@ class FusedBlocks:
         return max(_working(shape, keep, self.tokens, rows) for shape in set(self.shapes))
 
     def in_full(self, whole: FusedBlocks) -> FusedBlocks | None:
-        """These with sizes of the `whole` ones, where ranks have own tokens between sub-layers, else None.
-        What is gathered for a sub-layer is kept beside own tokens and grows with nobody's share, so whole
-        blocks, which gather nothing, are not what a larger share comes to."""
-        if all(shape.share == 1 for shape in self.shapes):
-            return None
+        """These with sizes of the `whole` ones, where ranks have own tokens between sub-layers or around
+        attention, else None. What is gathered is kept beside own tokens and grows with nobody's share, so
+        whole blocks, which gather nothing, are not what a larger share comes to."""
         pairs = zip(self.shapes, whole.shapes, strict=True)
-        return replace(self, shapes=tuple(_enlarged(own, all_) for own, all_ in pairs))
+        found = tuple(_enlarged(own, all_) for own, all_ in pairs)
+        return None if found == whole.shapes else replace(self, shapes=found)
 
 
 def fused_blocks_of(drawn: Sketch, plan: ParallelPlan) -> FusedBlocks | None:
     """Those of the first rank of `plan` on GPUs; None where none would be fused."""
-    shapes, rooms = blocks_and_rooms(drawn, plan)
-    return FusedBlocks(tuple(shapes), max(drawn.work.tokens.values()), rooms) if shapes else None
+    shapes = block_shapes(drawn, plan)
+    return FusedBlocks(tuple(shapes), max(drawn.work.tokens.values())) if shapes else None
 
 
 def _enlarged(own: BlockShape, whole: BlockShape) -> BlockShape:
+    gathers = own.described is not None and any(_gathers(one) for one in own.described)
+    if own.share == 1 and not gathers:
+        return whole
     heads, kv_heads, columns = whole.heads, whole.kv_heads, whole.columns
-    return replace(own, heads=heads, kv_heads=kv_heads, columns=columns, experts=whole.experts, share=1.0)
+    described = own.described and tuple(_of_all(one) if gathers else one for one in own.described)
+    return replace(
+        own,
+        heads=heads,
+        kv_heads=kv_heads,
+        columns=columns,
+        experts=whole.experts,
+        share=1.0,
+        described=described,
+    )
+
+
+def _gathers(sublayer: SubLayer) -> bool:
+    """Whether attention has the keys and values of all tokens beside its own."""
+    exchange = getattr(sublayer.core, "exchange", None)
+    return exchange is not None and exchange.kind == "gather"
+
+
+def _of_all(sublayer: SubLayer) -> SubLayer:
+    """The sub-layer of a rank that has all tokens."""
+    if not _gathers(sublayer):
+        return sublayer
+    core: Any = sublayer.core
+    return replace(sublayer, core=replace(core, exchange=replace(core.exchange, shares=(1,), index=0)))
 
 
 @lru_cache(maxsize=256)

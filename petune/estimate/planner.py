@@ -33,7 +33,7 @@ from petune.estimate.workload import Part, Place, line_of, seconds_at, workload
 from petune.kernels.memory.block_cost import Rates
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
-from petune.parallel.plan import Cut, apportion, columns_together, grain, in_flight
+from petune.parallel.plan import ALONE, Cut, apportion, columns_together, grain, in_flight
 from petune.recipe import load_recipe
 
 NEAR = 0.95  # of what a layout takes at best by a rough rule: one beyond it is not looked at
@@ -57,7 +57,8 @@ class Planner:
         self.refused: dict[str, str] = {}
         self.clocks = {again: Clock(self.work, cluster, again) for again in (False, True)}
         fixed = again if again is not None else drawn.recipe.gradient_checkpointing or None
-        if fixed is None and self.room.fused and (keep := drawn.recipe.memory.keep) != "auto":
+        keep = drawn.recipe.memory.keep
+        if fixed is None and keep in ("all", "input") and self.room.fuses(ALONE):
             fixed = keep == "input"
         self.again = (False, True) if fixed is None else (fixed,)
 
@@ -114,8 +115,7 @@ class Planner:
         for parallel in self.shared(layout, again) if self._could_fit(even, again) else ():
             plan = self.plan(parallel)
             if not math.isinf(fullest := self.fullest(plan, again)):
-                fused = self.room.fused and plan.ep == 1 and plan.unfused is None
-                time = self.clocks[again].of(plan)
+                time, fused = self.clocks[again].of(plan), self.room.fuses(plan)
                 found.append(Choice(parallel, plan, again, time, fullest, fused))
         return found
 
@@ -163,20 +163,19 @@ class Planner:
 
     def bytes_of(self, plan: ParallelPlan, pp: int, tp: int, rows: int, again: bool, dp: int = 0) -> float:
         """What a rank of so many rows needs. dp: its replica, where replicas share experts."""
-        process = self.room.process
         if plan.ep > 1:
             rest = self._rest(plan, 0, 0, len(self.work.blocks), rows)
             return self.room.of_experts(*spread_of(plan, dp, self.work.rows), rest, again)
-        own = (
-            self.room.bytes(plan.cut, tp, self._rest(plan, pp, *span(plan, self.work, number), rows), again)
-            for number in numbers_of(plan, pp)
-        )
-        return sum(one - process for one in own) + process + self.room.between_stages(plan, rows)
+        spans = (span(plan, self.work, number) for number in numbers_of(plan, pp))
+        stages = [self._rest(plan, pp, *ends, rows) for ends in spans]  # of which one computes at a time
+        needs = [self.room.need(plan.cut, tp, rest, again) for rest in stages]
+        own = sum(one.stays for one in needs) + max(one.beside for one in needs)
+        return own + self.room.process + self.room.messages(plan, rows)
 
     def _rest(self, plan: ParallelPlan, pp: int, start: int, end: int, rows: float) -> Rest:
         shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas
         piece = -(-rows // plan.microbatches)
-        return Rest(start, end, piece, in_flight(plan, pp), plan.sharding, shards, plan.unfused is None)
+        return Rest(start, end, piece, in_flight(plan, pp), plan.sharding, shards, self.room.fuses(plan))
 
     # ------------------------------------------------------------ shares
 
@@ -238,11 +237,10 @@ class Planner:
             groups = balance(shape.kv_heads, costs(["attention"], shape.kv_heads), "key and value head")
             filled["heads"] = tuple(count * (shape.heads // shape.kv_heads) for count in groups)
         if cut.columns:
-            step = math.gcd(shape.columns, grain(shape.columns, plan.tp, columns_together(shape)))
-            steps = balance(
-                shape.columns // step, costs(["mlp", "experts"], shape.columns // step), "MLP column"
-            )
-            filled["columns"] = tuple(count * step for count in steps)
+            step = grain(shape.columns, plan.tp, columns_together(shape))
+            steps, rest = divmod(shape.columns, step)
+            *counts, last = balance(steps, costs(["mlp", "experts"], steps), "MLP column")
+            filled["columns"] = (*(count * step for count in counts), last * step + rest)
         if cut.sequence:
             sequence = self._tokens(cut, [part for region in block for part in region], by_rank, piece)
             filled["sequence"] = reduced(sequence)
@@ -255,7 +253,7 @@ class Planner:
         """The largest share of a block that each rank of a cut has memory for, in even stages."""
         assert plan.cut is not None
         rows = max(apportion(self.work.rows, plan.shares))
-        found = [1.0] * plan.tp
+        found, messages = [1.0] * plan.tp, self.room.messages(plan, rows)
         known: dict[tuple[int, int], float] = {}
         for rank, device in enumerate(self.cluster.devices):
             pp, tp = rank // (plan.dp * plan.tp), rank % plan.tp
@@ -264,7 +262,7 @@ class Planner:
             key = pp, device.memory
             if key not in known:
                 rest = self._rest(plan, pp, *span(plan, self.work, pp), rows)
-                known[key] = self.room.most(plan.cut, rest, again, device.memory)
+                known[key] = self.room.most(plan.cut, rest, again, device.memory - messages)
             found[tp] = min(found[tp], known[key])
         return found
 
@@ -309,13 +307,14 @@ class Planner:
         on_each = count // plan.pp
 
         alike, known = len(self.work.kinds) == 1, dict[object, bool]()
+        messages = self.room.messages(plan, max(rows))
 
         def holds(pp: int, start: int, end: int) -> bool:
             key = (pp, start == 0, end == blocks, end - start) if alike else (pp, start, end)
             if key not in known:
                 rest = self._rest(plan, pp, start, end, max(rows))
                 known[key] = all(
-                    self.room.bytes(plan.cut, index, rest, again) <= memory / on_each
+                    self.room.bytes(plan.cut, index, rest, again) <= (memory - messages) / on_each
                     for index, memory in least[pp].values()
                 )
             return known[key]

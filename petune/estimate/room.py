@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from petune.estimate.activations import Saved
 from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_by, saved_in
 from petune.estimate.forecast import PROCESS, Sketch
-from petune.estimate.fused_forecast import between_stages
 from petune.estimate.fused_room import FusedBlocks, fused_blocks_of
+from petune.estimate.message_rooms import message_rooms
 from petune.kernels.memory.buffers import head_bytes
 from petune.kernels.memory.policy import WORKSPACE
 from petune.models.spec import Family
@@ -73,6 +73,18 @@ class Rest:
     fused: bool = True
 
 
+class Need(NamedTuple):
+    """Bytes that a stage of a rank holds and keeps, and those that are alive beside while it computes."""
+
+    stays: float
+    beside: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.stays + self.beside
+
+
 @dataclass(frozen=True)
 class _Slice:
     """A rank's part of the model: blocks added up from the first on, the largest one, the two ends. scores:
@@ -103,8 +115,10 @@ class Room:
         self.process = PROCESS[drawn.device]
         shape = self.family.shape(drawn.config)
         self.experts, self.width, self.itemsize = shape.experts, shape.width, drawn.work.itemsize
-        # of what heads, columns and own tokens share out: attention's, the MLP's, and what lies between them
-        self.features = (*features_of_block(self.family, shape), 2 * self.width)
+        self.shape, (attention, mlp) = shape, features_of_block(self.family, shape)
+        # what heads, columns and own tokens share out: weights over the width, and numbers of each token
+        self.weights = attention, mlp * max(1, shape.experts)
+        self.features = attention, mlp, 2 * self.width
         self.longest = max(drawn.work.tokens.values())
         head = cast("Any", drawn.model).get_output_embeddings() if drawn.work.vocabulary_head else None
         self.vocabulary = 0 if head is None else len(head.weight)
@@ -112,14 +126,18 @@ class Room:
         self.input = self.width * self.itemsize * self.longest
 
     def bytes(self, cut: Cut | None, index: int, rest: Rest, again: bool) -> float:
-        """What rank `index` of a cut needs on its device, the process itself included."""
+        """What rank `index` of a cut needs on its device for one stage, the process itself included."""
+        return self.need(cut, index, rest, again).total + self.process
+
+    def need(self, cut: Cut | None, index: int, rest: Rest, again: bool) -> Need:
+        """What a stage needs on rank `index` of a cut."""
         if cut is None:
-            return self._needed(None, (1.0, 1.0, 1.0), rest, again)
-        lists = zip((cut.heads, cut.columns, cut.sequence), self.features, strict=True)
-        parts = [(_part(one, index), weight) for one, weight in lists if one]
-        held, done = _mean(parts[: bool(cut.heads) + bool(cut.columns)]), _mean(parts)
+            return self._needed(None, (1.0, 1.0, 1.0, 1.0), rest, again)
+        lists = cut.heads, cut.columns, cut.sequence
+        held = _mean(index, lists[:2], self.weights)
+        tokens = _part(cut.sequence, index) if cut.connection == "sequence" else 1.0
         table = _part(cut.vocabulary, index) if cut.vocabulary else 1.0
-        return self._needed(cut, (held, done, table), rest, again)
+        return self._needed(cut, (held, _mean(index, lists, self.features), tokens, table), rest, again)
 
     def of_experts(self, held: float, copies: float, rest: Rest, again: bool) -> float:
         """What a rank needs that holds such a part of all experts. copies: of tokens that these see, for each
@@ -129,7 +147,7 @@ class Room:
         span = rest.start, rest.end
         own = _mixed(whole.stretch(*span), twice.stretch(*span), four.stretch(*span), *at)
         largest = _mixed(whole.largest, twice.largest, four.largest, *at)
-        return self._kept_and_standing(own, largest, rest, again, 1.0, 1.0)
+        return self._kept_and_standing(own, largest, rest, again, 1.0, 1.0).total + self.process
 
     @cached_property
     def spread(self) -> tuple[_Slice, _Slice]:
@@ -145,16 +163,20 @@ class Room:
 
     def most(self, cut: Cut, rest: Rest, again: bool, memory: float) -> float:
         """The largest share of a cut that so much memory holds, at most 1."""
-        half, whole = (self._needed(cut, (share, share, share), rest, again) for share in (0.5, 1.0))
+        by_sequence = cut.connection == "sequence"
+        shares = [(share, share, share if by_sequence else 1.0, share) for share in (0.5, 1.0)]
+        half, whole = (self._needed(cut, own, rest, again).total for own in shares)
+        memory -= self.process
         return (
             min(1.0, 1.0 - (whole - memory) / (2 * (whole - half)))
             if whole > half
             else float(whole <= memory)
         )
 
-    def _needed(self, cut: Cut | None, shares: tuple[float, float, float], rest: Rest, again: bool) -> float:
-        """Bytes of a rank with such parts of the tensors, of the work, and of the vocabulary."""
-        held, done, table = shares
+    def _needed(self, cut: Cut | None, shares: tuple[float, ...], rest: Rest, again: bool) -> Need:
+        """Of a rank with such parts of the tensors, of the work, of tokens between sub-layers, and of the
+        vocabulary."""
+        held, done, tokens, table = shares
         whole, half = self._full(cut, rest.fused), self._slice(cut, rest.fused)
         own, largest = (
             _between(one, other, held, done)
@@ -163,12 +185,10 @@ class Room:
                 (whole.largest, half.largest),
             )
         )
-        tokens = done if cut and cut.connection == "sequence" else 1.0
-        busy = rooms = 0.0
+        busy = 0.0
         if whole.fused is not None and half.fused is not None:
-            most, less = (one.busy(rest.rows, again) for one in (whole.fused, half.fused))
-            busy, rooms = _on_line(most, less, done), half.fused.rooms * rest.rows
-        return self._kept_and_standing(own, largest, rest, again, tokens, table, busy) + rooms
+            busy = _on_line(whole.fused.busy(rest.rows, again), half.fused.busy(rest.rows, again), done)
+        return self._kept_and_standing(own, largest, rest, again, tokens, table, busy)
 
     def _kept_and_standing(
         self,
@@ -179,8 +199,8 @@ class Room:
         tokens: float,
         table: float,
         busy: float = 0.0,
-    ) -> float:
-        """Bytes of a rank with such blocks, tokens between them, and a part of the vocabulary. busy: of
+    ) -> Need:
+        """Of a rank with such blocks, tokens between them, and a part of the vocabulary. busy: of
         fused blocks, what one needs while it runs."""
         whole = self._whole
         kept, last = own.row * rest.rows + own.once, rest.end == len(whole.sums) - 1
@@ -192,7 +212,7 @@ class Room:
         else:
             beside = whole.scores * table * rest.rows if last else 0.0
             beside += (largest.row * rest.rows + largest.once) * again
-        return self._standing(own, largest, rest) + kept + beside + own.copies + self.process
+        return Need(self._standing(own, largest, rest) + kept + own.copies, beside)
 
     def _head(self, rows: float, table: float) -> float:
         """Bytes alive in a fused head over a part of the vocabulary."""
@@ -219,17 +239,17 @@ class Room:
         plan = ParallelPlan(dp=replicas, shares=(1,) * replicas, sharding=sharding)
         return is_light(self.weighed, plan)
 
-    def between_stages(self, plan: ParallelPlan, rows: int) -> int:
-        """Bytes in which the stages of a rank of so many rows leave messages for one another."""
-        if not self.fused or plan.unfused is not None:
-            return 0
-        size = self.width * self.itemsize * len(self.drawn.work.tokens)
-        return between_stages(plan, -(-rows // plan.microbatches) * self.longest, size)
+    def messages(self, plan: ParallelPlan, rows: int) -> int:
+        """Bytes in which ranks that are linked write to one another, of replicas of so many rows."""
+        hidden = -(-rows // plan.microbatches) * self.input
+        stacks = len(self.drawn.work.tokens)
+        return message_rooms(plan, self.shape, hidden, stacks) if self.fuses(plan) else 0
 
-    @property
-    def fused(self) -> bool:
-        """Whether blocks are taken to be fused, but for those whose experts are shared out."""
-        return self._slice(None, fused=True).fused is not None
+    def fuses(self, plan: ParallelPlan) -> bool:
+        """Whether blocks would be fused under a plan; those whose experts are shared out are counted as if
+        they were not."""
+        slices = (self._slice(cut, fused=True) for cut in (None, plan.cut))
+        return plan.ep == 1 and plan.unfused is None and all(one.fused is not None for one in slices)
 
     @property
     def _whole(self) -> _Slice:
@@ -351,10 +371,12 @@ def _mixed(whole: Bytes, twice: Bytes, four: Bytes, held: float, copies: float) 
     return replace(tensors, row=kept.row, once=kept.once)
 
 
-def _mean(parts: Sequence[tuple[float, int]]) -> float:
-    """Of weighed parts; a half where there are none."""
+def _mean(index: int, lists: Sequence[Sequence[int]], weights: Sequence[int]) -> float:
+    """A rank's part by several lists that share things out, of which there are so many; a half where there
+    are none."""
+    parts = [(_part(one, index), weight) for one, weight in zip(lists, weights, strict=True) if one]
     return sum(part * weight for part, weight in parts) / sum(weight for _, weight in parts) if parts else 0.5
 
 
-def _part(shares: tuple[int, ...], index: int) -> float:
+def _part(shares: Sequence[int], index: int) -> float:
     return shares[index] / sum(shares)

@@ -14,6 +14,7 @@ from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.targets import left_alone, within
 from petune.methods.wrapped import tuning
+from petune.models import family_of
 from petune.models.checksums import digest
 from petune.models.contents import checksums_of
 from petune.models.stack import Stack
@@ -25,7 +26,9 @@ def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
     must have it."""
     record = tuning(model)
     if method_of(record.config).trains_base:
-        return dict(model.named_parameters())
+        family = family_of(model)
+        fixed = () if family is None else family.fixed
+        return {name: value for name, value in model.named_parameters() if not name.endswith(fixed)}
     found = {
         f"{name}.{own}": value
         for name, module in tuned_modules(model)

@@ -278,15 +278,16 @@ class StackRule:
 class Family:
     """A model family: its stacks, its task heads, and its sizes as functions of the config.
 
-    `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which
-    then train too. `narrow(config, reduction)` returns a copy of the config whose blocks have every width
-    divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in the
-    order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
-    is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
-    the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
-    that is false where a head over the vocabulary asks the embedding for its table. `signal`: how it
-    reads pictures or sounds; None for a model of text. `part(config, stack)`: the config that blocks of a
-    stack are made of; it and `shape` take such a one too."""
+    `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack,
+    which then train too. `fixed` are parameters that no method trains, as Hugging Face's own model does
+    not, by the ends of their names. `narrow(config, reduction)` returns a copy of the config whose blocks
+    have every width divided by `reduction` and as many heads. `depth(config)` is the number of blocks of
+    each stack, in the order data passes them. `caches`: whether a forward pass makes keys and values for
+    the next one unless it is told not to. `bounded`: whether positions end, so that a sequence can be too
+    long. `packs`: whether the model tells samples that are packed in a row apart by their positions.
+    `tied`: the field of the config that is false where a head over the vocabulary asks the embedding for
+    its table. `signal`: how it reads pictures or sounds; None for a model of text. `part(config, stack)`:
+    the config that blocks of a stack are made of; it and `shape` take such a one too."""
 
     name: str
     kind: Kind
@@ -296,6 +297,7 @@ class Family:
     depth: Callable[[Config], Mapping[StackName, int]]
     narrow: Callable[[Config, int], Config]
     fresh: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     caches: bool = True
     bounded: bool = True
     packs: bool = True

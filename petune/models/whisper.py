@@ -24,5 +24,6 @@ FAMILY = replace(
     bart.MBART,
     name="whisper",
     heads=(),
+    fixed=("encoder.embed_positions.weight",),  # sinusoids
     signal=Signal("audio", "input_features", ("conv1", "conv2"), sound, tokens),
 )

@@ -13,6 +13,7 @@ import socket
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,14 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
     pool = torch.cuda.MemPool(symmetric.get_mempool_allocator(device), no_split=True)
     with torch.cuda.use_mem_pool(pool, device):
         own = torch.empty(size, dtype=torch.uint8, device=device)
-    own.pool = pool  # type: ignore[attr-defined]  # lives as long, and gives the memory back then
     handle = symmetric.rendezvous(own, group)
-    return own, [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+    every = Parts(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size()))
+    every.pool = pool
+    return own, every
+
+
+class Parts(list[Tensor]):
+    """The memory of every rank. pool: where this rank's lies; who lets it go before `own` has that stay in
+    torch's cache."""
+
+    pool: Any = None

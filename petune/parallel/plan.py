@@ -159,16 +159,19 @@ def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def grain(total: int, ranks: int, least: int = 1) -> int:
-    """Of how many columns or rows of a table ranks take multiples where no list says how many: a power of two
-    up to 128, of which there are at least 16 a rank, and `least` in any case. Tensor cores are slower at
-    other sizes: two GPUs that share 14,336 columns and 32,000 rows about as 3 to 1, by a fifth."""
+    """Of how many columns or rows of a table ranks but the last take multiples where no list says how many: a
+    power of two up to 128, of which there are at least 16 a rank, and `least` at the least. Tensor cores are
+    slower at other sizes: of two GPUs with 14,336 columns and 32,000 rows in about 3 to 1, by a fifth."""
     return max(least, next((size for size in (128, 64, 32, 16, 8, 4, 2) if total // size >= 16 * ranks), 1))
 
 
 def in_grains(total: int, parts: Sequence[int], least: int = 1) -> tuple[int, ...]:
-    """`total` columns or rows of a table in the ratio of `parts`, by its `grain`; what is left over goes to
-    the last."""
-    unit = grain(total, len(parts), least)
+    """`total` columns or rows of a table in the ratio of `parts`: equal ones in eights where that comes out
+    even, else by its `grain`, and what is left over goes to the last."""
+    ranks = len(parts)
+    if len(set(parts)) == 1 and total % (8 * ranks) == 0:
+        return (total // ranks,) * ranks
+    unit = grain(total, ranks, least)
     sizes = [unit * count for count in apportion(total // unit, parts)]
     return (*sizes[:-1], sizes[-1] + total % unit)
 
@@ -662,7 +665,8 @@ def head_in_blocks(family: Family, model_config: Config) -> float:
 def features_of_block(family: Family, shape: Shape) -> tuple[int, int]:
     """How many features a block's attention makes, and its MLP: times the width, their weights."""
     roles = {role for rule in family.stacks.values() for region in rule.regions for role in region.sites}
-    return 2 * (shape.heads + shape.kv_heads) * shape.head_dim, (2 + ("gate" in roles)) * shape.columns
+    gated = bool(roles & {"gate", "gate_up"})
+    return 2 * (shape.heads + shape.kv_heads) * shape.head_dim, (2 + gated) * shape.columns
 
 
 def balanced(total: int, number: int, head: float) -> tuple[int, ...]:

@@ -144,16 +144,16 @@ class Snapshots:
         if not main:
             commit(self.root, facts)
             return
-        if not self.taken:
-            self._begin()
+        self._begin()
         self.taken += 1
         commit(self.root, lambda: self._aged(facts, step))
         self._tidy()
 
     def _begin(self) -> None:
-        """Make the folder of snapshots, before the first: later it is there, or the run's is gone."""
+        """Make the folder of snapshots, but not the run's, which is there or gone."""
         with writing(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            self.root.mkdir(exist_ok=True)
 
     def begin(self) -> None:
         """Begin to copy what `take` has noted, if that has not begun; the host is busy with it for some
@@ -255,6 +255,7 @@ class Snapshots:
         turn.wait()
         if self.lost(turn.run_id):
             return
+        self._begin()
 
         checkpoint.commit(
             self.root,

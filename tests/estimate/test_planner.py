@@ -234,17 +234,38 @@ def of_gpus(on_gpus: Recipe) -> Planner:
     return Planner(sketch(on_gpus), cluster_of((1, 1), memory=10**12))
 
 
+ON_GPUS = PLANS | {
+    "sp, ulysses": ParallelConfig(sp=CutConfig(size=2, sequence=(3, 1), exchange="ulysses")),
+    "pp, interleaved": ParallelConfig(pp=PpConfig(size=2, microbatches=4, schedule="interleaved")),
+    "galaxy, apart": ParallelConfig(
+        galaxy=CutConfig(size=2, heads=(12, 4), columns=(5120, 3072), sequence=(7, 1))
+    ),
+}
+
+
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_memory_of_gpus_is_what_fused_blocks_keep(
     name: str, again: bool, on_gpus: Recipe, of_gpus: Planner
 ) -> None:
-    recipe, plan = on_gpus.model_copy(update={"gradient_checkpointing": again}), of_gpus.plan(PLANS[name])
-    told = outlook(forecast(recipe, 2, [140 * 2**30], PLANS[name]), "H200")
+    recipe, plan = on_gpus.model_copy(update={"gradient_checkpointing": again}), of_gpus.plan(ON_GPUS[name])
+    told = outlook(forecast(recipe, 2, [140 * 2**30], ON_GPUS[name]), "H200")
     assert told.policies, told.lines
     for rank in told.forecast.ranks:
         own = of_gpus.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again, dp=rank.at.dp)
         assert own == pytest.approx(rank.total, rel=0.05), rank.rank
+
+
+def test_blocks_that_a_cut_leaves_unfused_are_counted_so(tmp_path: Path) -> None:
+    """Whole, those of gpt-oss are fused; over own tokens their sinks are not."""
+    recipe = recipe_of("gptoss-causal", tmp_path, batch_size=8, device="cuda", dtype="bf16")
+    planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
+    cut = planner.plan(PLANS["sp"])
+    assert planner.room.fuses(planner.plan(PLANS["dp"])) and not planner.room.fuses(cut)
+    alone = Planner(sketch(recipe.model_copy(update={"kernels": "off"})), planner.cluster)
+    for again in (False, True):
+        assert planner.bytes_of(cut, 0, 0, 8, again) == alone.bytes_of(cut, 0, 0, 8, again)
 
 
 def test_fused_blocks_recompute_by_themselves(on_gpus: Recipe) -> None:

@@ -305,13 +305,16 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_at_the_next_step(
         assert_same_run(tmp_path / "run", straight.folder)
 
 
-def test_a_run_folder_that_is_gone_is_not_made_anew_and_its_state_is_kept(tmp_path: Path):
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_run_folder_that_is_gone_is_not_made_anew_and_its_state_is_kept(every: int, tmp_path: Path):
+    """Whether there was a snapshot before or not."""
+
     def move(step: int) -> None:
         if step == 3:
             (tmp_path / "run").rename(tmp_path / "moved")
 
     with pytest.raises(MachineError, match="was removed, moved or taken"):
-        run(settings(tmp_path, save_every=50, snapshot_every=1), Listener(move))
+        run(settings(tmp_path, save_every=50, snapshot_every=every), Listener(move))
     assert not (tmp_path / "run").exists()
     assert newest(tmp_path / "run-rescued-1").name == "step-3"
 

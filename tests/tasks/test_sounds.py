@@ -126,6 +126,15 @@ def test_a_batch_is_what_transformers_makes_of_sounds_and_its_loss_is_the_model_
     assert torch.equal(batch["input_features"][:1], wanted)
 
 
+def test_all_of_it_trains_but_its_sinusoids_as_in_transformers_own(place: Path) -> None:
+    model = WhisperForConditionalGeneration.from_pretrained(place / "whisper")
+    made = WhisperForConditionalGeneration(model.config)  # loading forgets it
+    theirs = {name for name, value in made.named_parameters() if value.requires_grad}
+    ours = set(petune.tuned_state(petune.wrap(model, method="full"))) - {"proj_out.weight"}  # tied
+    assert ours == theirs and "model.encoder.embed_positions.weight" not in ours
+    assert not model.model.encoder.embed_positions.weight.requires_grad
+
+
 def test_the_token_that_a_decoder_begins_with_is_no_label(place: Path) -> None:
     source = resolve_model(str(place / "whisper"), place)
     words, row = load_tokenizer(source), encoded(place, place / "rows.jsonl").train[0]

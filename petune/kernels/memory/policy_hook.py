@@ -181,7 +181,7 @@ class Governor:
             for other in later
         )
         shape = shape_of(typical(specs), specs[0].computes_in(device.type))
-        rooms = room_bytes(specs[0], shape, tokens)
+        rooms = _room_bytes(specs[0], shape, tokens)
         streamed = self.config.stream != "none"
         pinned = (
             len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32")
@@ -213,7 +213,7 @@ class Governor:
         return int(passing.standing) if several else torch.cuda.memory_allocated(device)
 
 
-def room_bytes(spec: Spec, shape: BlockShape, tokens: int) -> tuple[int, int]:
+def _room_bytes(spec: Spec, shape: BlockShape, tokens: int) -> tuple[int, int]:
     """Bytes that stand for what the block says to other ranks, and bytes to come for so many tokens of all
     ranks."""
     sizes, item = spec.program.sizes, tokens * shape.itemsize

@@ -38,6 +38,10 @@ from petune.parallel.tensor.overlap import Overlap, Row, make_overlap
 from petune.parallel.tensor.shard_params import features_of, module_at, stacks_of
 from petune.rng.context import Running, running
 
+# by the connection of blocks, and by how attention on own tokens sees the others'
+BOUNDARIES: dict[str, Any] = {"whole": WholeBoundary, "sequence": SequenceBoundary}
+EXCHANGES: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
+
 
 def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
     """Hook the communication of the plan's layouts on a model that `cut` has narrowed."""
@@ -80,10 +84,7 @@ def put_boundaries(
 ) -> None:
     """Say of every sub-layer that `cut` has narrowed which boundary it has, and of attention on own tokens
     which exchange. Without a group nothing can be computed, only foretold. engines: by which they talk."""
-    shape = family.shape(cast("Any", model).config)
-    kind: type[WholeBoundary | SequenceBoundary] = (
-        WholeBoundary if plan.connection == "whole" else SequenceBoundary
-    )
+    shape, kind = family.shape(cast("Any", model).config), BOUNDARIES[plan.connection]
     for _, stack in stacks_of(model, family):
         for _, block in stack.numbered:
             regions = stack.rule.regions_in(block)
@@ -115,12 +116,11 @@ def _put_exchange(
     engines: CopyEngines | None = None,
 ) -> None:
     """Say of attention on own tokens how it sees the others'."""
-    kinds: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
     shares = plan.sequence
     cast("Any", enter).exchange = (
         Cross(rank, shares)
         if region.cross
-        else kinds[plan.exchange](group, rank, shares, overlapped=plan.overlap, engines=engines)
+        else EXCHANGES[plan.exchange](group, rank, shares, overlapped=plan.overlap, engines=engines)
     )
 
 
