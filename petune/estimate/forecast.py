@@ -44,7 +44,7 @@ from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
 from petune.parallel.fsdp import whole_where_light
 from petune.parallel.mesh import Coordinate, coordinate
-from petune.parallel.plan import apportion, attention_dropout
+from petune.parallel.plan import apportion, attention_dropout, slow_columns
 from petune.recipe import Recipe
 from petune.run.build import positions_of
 from petune.run.setup import blocks_of, experts_of
@@ -284,7 +284,7 @@ def priced(
             held[kind] = held_by(drawn.model, drawn.family, plan, at)
         ranks.append(_rank(rank, at, held[kind], drawn, plan, limits[rank]))
     trained, total = count_parameters(drawn.model)
-    facts = (
+    facts: tuple[str, ...] = (
         f"model    {drawn.note}",
         f"method   {describe(drawn.model)}",
         f"plan     {describe_plan(plan)}",
@@ -294,6 +294,8 @@ def priced(
             f" {'bf16' if work.itemsize == 2 else 'fp32'} on {drawn.device}"
         ),
     )
+    if drawn.device == "cuda" and (line := slow_columns(plan.cut)) is not None:
+        facts = (*facts, f"note     {line}")
     sent = _transitions(drawn, plan, held[Coordinate()])
     return Forecast(
         drawn,

@@ -176,6 +176,17 @@ def in_grains(total: int, parts: Sequence[int], least: int = 1) -> tuple[int, ..
     return (*sizes[:-1], sizes[-1] + total % unit)
 
 
+def slow_columns(cut: Cut | None) -> str | None:
+    """That a list of columns slows tensor cores down, and one near it that does not; None where it does
+    not."""
+    columns = () if cut is None else cut.columns
+    listed = len(set(columns)) > 1 and any(count % 64 for count in columns[:-1])
+    if not listed or grain(sum(columns), len(columns)) < 64:
+        return None
+    near = list(in_grains(sum(columns), columns))
+    return f"columns {list(columns)}: tensor cores are faster at multiples of 64, as {near}"
+
+
 def suggested_list(total: int, parts: Sequence[int], unit: int = 1) -> str:
     """A remedy for a list that does not fit: `total` units in its ratio, or how long it may be where somebody
     would get none."""

@@ -8,15 +8,18 @@ from petune.kernels.fuse import fuse_modules, fuse_stages, fused_blocks, unfusab
 from petune.log import say
 from petune.models import family_of
 from petune.parallel import Runner
-from petune.parallel.plan import in_flight
+from petune.parallel.plan import in_flight, slow_columns
 from petune.recipe import Recipe
 
 
 def fuse(runner: Runner, recipe: Recipe) -> None:
     """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single
-    modules. Says so where the plan's overlap finds nothing to hide behind then."""
+    modules. Says so where the plan's overlap finds nothing to hide behind then, and where columns are slow
+    on a GPU."""
     _fuse(runner, recipe)
-    cut = runner.plan.cut
+    cut, device = runner.plan.cut, runner.mesh.device
+    if device.type == "cuda" and (line := slow_columns(cut)) is not None:
+        say(line)
     tiles = cut is not None and "heads" in (cut.attention, cut.mlp)
     if cut is not None and cut.overlap and not tiles and not any(map(fused_blocks, runner.modules)):
         say("overlap: nothing hides what is sent, as blocks run their own forward")

@@ -444,6 +444,14 @@ def test_a_rank_with_few_tokens_keeps_few_hidden_states_of_its_own(tmp_path: Pat
     assert half - few == pytest.approx((1 / 2 - 1 / 64) * states, rel=0.2)
 
 
+def test_columns_that_slow_a_gpu_down_are_told_of(tmp_path: Path) -> None:
+    slow, fast = (
+        forecast(large(tmp_path, 4, 2048, parallel={"tp": {"heads": [24, 8], "columns": columns}})).facts
+        for columns in ([10344, 3992], [10240, 4096])
+    )
+    assert slow[-1].startswith("note     columns [10344, 3992]: tensor cores are faster") and len(fast) == 4
+
+
 MIB = 2**20
 
 

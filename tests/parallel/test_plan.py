@@ -28,6 +28,7 @@ from petune.parallel.plan import (
     head_in_blocks,
     in_grains,
     make_plan,
+    slow_columns,
     suggested_list,
 )
 from tests.methods.zoo import ZOO
@@ -616,6 +617,24 @@ def test_columns_and_vocabulary_of_a_model_are_cut_in_128s() -> None:
     assert in_grains(96, (1, 1)) == (48, 48) and in_grains(37, (2, 1)) == (25, 12), (
         "small ones nearly exactly"
     )
+
+
+@pytest.mark.parametrize(
+    ("columns", "near"),
+    [
+        ([10344, 3992], [10368, 3968]),
+        ([10240, 4096], None),
+        ([7168, 7168], None),
+        ([2752, 2753], None),  # of a model whose number is odd, and the last has what is left
+        ([60, 36], None),  # of a small one
+    ],
+)
+def test_a_list_of_columns_that_slows_tensor_cores_down_is_told_of(
+    columns: list[int], near: list[int] | None
+) -> None:
+    sizes = {"intermediate_size": sum(columns)}
+    found = slow_columns(cut_of(ParallelConfig(tp=CutConfig(size=2, columns=tuple(columns))), **sizes))
+    assert found is None if near is None else found is not None and found.endswith(f"as {near}")
 
 
 def test_a_head_is_as_many_blocks_as_its_weights_are() -> None:

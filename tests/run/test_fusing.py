@@ -1,4 +1,5 @@
-"""Whoever asks for overlap where blocks are not fused is told that nothing hides what is sent."""
+"""What a plan asks for and its blocks cannot give is told of: overlap where nothing hides what is sent,
+columns that slow tensor cores down."""
 
 from __future__ import annotations
 
@@ -18,10 +19,30 @@ from petune.run import fusing
 def test_overlap_of_blocks_that_are_not_fused_is_said_to_hide_nothing(
     attention: str | None, overlap: bool, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cut = (
+        SimpleNamespace(attention=attention, mlp="sequence", overlap=overlap, columns=())
+        if attention
+        else None
+    )
+    said = told_of(cut, "cuda", monkeypatch)
+    assert bool(said) == told and all("nothing hides" in line for line in said)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_columns_that_are_slow_on_a_gpu_are_told_of_there(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = SimpleNamespace(attention="heads", mlp="heads", overlap=False, columns=(10344, 3992))
+    said = told_of(cut, device, monkeypatch)
+    assert [line.partition(":")[0] for line in said] == ["columns [10344, 3992]"] * (device == "cuda")
+
+
+def told_of(cut: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of blocks that are not fused."""
     said: list[str] = []
     monkeypatch.setattr(fusing, "say", said.append)
-    cut = SimpleNamespace(attention=attention, mlp="sequence", overlap=overlap) if attention else None
-    runner: Any = SimpleNamespace(plan=SimpleNamespace(cut=cut), modules=[nn.Linear(1, 1)])
+    mesh = SimpleNamespace(device=SimpleNamespace(type=device))
+    runner: Any = SimpleNamespace(plan=SimpleNamespace(cut=cut), mesh=mesh, modules=[nn.Linear(1, 1)])
     recipe: Any = SimpleNamespace(kernels="off", compile=False)
     fusing.fuse(runner, recipe)
-    assert bool(said) == told and all("nothing hides" in line for line in said)
+    return said
