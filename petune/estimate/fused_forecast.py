@@ -238,12 +238,13 @@ def policy_for(
         raise placed(error, recipe) from None
 
 
-def block_shapes(drawn: Sketch, plan: ParallelPlan) -> list[BlockShape]:
+def block_shapes(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]) -> list[BlockShape]:
     """Those of the blocks that a run on GPUs would fuse on the first rank of `plan`, in order; none where it
-    would not fuse them all, and where a ladder keeps what is kept."""
+    would not fuse them all, and where a ladder keeps what is kept. held: that rank's modules, which are
+    changed."""
     if drawn.device != "cuda" or method_of(drawn.recipe.method).ladder or unable(drawn) is not None:
         return []
-    fused = _fused(drawn, plan)
+    fused = _fused(drawn, plan, FIRST, held)
     if isinstance(fused, str):
         return []
     stacks = [stack for model in fused for stack in model.modules() if isinstance(stack, Stack)]
@@ -287,11 +288,15 @@ def _host(config: MemoryConfig, memory: int, device: str) -> int:
 # ---------------------------------------------------------------- what would be fused
 
 
-def _parts(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> Sequence[nn.Module]:
-    """A copy of the model, or the stages and the part of their blocks that the plan leaves a device."""
-    if drawn.family is None or (plan.cut is None and plan.pp == plan.ep == 1):
+def _parts(
+    drawn: Sketch, plan: ParallelPlan, at: Coordinate, held: Sequence[nn.Module] | None
+) -> Sequence[nn.Module]:
+    """A copy of the model, or the stages and the part of their blocks that the plan leaves a device: `held`,
+    where somebody has them."""
+    if drawn.family is None or (held is None and plan.cut is None and plan.pp == plan.ep == 1):
         return [copy.deepcopy(drawn.model)]
-    held = held_by(drawn.model, drawn.family, plan, at).modules
+    if held is None:
+        held = held_by(drawn.model, drawn.family, plan, at).modules
     if plan.cut is not None:
         rows = rows_of_ranks(drawn.model, plan.cut)
         for own in held:
@@ -300,7 +305,9 @@ def _parts(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> Sequence[nn.Mod
     return held
 
 
-def _fused(drawn: Sketch, plan: ParallelPlan, at: Coordinate = FIRST) -> Sequence[nn.Module] | str:
+def _fused(
+    drawn: Sketch, plan: ParallelPlan, at: Coordinate = FIRST, held: Sequence[nn.Module] | None = None
+) -> Sequence[nn.Module] | str:
     """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name
     for what cannot be."""
     recipe = drawn.recipe
@@ -308,7 +315,7 @@ def _fused(drawn: Sketch, plan: ParallelPlan, at: Coordinate = FIRST) -> Sequenc
         return "kernels: off" if recipe.kernels == "off" else "compile: true"
     if plan.unfused is not None:
         return plan.unfused
-    models = _parts(drawn, plan, at)
+    models = _parts(drawn, plan, at, held)
     try:
         done = fuse_stages(models, drawn.family, "reference", recipe.memory)
     except UsageError as error:

@@ -3,9 +3,12 @@ alive while a block runs (petune.kernels.memory.buffers)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
+
+from torch import nn
 
 from petune.estimate.forecast import Sketch
 from petune.estimate.fused_forecast import block_shapes
@@ -30,21 +33,28 @@ class FusedBlocks:
 
     def busy(self, rows: float, again: bool) -> float:
         """Bytes alive while one runs, beside what blocks keep: the most of any. again: it keeps its input."""
-        keep: Level = "input" if again else "all"
-        return max(_working(shape, keep, self.tokens, rows) for shape in set(self.shapes))
+        return max(one + (two - one) * (rows - 1) for one, two in self._working[again])
 
-    def in_full(self, whole: FusedBlocks) -> FusedBlocks | None:
+    @cached_property
+    def _working(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Of each kind of block, of one row and of two: where it keeps all, and where its input."""
+        kinds = set(self.shapes)
+        return [_working(one, "all", self.tokens) for one in kinds], [
+            _working(one, "input", self.tokens) for one in kinds
+        ]
+
+    def in_full(self, whole: FusedBlocks) -> FusedBlocks:
         """These with sizes of the `whole` ones, where ranks have own tokens between sub-layers or around
-        attention, else None. What is gathered is kept beside own tokens and grows with nobody's share, so
-        whole blocks, which gather nothing, are not what a larger share comes to."""
+        attention, else the whole ones. What is gathered is kept beside own tokens and grows with nobody's
+        share, so whole blocks, which gather nothing, are not what a larger share comes to."""
         pairs = zip(self.shapes, whole.shapes, strict=True)
-        found = tuple(_enlarged(own, all_) for own, all_ in pairs)
-        return None if found == whole.shapes else replace(self, shapes=found)
+        return replace(self, shapes=tuple(_enlarged(own, all_) for own, all_ in pairs))
 
 
-def fused_blocks_of(drawn: Sketch, plan: ParallelPlan) -> FusedBlocks | None:
-    """Those of the first rank of `plan` on GPUs; None where none would be fused."""
-    shapes = block_shapes(drawn, plan)
+def fused_blocks_of(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]) -> FusedBlocks | None:
+    """Those of the first rank of `plan` on GPUs, whose modules are `held` and changed; None where not all
+    would be fused."""
+    shapes = block_shapes(drawn, plan, held)
     return FusedBlocks(tuple(shapes), max(drawn.work.tokens.values())) if shapes else None
 
 
@@ -79,13 +89,6 @@ def _of_all(sublayer: SubLayer) -> SubLayer:
     return replace(sublayer, core=replace(core, exchange=replace(core.exchange, shares=(1,), index=0)))
 
 
-@lru_cache(maxsize=256)
-def _line(shape: BlockShape, keep: Level, tokens: int) -> tuple[int, int]:
-    """Bytes alive in a block with one row and with two."""
+def _working(shape: BlockShape, keep: Level, tokens: int) -> tuple[int, int]:
     own = shape.own(tokens)
     return working_set(shape, keep, own), working_set(shape, keep, 2 * own)
-
-
-def _working(shape: BlockShape, keep: Level, tokens: int, rows: float) -> float:
-    one, two = _line(shape, keep, tokens)
-    return one + (two - one) * (rows - 1)

@@ -87,21 +87,38 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class _Slice:
-    """A rank's part of the model: blocks added up from the first on, the largest one, the two ends. scores:
-    bytes of whole logits of a row, which fused blocks do not make."""
+    """A rank's part of the model: its blocks and the two ends. scores: bytes of whole logits of a row, which
+    fused blocks do not make."""
 
-    sums: tuple[Bytes, ...]
-    largest: Bytes
+    blocks: tuple[Bytes, ...]
     before: Bytes
     behind: Bytes
     scores: float
     fused: FusedBlocks | None = None
 
+    @cached_property
+    def sums(self) -> tuple[Bytes, ...]:
+        """Of the blocks before each, and of all."""
+        return tuple(accumulate(self.blocks, initial=Bytes()))
+
+    @cached_property
+    def largest(self) -> Bytes:
+        """Of the block that has most."""
+        return max(self.blocks, key=lambda one: sum(one.all))
+
     def stretch(self, start: int, end: int) -> Bytes:
         """Of blocks [start, end) and the ends that are with them."""
         found = self.sums[end] - self.sums[start]
         found = found + self.before if start == 0 else found
-        return found + self.behind if end == len(self.sums) - 1 else found
+        return found + self.behind if end == len(self.blocks) else found
+
+    def as_fused(self, blocks: FusedBlocks) -> _Slice:
+        """The same with what these keep, of which gradients go through as many."""
+        found = []
+        for number, one in enumerate(self.blocks):
+            row, copies = blocks.of_block(number)
+            found.append(replace(one, copies=copies, row=row * (one.row > 0), once=0.0))
+        return replace(self, blocks=tuple(found), fused=blocks)
 
 
 class Room:
@@ -110,7 +127,7 @@ class Room:
     def __init__(self, drawn: Sketch) -> None:
         self.drawn, self.family = drawn, cast("Family", drawn.family)
         self.first = first_trained(drawn.model, self.family)
-        self.slices: dict[object, _Slice] = {}
+        self.slices: dict[object, tuple[_Slice, _Slice, _Slice]] = {}
         self.weighed = weighed(drawn.model)
         self.process = PROCESS[drawn.device]
         shape = self.family.shape(drawn.config)
@@ -177,7 +194,8 @@ class Room:
         """Of a rank with such parts of the tensors, of the work, of tokens between sub-layers, and of the
         vocabulary."""
         held, done, tokens, table = shares
-        whole, half = self._full(cut, rest.fused), self._slice(cut, rest.fused)
+        plain, fused, full = self._slices(cut)
+        whole, half = (full, fused) if rest.fused else (self._whole, plain)
         own, largest = (
             _between(one, other, held, done)
             for one, other in (
@@ -203,7 +221,7 @@ class Room:
         """Of a rank with such blocks, tokens between them, and a part of the vocabulary. busy: of
         fused blocks, what one needs while it runs."""
         whole = self._whole
-        kept, last = own.row * rest.rows + own.once, rest.end == len(whole.sums) - 1
+        kept, last = own.row * rest.rows + own.once, rest.end == len(whole.blocks)
         if again:
             kept = min(kept, (rest.end - rest.start) * self.input * tokens * rest.rows)
         kept *= rest.passes
@@ -258,23 +276,23 @@ class Room:
     def _slice(self, cut: Cut | None, fused: bool = False) -> _Slice:
         """The model, or what one of two ranks holds that share it evenly. fused: as blocks keep it that would
         be."""
-        key = cut and (cut.attention, cut.mlp, cut.connection, cut.exchange, bool(cut.vocabulary)), fused
+        return self._slices(cut)[fused]
+
+    def _slices(self, cut: Cut | None) -> tuple[_Slice, _Slice, _Slice]:
+        """As unfused and as fused blocks keep it; and the model as a rank of the cut would have it, fused,
+        that did all of it."""
+        key = cut and (cut.attention, cut.mlp, cut.connection, cut.exchange, bool(cut.vocabulary))
         if key not in self.slices:
             plan = ALONE if cut is None else ParallelPlan(tp=2, cut=self._halved(cut))
             held = held_by(self.drawn.model, self.family, plan, Coordinate())
-            blocks = fused_blocks_of(self.drawn, plan) if fused else None
-            self.slices[key] = self._sums(held, plan, self.drawn.work, blocks)
+            plain = fused = self._sums(held, plan, self.drawn.work)
+            if (blocks := fused_blocks_of(self.drawn, plan, held.modules)) is not None:
+                fused = plain.as_fused(blocks)
+            full = fused if cut is None else self._slice(None, fused=True)
+            if blocks is not None and full.fused is not None:
+                full = full.as_fused(blocks.in_full(full.fused))
+            self.slices[key] = plain, fused, full
         return self.slices[key]
-
-    def _full(self, cut: Cut | None, fused: bool) -> _Slice:
-        """The model as a rank of a cut would have it that did all of it."""
-        whole, half = self._slice(None, fused), self._slice(cut, fused)
-        if whole.fused is None or half.fused is None or (blocks := half.fused.in_full(whole.fused)) is None:
-            return whole
-        if blocks not in self.slices:
-            held = held_by(self.drawn.model, self.family, ALONE, Coordinate())
-            self.slices[blocks] = self._sums(held, ALONE, self.drawn.work, blocks)
-        return self.slices[blocks]
 
     def _halved(self, cut: Cut) -> Cut:
         shape = self.family.shape(self.drawn.config)
@@ -292,7 +310,7 @@ class Room:
             vocabulary=(1, 1) if cut.vocabulary else (),
         )
 
-    def _sums(self, held: Held, plan: ParallelPlan, work: Pass, fused: FusedBlocks | None = None) -> _Slice:
+    def _sums(self, held: Held, plan: ParallelPlan, work: Pass) -> _Slice:
         (model,) = held.modules
         config = self.drawn.config
         blocks: list[Bytes] = []
@@ -308,11 +326,7 @@ class Room:
                     beside = [ladder.blocks[index], ladder.down[index + 1]]
                 tensors = [value for one in (block, *beside) for value in one.parameters()]
                 inside |= set(map(id, tensors))
-                own = self._of(tensors, sum(saves, Saved()))
-                if fused is not None:
-                    row, copies = fused.of_block(len(blocks))
-                    own = replace(own, copies=copies, row=row * bool(saves), once=0.0)
-                blocks.append(own)
+                blocks.append(self._of(tensors, sum(saves, Saved())))
         table = [value for value in cast("Any", model).get_input_embeddings().parameters()]
         others = [value for value in held.tensors() if id(value) not in inside]
         head = cast("Any", model).get_output_embeddings() if work.vocabulary_head else None
@@ -323,12 +337,10 @@ class Room:
             list(work.tokens.values())[-1] * len(head.weight) * (work.itemsize + 8) if head is not None else 0
         )
         return _Slice(
-            tuple(accumulate(blocks, initial=Bytes())),
-            max(blocks, key=lambda one: sum(one.all)),
+            tuple(blocks),
             self._of(early, Saved()),
             self._of(late, Saved()),
             scores,
-            fused,
         )
 
     def _of(self, tensors: Iterable[Tensor], saved: Saved) -> Bytes:
