@@ -123,7 +123,7 @@ class Snapshots:
         if not self._turns:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self._turns = Turn(stream), Turn(stream)
-            self._begin()
+            self._make_folder()
             self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
             self._thread.start()
         with self._changed:
@@ -144,12 +144,12 @@ class Snapshots:
         if not main:
             commit(self.root, facts)
             return
-        self._begin()
+        self._make_folder()
         self.taken += 1
         commit(self.root, lambda: self._aged(facts, step))
         self._tidy()
 
-    def _begin(self) -> None:
+    def _make_folder(self) -> None:
         """Make the folder of snapshots, but not the run's, which is there or gone."""
         with writing(self.root):
             self.checkpoints.mkdir(exist_ok=True)
@@ -255,7 +255,7 @@ class Snapshots:
         turn.wait()
         if self.lost(turn.run_id):
             return
-        self._begin()
+        self._make_folder()
 
         checkpoint.commit(
             self.root,
