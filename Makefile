@@ -50,7 +50,7 @@ quick: setup
 test: style
 	$(MAKE) --jobs 2 types suite
 
-# One worker more than cores: tests of ranks and of kills wait for others a fifth of their time.
+# One worker more than cores, as tests of ranks and of kills wait for others.
 suite: setup
 	OMP_NUM_THREADS=1 $(SUITE) -n 3 -m "not long and not system"
 

@@ -130,17 +130,16 @@ class Room:
         self.slices: dict[object, tuple[_Slice, _Slice, _Slice]] = {}
         self.weighed = weighed(drawn.model)
         self.process = PROCESS[drawn.device]
-        shape = self.family.shape(drawn.config)
-        self.experts, self.width, self.itemsize = shape.experts, shape.width, drawn.work.itemsize
-        self.shape, (attention, mlp) = shape, features_of_block(self.family, shape)
+        self.shape = self.family.shape(drawn.config)
+        attention, mlp = features_of_block(self.family, self.shape)
         # what heads, columns and own tokens share out: weights over the width, and numbers of each token
-        self.weights = attention, mlp * max(1, shape.experts)
-        self.features = attention, mlp, 2 * self.width
+        self.weights = attention, mlp * max(1, self.shape.experts)
+        self.features = attention, mlp, 2 * self.shape.width
         self.longest = max(drawn.work.tokens.values())
         head = cast("Any", drawn.model).get_output_embeddings() if drawn.work.vocabulary_head else None
         self.vocabulary = 0 if head is None else len(head.weight)
         # of a block's input, for each row and each block that goes back
-        self.input = self.width * self.itemsize * self.longest
+        self.input = self.shape.width * drawn.work.itemsize * self.longest
 
     def bytes(self, cut: Cut | None, index: int, rest: Rest, again: bool) -> float:
         """What rank `index` of a cut needs on its device for one stage, the process itself included."""
@@ -159,7 +158,7 @@ class Room:
     def of_experts(self, held: float, copies: float, rest: Rest, again: bool) -> float:
         """What a rank needs that holds such a part of all experts. copies: of tokens that these see, for each
         that its own tokens make."""
-        number, whole, (twice, four) = self.experts, self._whole, self.spread
+        number, whole, (twice, four) = self.shape.experts, self._whole, self.spread
         at = (held * number - 1) / (number - 1), copies * number / 2 - 1
         span = rest.start, rest.end
         own = _mixed(whole.stretch(*span), twice.stretch(*span), four.stretch(*span), *at)
@@ -170,7 +169,7 @@ class Room:
     def spread(self) -> tuple[_Slice, _Slice]:
         """What a rank holds that has one expert of each mixture, where these see the copies of twice and of
         four times as many tokens as are its own."""
-        plan = ParallelPlan(dp=2, shares=(1, 1), ep=2, experts=(1, self.experts - 1))
+        plan = ParallelPlan(dp=2, shares=(1, 1), ep=2, experts=(1, self.shape.experts - 1))
         held = held_by(self.drawn.model, self.family, plan, Coordinate())
         work = replace(self.drawn.work, rows=4)
         return (
@@ -234,7 +233,8 @@ class Room:
 
     def _head(self, rows: float, table: float) -> float:
         """Bytes alive in a fused head over a part of the vocabulary."""
-        return head_bytes(int(rows * self.longest), self.width, int(self.vocabulary * table), self.itemsize)
+        tokens, vocabulary = int(rows * self.longest), int(self.vocabulary * table)
+        return head_bytes(tokens, self.shape.width, vocabulary, self.drawn.work.itemsize)
 
     def _standing(self, own: Bytes, largest: Bytes, rest: Rest) -> float:
         """Weights, gradients and states, or a rank's shards of them with what is gathered at once."""
@@ -289,13 +289,13 @@ class Room:
             if (blocks := fused_blocks_of(self.drawn, plan, held.modules)) is not None:
                 fused = plain.as_fused(blocks)
             full = fused if cut is None else self._slice(None, fused=True)
-            if blocks is not None and full.fused is not None:
+            if cut is not None and blocks is not None and full.fused is not None:
                 full = full.as_fused(blocks.in_full(full.fused))
             self.slices[key] = plain, fused, full
         return self.slices[key]
 
     def _halved(self, cut: Cut) -> Cut:
-        shape = self.family.shape(self.drawn.config)
+        shape = self.shape
         group, keys = (
             shape.heads // shape.kv_heads,
             (shape.kv_heads - shape.kv_heads // 2, shape.kv_heads // 2),

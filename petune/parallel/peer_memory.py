@@ -113,7 +113,7 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
 
 
 class Parts(list[Tensor]):
-    """The memory of every rank. pool: where this rank's lies; who lets it go before `own` has that stay in
-    torch's cache."""
+    """The memory of every rank. pool: of this rank's, which goes back to the GPU where the pool is let go
+    after it, and else stays in torch's cache."""
 
     pool: Any = None
