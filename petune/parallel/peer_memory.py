@@ -12,6 +12,7 @@ import os
 import socket
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -100,16 +101,43 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
     one has not, as garbage is collected at different times, would be taken again by the one alone: its tensor
     would stand for memory of another call, or ranks would wait for one another for ever.
     """
+    made = torch.tensor([_made], device=device)
+    most = int(gather_dim(made, (1,) * group.size(), 0, group).max())
+    while _made < most:
+        _meet(ALIGNED, device, _alone())
+    own, pool, handle = _meet(size, device, group.group_name)
+    every = Parts(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size()))
+    every.pool = pool
+    return own, every
+
+
+# How often this process has met others, of whatever group. torch counts the same, and looks for a group's
+# ranks where its own count stands: they wait for ever for one that has met others more often, as the ranks of
+# a stage do that make larger rooms. So those behind meet nobody until they are as far.
+_made = 0
+
+
+@cache
+def _alone() -> Any:
+    """The name that torch knows this rank by where it meets nobody."""
+    from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory
+
+    name, store = "petune: one rank", dist.distributed_c10d._get_default_store()
+    _SymmetricMemory.set_group_info(name, 0, 1, PrefixStore(f"{name} {dist.get_rank()}", store))
+    return name
+
+
+def _meet(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any, Any]:
+    """`size` bytes in a pool of their own, and torch's handle to those of all ranks of a named group."""
+    global _made
     import torch.distributed._symmetric_memory as symmetric  # takes a while, and only GPUs have it
 
     # not split: a buffer of another rank begins where its segment does
     pool = torch.cuda.MemPool(symmetric.get_mempool_allocator(device), no_split=True)
     with torch.cuda.use_mem_pool(pool, device):
         own = torch.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(own, group)
-    every = Parts(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size()))
-    every.pool = pool
-    return own, every
+    _made += 1
+    return own, pool, symmetric.rendezvous(own, group)
 
 
 class Parts(list[Tensor]):

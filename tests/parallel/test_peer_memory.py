@@ -132,10 +132,12 @@ def test_wholes_are_the_rows_of_every_rank_in_order(ranks: int) -> None:
         assert torch.equal(wide, torch.cat([torch.arange(6.0).view(2, 3) + 10 * at for at in range(ranks)]))
 
 
-def test_memory_that_a_rank_has_freed_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By that rank alone: others may free it later, as garbage is collected when it likes."""
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+    """The names of groups whose ranks meet in torch's symmetric memory, each with the pool that was used."""
     symmetric = import_module("torch.distributed._symmetric_memory")
     used: list[Any] = []
+    found: list[tuple[str, Any]] = []
 
     class Pool:
         def __init__(self, allocator: str, no_split: bool) -> None:
@@ -146,20 +148,48 @@ def test_memory_that_a_rank_has_freed_is_not_taken_again(monkeypatch: pytest.Mon
         used.append(ref(pool))
         yield
 
-    def exchanged(own: Tensor, group: Any) -> Any:
+    def exchanged(own: Tensor, group: str) -> Any:
+        found.append((group, used[-1]))
         return SimpleNamespace(get_buffer=lambda rank, size, dtype: own)
 
     monkeypatch.setattr(symmetric, "get_mempool_allocator", lambda device: f"of {device}")
     monkeypatch.setattr(symmetric, "rendezvous", exchanged)
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", using)
-    group: Any = SimpleNamespace(size=lambda: 2)
-    first, every = peer_memory.mapped(64, CPU, group)
-    second, _ = peer_memory.mapped(64, CPU, group)
-    assert len(every) == 2 and used[0]() is not used[1](), "a pool each"
+    monkeypatch.setattr(peer_memory, "_alone", lambda: "nobody")
+    monkeypatch.setattr(peer_memory, "_made", 0)
+    yield found
+
+
+def mapped_beside(others: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Sequence[Tensor]]:
+    """64 bytes of a group whose other rank has met others so often."""
+    monkeypatch.setattr(
+        peer_memory, "gather_dim", lambda own, sizes, dim, group: torch.cat([own, torch.tensor([others])])
+    )
+    group: Any = SimpleNamespace(size=lambda: 2, group_name="both")
+    return peer_memory.mapped(64, CPU, group)
+
+
+def test_memory_that_a_rank_has_freed_is_not_taken_again(
+    met: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By that rank alone: others may free it later, as garbage is collected when it likes."""
+    first, every = mapped_beside(0, monkeypatch)
+    second = mapped_beside(1, monkeypatch)
+    one, two = (pool for _, pool in met)
+    assert len(every) == 2 and one() is not two(), "a pool each"
     del first, every
-    assert used[0]() is None and used[1]() is not None, "which lives as long as its memory"
-    assert second.shape == (64,)
+    assert one() is None and two() is not None, "which lives as long as its memory"
+    assert second[0].shape == (64,)
+
+
+def test_a_rank_that_has_met_others_less_often_meets_nobody_until_it_is_as_far(
+    met: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch looks for the ranks of a group where its own count of meetings, of whatever groups, stands."""
+    for others in (0, 4, 2):
+        mapped_beside(others, monkeypatch)
+    assert [name for name, _ in met] == ["both", *["nobody"] * 3, "both", "both"]
 
 
 def test_memory_is_read_on_one_host_between_linked_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
