@@ -895,6 +895,7 @@ def _enter(rank: int, world: int, port: int, grouped: bool, options: Options) ->
     if options.device == "cuda":
         here = Here(rank, world, torch.device("cuda", rank))
         torch.cuda.set_device(here.device)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))  # as petune train
     else:
         torch.set_num_threads(1)
         here = Here(rank, world, torch.device("cpu"))

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
+from petune.kernels.block.halved_stack import HalvedStack
 from petune.kernels.block.hooks import InDtype, NoCache, dense
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
@@ -27,7 +28,7 @@ from petune.kernels.block.specs import spec_of
 from petune.kernels.block.unpad import Unpadded, leave_padding_out, owner_of
 from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
-from petune.kernels.graphs.lanes import Lanes
+from petune.kernels.graphs.lanes import recorded
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.head.hooks import fuse_head, unfuse_head
 from petune.kernels.memory.offload import Store
@@ -270,16 +271,16 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
     stack.edges.append(InDtype())
     if stack.ladder is None and _recordable(model, stack, specs, plan):
-        most = math.ceil(plan.in_flight * len(plan.models))  # all passes of a rank may be of one stage
-        stack.whole = Graphs() if most == 1 else Lanes(most)
+        stack.whole = recorded(math.ceil(plan.in_flight * len(plan.models)))  # all may be of one stage
+    elif specs[0].overlapped:
+        stack.whole = HalvedStack()
     return None
 
 
 def _recordable(model: nn.Module, stack: Stack, specs: Sequence[Spec], plan: Plan) -> bool:
     """Whether blocks may run as CUDA graphs: these have fixed addresses and no peers, and tell nobody who is
     sent where."""
-    alone = shards_of(model) is None and specs[0].peers is None
-    alone = alone and not any(spec.mixtures for spec in specs)
+    alone = shards_of(model) is None and specs[0].peers is None and not any(one.mixtures for one in specs)
     return plan.ops.name == "triton" and plan.memory.stream == "none" and alone
 
 

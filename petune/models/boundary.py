@@ -33,9 +33,9 @@ class Boundary(Protocol):
     shape.
 
     first: the number in the whole model of the first feature that this rank's part of the way out reads.
-    overlapped: other work is to hide the communication. share: the part of all tokens that this rank has
-    beyond it, where the connection is a sequence's. own: the caller has no more use for what it gives, which
-    may be written over.
+    overlapped: other work is to hide the communication. twice: ranks talk twice with little work between.
+    share: the part of all tokens that this rank has beyond it, where the connection is a sequence's. own: the
+    caller has no more use for what it gives, which may be written over.
     """
 
     @property
@@ -50,6 +50,11 @@ class Boundary(Protocol):
 
     @property
     def overlapped(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def twice(self) -> bool:
         """See the class."""
         ...
 

@@ -63,6 +63,11 @@ class Exchange(Protocol):
         ...
 
     @property
+    def twice(self) -> bool:
+        """As that of a boundary."""
+        ...
+
+    @property
     def kind(self) -> ExchangeKind:
         """See the file."""
         ...

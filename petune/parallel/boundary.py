@@ -29,6 +29,11 @@ class _Among:
     engines: CopyEngines | None = None
 
     @property
+    def twice(self) -> bool:
+        """See Boundary: a sum whose terms are sent, and what they add up to."""
+        return self.engines is not None
+
+    @property
     def link(self) -> Link:
         """How they talk."""
         return Link(self.group, self.engines, self.overlapped)
@@ -82,6 +87,7 @@ class SequenceBoundary(_Among):
 
     sizes: Sizes = ()
     connection: ClassVar[Connection] = "sequence"
+    twice: ClassVar[bool] = True
 
     def here(self) -> Self:
         """See Boundary."""

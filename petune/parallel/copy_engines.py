@@ -10,12 +10,14 @@ meeting lies between any two turns. A room that is too small is left for one at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petune.kernels.block.turns import later
 from petune.kernels.dispatch import DTYPES, reference_ops, select
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.linked import Linked
@@ -33,10 +35,15 @@ class CopyEngines(Linked):
         self.others = self.ranked[:-1]
         self.sides = [(self.driver.stream(), self.driver.event()) for _ in self.others]
         self.ops = select("auto", device, torch.bfloat16) or reference_ops()  # of all of DTYPES
-        self.begin, self.before = self.driver.event(), self.driver.event()
+        self.begin, self.before, self.behind = (self.driver.event() for _ in range(3))
         self.stream = self.driver.current()  # on which was spoken last
         self.room_bytes = self.turn = self.meetings = 0
+        self.open: End | None = None  # of what was said last, if it waits for who comes back
         self.flags, self.flags_of = self._flags(self.ranks)
+        self.met = self.driver.meeting(
+            [self.flags_of[rank].data_ptr() + 4 * self.rank for rank in self.others],
+            [self.flags.data_ptr() + 4 * rank for rank in self.others],
+        )
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks, which is rounded once; in the place of `x` where that is the caller's
@@ -51,10 +58,13 @@ class CopyEngines(Linked):
         self._copy(Piece(rooms[to] + own_term, begin + to * step, sizes[to] * item) for to in self.ranked)
         self._meet()
         terms = self._view((self.ranks + 1, count), x.dtype)[:, : sizes[self.rank]]
-        self._add(terms[:-1], terms[-1])
-        self._meet()
         into, total = found.data_ptr(), self.ranks * step
-        self._copy(Piece(into + of * step, rooms[of] + total, sizes[of] * item) for of in self.ranked)
+
+        def gather() -> None:
+            self._meet()
+            self._copy(Piece(into + of * step, rooms[of] + total, sizes[of] * item) for of in self.ranked)
+
+        self.end(partial(self._add, terms[:-1], terms[-1]), gather)
         return found
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -78,7 +88,7 @@ class CopyEngines(Linked):
         self._meet()
         own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
         terms = self._view((self.ranks, own.numel()), x.dtype)
-        self._add(terms, own.view(-1))
+        self.end(partial(self._add, terms, own.view(-1)))
         return own
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -114,6 +124,9 @@ class CopyEngines(Linked):
             self.driver.record(self.before, self.stream)
             self.driver.follow(stream, self.before)
             self.stream = stream
+        if self.open is not None:
+            self.open.at_once()
+            self.open = None
         if size > self.room_bytes:
             self._grow(size)
         self.turn += 1
@@ -137,6 +150,15 @@ class CopyEngines(Linked):
         self.own, self.every = self._shared(2 * self.room_bytes)
         self.starts = [part.data_ptr() for part in self.every]
 
+    def end(self, work: Callable[[], object], after: Callable[[], None] | None = None) -> None:
+        """Do at once what is left of a message, or leave it to who will come back for it."""
+        left, end = later(), End(self, work, after)
+        if left is None:
+            end.finish()
+        else:
+            self.open = end
+            left.append(end)
+
     def _add(self, terms: Tensor, out: Tensor) -> None:
         """Write the sum of [ranks, m] into `out` [m], rounded once."""
         ops = self.ops if out.dtype in DTYPES else reference_ops()
@@ -145,10 +167,7 @@ class CopyEngines(Linked):
     def _meet(self) -> None:
         """Let the stream wait until those of all ranks have come as far."""
         self.meetings += 1
-        for rank in self.others:
-            self.driver.write(self.stream, self.flags_of[rank].data_ptr() + 4 * self.rank, self.meetings)
-        for rank in self.others:
-            self.driver.wait(self.stream, self.flags.data_ptr() + 4 * rank, self.meetings)
+        self.met(self.stream, self.meetings)
 
     def _copy(self, pieces: Iterable[Piece]) -> None:
         """Copies, side by side; the last of as many as there are ranks on the stream itself."""
@@ -165,6 +184,41 @@ class CopyEngines(Linked):
             used += 1
         for _, event in self.sides[:used]:
             driver.follow(current, event)
+
+
+class End:
+    """The end of a message, for which kernels are needed: `work` on what has come, then perhaps more is said.
+
+    Called, it works on the stream of the caller, who has waited for the message, and gives what is to be said
+    after it. But before anything else is said it ends where that is said, as rooms are written again.
+    """
+
+    def __init__(
+        self, engines: CopyEngines, work: Callable[[], object], after: Callable[[], None] | None
+    ) -> None:
+        self.engines, self.work, self.after, self.ended = engines, work, after, False
+
+    def __call__(self) -> Callable[[], None] | None:
+        """See turns.Ending."""
+        if self.ended:
+            self.engines.driver.follow(self.engines.driver.current(), self.engines.behind)
+            return None
+        self.engines.open = None
+        self.work()
+        return self.after
+
+    def at_once(self) -> None:
+        """All of it, because something else is to be said. Of two passes that go in turns, one has come back
+        for its own before the other's is ended so."""
+        self.finish()
+        self.ended = True
+        self.engines.driver.record(self.engines.behind, self.engines.stream)
+
+    def finish(self) -> None:
+        """All of it, on the stream of what is said."""
+        self.work()
+        if self.after is not None:
+            self.after()
 
 
 class ForetoldEngines(CopyEngines):

@@ -7,6 +7,7 @@ Streams, events and addresses are the driver's own numbers.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class CudaDriver:
             "cuStreamWaitEvent": (number, number, word),
             "cuStreamWriteValue32_v2": (number, address, word, word),
             "cuStreamWaitValue32_v2": (number, address, word, word),
+            "cuStreamBatchMemOp_v2": (number, word, ctypes.POINTER(_Word), word),
             "cuMemcpyAsync": (address, address, ctypes.c_size_t, number),
             "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Rows), number),
         }.items():
@@ -74,6 +76,22 @@ class CudaDriver:
         """The stream waits until this number is there, or a later one."""
         self._check(self.library.cuStreamWaitValue32_v2(stream, address, number % 2**32, 0))
 
+    def meeting(self, writes: Sequence[int], waits: Sequence[int]) -> Callable[[int, int], None]:
+        """A function of a stream and a number, which writes the number to the addresses `writes` and waits
+        until it is at `waits`, as `write` and `wait` do, in one call."""
+        words = (_Word * (len(writes) + len(waits)))(
+            *(_Word(operation=_WRITE, address=one) for one in writes),
+            *(_Word(operation=_WAIT, address=one) for one in waits),
+        )
+        count, call = len(words), self.library.cuStreamBatchMemOp_v2
+
+        def meet(stream: int, number: int) -> None:
+            for word in words:
+                word.value = number % 2**32
+            self._check(call(stream, count, words, 0))
+
+        return meet
+
     def copy(self, piece: Piece, stream: int) -> None:
         """Copy between memories that the device can reach."""
         to, of, width, rows, to_pitch, of_pitch = piece
@@ -108,6 +126,22 @@ class CudaDriver:
 
 _PITCH = 2**31 - 1  # bytes that rows of one copy may lie apart
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says which device
+
+
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+
+
+class _Word(ctypes.Structure):
+    """CUstreamBatchMemOpParams of 32 bits: wait until a number or a later one is there, or write it."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("pad", ctypes.c_uint64),
+    )
 
 
 class _Rows(ctypes.Structure):

@@ -7,12 +7,13 @@ what is said (figures: benchmarks/RESULTS.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
+from petune.kernels.block.turns import then
 from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes
 from petune.parallel.copy_engines import CopyEngines
 
@@ -66,6 +67,13 @@ class Link:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         return rooms
+
+    def end(self, work: Callable[[], object]) -> None:
+        """Do what is left of a message: at once, or later on the stream of who has it said."""
+        if self.engines is None:
+            then(work)
+        else:  # whose rooms are written again
+            self.engines.end(work)
 
     def room_bytes(self, size: int, swapped: bool = False) -> tuple[int, int]:
         """Bytes that stand for messages which need so many, and bytes to come for them. swapped: they are

@@ -12,9 +12,9 @@ import os
 import socket
 import zlib
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
     made = torch.tensor([_made], device=device)
     most = int(gather_dim(made, (1,) * group.size(), 0, group).max())
     while _made < most:
-        _meet(ALIGNED, device, _alone())
+        _meet(ALIGNED, device, _alone(cast("dist.ProcessGroup", dist.group.WORLD)))
     own, pool, handle = _meet(size, device, group.group_name)
     every = Parts(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size()))
     every.pool = pool
@@ -117,13 +117,11 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
 _made = 0
 
 
-@cache
-def _alone() -> Any:
-    """The name that torch knows this rank by where it meets nobody."""
-    from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory
-
-    name, store = "petune: one rank", dist.distributed_c10d._get_default_store()
-    _SymmetricMemory.set_group_info(name, 0, 1, PrefixStore(f"{name} {dist.get_rank()}", store))
+@lru_cache(1)
+def _alone(world: dist.ProcessGroup) -> str:
+    """The name of a group of this rank alone, in this world, where it meets nobody."""
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    name: str = group.group_name
     return name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ class HostDriver:
         while (ctypes.c_uint32.from_address(address).value - number) % 2**32 >= 2**31:
             assert time.monotonic() < until, "nobody came to a meeting"
             time.sleep(0)
+
+    def meeting(self, writes: Sequence[int], waits: Sequence[int]) -> Callable[[int, int], None]:
+        def meet(stream: int, number: int) -> None:
+            for address in writes:
+                self.write(stream, address, number)
+            for address in waits:
+                self.wait(stream, address, number)
+
+        return meet
 
     def copy(self, piece: Piece, stream: int) -> None:
         for row in range(piece.rows):

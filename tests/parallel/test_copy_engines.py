@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from petune.kernels.block.turns import InTurns, Turns
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.link import Link
@@ -121,6 +122,47 @@ def test_every_rank_gets_what_each_other_one_has_for_it(ranks: int) -> None:
             assert found.keys() == rooms.keys()
             for of, value in found.items():
                 assert torch.equal(value, part(of, engines.rank, turn))
+
+    Host(ranks).run(work)
+
+
+def _left(engines: CopyEngines, turn: int, sizes: tuple[int, ...], comes_back: str) -> None:
+    """Two passes that go in turns leave their sums; who of them comes back, and when."""
+    parts = [drawn(10 * turn + rank, 1, sum(sizes), 6) for rank in range(engines.ranks)]
+    wholes = [drawn(10 * turn + rank, 5, 7) for rank in range(engines.ranks)]
+    sums, found, add = list[Tensor](), list[Tensor](), CopyEngines._add
+
+    def added(terms: Tensor, out: Tensor) -> None:
+        sums.append(out)
+        add(engines, terms, out)
+
+    def steps(say: Callable[[], Tensor]) -> InTurns[None]:
+        yield from Turns(torch.device("cpu")).talk(lambda: found.append(say()))
+
+    engines._add = added  # type: ignore[method-assign]
+    one = steps(lambda: engines.reduce_scatter(parts[engines.rank], sizes))
+    two = steps(lambda: engines.all_reduce(wholes[engines.rank].clone(), own=True))
+    next(one)
+    assert not sums, "nobody has come back"
+    if comes_back == "first":
+        assert next(one, None) is None and len(sums) == 1
+    next(two)
+    assert len(sums) == 1, "the first ends before more is said"
+    for steps_left in (two, one) if comes_back == "last" else ():
+        assert not list(steps_left) or steps_left is two, "the sum of two is said yet"
+    engines.gather(parts[engines.rank][:, : sizes[engines.rank]], sizes)
+    assert len(sums) == 2, "which ends all that is left"
+    expected = [torch.stack(parts).sum(0).split(sizes, 1)[engines.rank], torch.stack(wholes).sum(0)]
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("comes_back", ["first", "last", "never"])
+def test_a_sum_that_is_left_ends_when_asked_for_or_before_more_is_said(ranks: int, comes_back: str) -> None:
+    def work(engines: CopyEngines) -> None:
+        for turn in range(12):
+            _left(engines, turn, SIZES[ranks][0], comes_back)
 
     Host(ranks).run(work)
 

@@ -65,6 +65,18 @@ def test_streams_meet_by_numbers_and_events(library: Library) -> None:
     ]
 
 
+def test_a_meeting_is_one_call_that_writes_and_then_waits(library: Library) -> None:
+    meet = CudaDriver(torch.device("cuda", 0)).meeting([64, 96], [128])
+    for number in (1, 2**32 + 5):
+        meet(STREAM, number)
+        name, stream, count, words, flags = library.calls[-1]
+        assert (name, stream, count, flags) == ("cuStreamBatchMemOp_v2", STREAM, 3, 0)
+        # 2: CU_STREAM_MEM_OP_WRITE_VALUE_32, 1: CU_STREAM_MEM_OP_WAIT_VALUE_32, whose flag 0 is "or later"
+        found = [(word.operation, word.address, word.value, word.flags) for word in words]
+        assert found == [(2, 64, number % 2**32, 0), (2, 96, number % 2**32, 0), (1, 128, number % 2**32, 0)]
+        assert ctypes.sizeof(words) == 3 * 48, "a union of six numbers of 64 bits"
+
+
 def test_a_copy_is_one_call_where_rows_lie_side_by_side_or_not_too_far_apart(library: Library) -> None:
     driver = CudaDriver(torch.device("cuda", 0))
     driver.copy(Piece(100, 200, 0), STREAM)  # nothing

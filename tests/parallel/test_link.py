@@ -40,14 +40,20 @@ def _steps(one: Case, limit: float, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.crossed(1)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("backend", SAYS)
+@pytest.mark.parametrize(
+    ("name", "backend", "overlap"),
+    [
+        *(("llama-causal", backend, overlap) for backend in SAYS for overlap in (False, True)),
+        # what enters a sub-layer is added to what it gives, as it has no norm of its own
+        *(("bert-classify", backend, True) for backend in ("tp", "galaxy", "sp-gather")),
+    ],
+)
 def test_ranks_that_talk_by_copy_engines_train_as_one_process(
-    backend: str, overlap: bool, tmp_path: Path
+    name: str, backend: str, overlap: bool, tmp_path: Path
 ) -> None:
-    plan = (overlapping(backend) if overlap else BACKENDS[backend])("llama-causal", 2)
+    plan = (overlapping(backend) if overlap else BACKENDS[backend])(name, 2)
     one = case(
-        "llama-causal",
+        name,
         "lora",
         plan,
         passes=(4,),

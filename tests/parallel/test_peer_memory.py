@@ -156,7 +156,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     monkeypatch.setattr(symmetric, "rendezvous", exchanged)
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", using)
-    monkeypatch.setattr(peer_memory, "_alone", lambda: "nobody")
+    monkeypatch.setattr(peer_memory, "_alone", lambda world: "nobody")
     monkeypatch.setattr(peer_memory, "_made", 0)
     yield found
 

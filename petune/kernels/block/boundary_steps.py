@@ -7,10 +7,12 @@ rank has to keep the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from petune.kernels.block.steps import Run, Step, Values
+from petune.kernels.block.turns import then
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape
 from petune.models.boundary import Connection
@@ -67,7 +69,7 @@ class Enter(_Crossing):
             if whole
             else flat(boundary.enter_backward(batched(run, dy), own=True))
         )
-        run.give_own(self.x, dx)
+        then(partial(run.give_own, self.x, dx))
 
 
 @dataclass(eq=False)

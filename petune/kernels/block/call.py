@@ -108,6 +108,11 @@ class Spec:
         return any(crossing.overlapped for crossing in self.crossings)
 
     @property
+    def split_turns(self) -> bool:
+        """Whether halves that go through in turns stop within long turns too: see turns.py."""
+        return any(crossing.twice for crossing in self.crossings)
+
+    @property
     def crossings(self) -> list[Boundary | Exchange]:
         """Where it talks to the ranks that it is cut across."""
         exchanges = (exchange for exchange in self.exchanges if exchange is not None)

@@ -8,6 +8,7 @@ every rank has to keep the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from petune.kernels.block.attention_steps import Attend
 from petune.kernels.block.boundary_steps import batched, flat
 from petune.kernels.block.part import Part
 from petune.kernels.block.steps import Run, Step, Values
+from petune.kernels.block.turns import then
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.memory.shape import BlockShape
 from petune.models.exchange import Exchange, Exchanged, Rows, Sizes, rows_of
@@ -90,6 +92,10 @@ class Gather(_Crossing):
         if part.seen is not None:
             found = F.pad(found, (0, 0, part.seen[0], part.rows.whole - part.seen[1]))
         dkv = flat(part.crossed.enter_backward(found, ())).unflatten(1, (-1, self.head_dim))
+        then(partial(self._put_together, run, dkv))
+
+    def _put_together(self, run: Run, dkv: Tensor) -> None:
+        """The gradient of q | k | v, or of each."""
         dq = run.grads.pop(self.x).unflatten(1, (-1, self.head_dim))
         if self.turned:
             run.grads[self.x] = dq, *dkv.split(self.kv_heads, 1)  # type: ignore[assignment]

@@ -88,6 +88,8 @@ def _act(section: Section, run: Run, v: Values) -> InTurns[None]:
             action.run(run, v)
         for name in action.drops:
             v.pop(name, None)
+        if run.turns is not None and action.step.long:
+            yield from run.turns.stop()
 
 
 def _tiles(section: Section, v: Values, keep: Level, tile: int | None) -> Sequence[slice]:

@@ -1,19 +1,23 @@
-"""The autograd node of a fused block that ranks share, whose rows go through it as two calls in turns; see
-turns.py."""
+"""The autograd node of fused blocks that ranks share, whose rows go through them as two calls each, in turns;
+see turns.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petune.kernels.block.call import Call
+from petune.kernels.block.call import Call, Spec
 from petune.kernels.block.node import fetched, flattened, park, rows_of, unflattened
 from petune.kernels.block.rows import Sink
-from petune.kernels.block.turns import Turns, together
+from petune.kernels.block.turns import InTurns, Turns, together
+from petune.kernels.memory.offload import Parked
 
 
 def halves(rows: int) -> tuple[slice, slice]:
@@ -22,55 +26,159 @@ def halves(rows: int) -> tuple[slice, slice]:
     return slice(0, middle), slice(middle, rows)
 
 
+class Kept(NamedTuple):
+    """What a half keeps of a block: parked on the host; so many tensors; names of these."""
+
+    parked: Parked | None
+    tensors: int
+    names: list[Any]
+
+
+@dataclass
+class Halved:
+    """One block in a pass. make: calls for both halves, asked for once the first one comes, so that the
+    device need not wait for those of all blocks; count: of its tensors. needs: which of them train; given:
+    whether its hidden states need a gradient. made: how many factors both calls make of A and B; kept: of
+    each half."""
+
+    spec: Spec
+    make: Callable[[], tuple[Call, Call]]
+    count: int
+    needs: tuple[bool, ...] = ()
+    given: bool = False
+    made: int = 0
+    kept: list[Kept | None] = field(default_factory=lambda: [None, None])
+
+    @cached_property
+    def calls(self) -> tuple[Call, Call]:
+        """Of each half."""
+        return self.make()
+
+    @property
+    def back(self) -> bool:
+        """Whether it has a backward pass."""
+        return self.given or any(self.needs)
+
+
+@dataclass
+class Held:
+    """The tensors of a block in a pass: its own, the factors of both calls once they are made, what each half
+    keeps; on the way back also what both find, and the halves that are still to come."""
+
+    own: Sequence[Tensor | None]
+    factors: list[Tensor | None] | None = None
+    kept: list[list[Tensor | None]] = field(default_factory=lambda: [[], []])
+    sink: Sink | None = None
+    to_come: int = 2
+    grads: Sequence[Tensor | None] = ()
+
+
 class Halves(torch.autograd.Function):
-    """Halves.apply(a call of each half, hidden states [b, t, width], *tensors). What trains is summed over
-    both in float32, as over tiles. Blocks that read an encoder or hand on a bias have none."""
+    """Halves.apply(blocks, hidden states [b, t, width], *the tensors of each block).
+
+    While a half waits for what ranks say behind one block, the other may be in the block before. What trains
+    is summed over both halves in float32, as over tiles. Blocks that read an encoder or hand on a bias have
+    none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, calls: Sequence[Call], hidden: Tensor, *tensors: Tensor | None) -> Tensor:
-        turns = Turns(hidden.device)
+    def forward(ctx: Any, blocks: Sequence[Halved], hidden: Tensor, *tensors: Tensor | None) -> Tensor:
+        given, needs, own = ctx.needs_input_grad[1], iter(ctx.needs_input_grad[2:]), iter(tensors)
+        for block in blocks:
+            block.given, block.needs = given, tuple(islice(needs, block.count))
+            given = block.back
+        held, rows = [Held(list(islice(own, block.count))) for block in blocks], halves(len(hidden))
         with torch.autocast(hidden.device.type, enabled=False):
-            factors = calls[0].factors(tensors)
-            found = together(
-                *(
-                    call.forward([rows_of(hidden[rows])], tensors, turns, factors)
-                    for call, rows in zip(calls, halves(len(hidden)), strict=True)
-                )
+            found = _both(
+                blocks,
+                hidden.device,
+                lambda at, turns: _ahead(blocks, held, at, rows_of(hidden[rows[at]]), turns),
             )
-        ctx.calls, ctx.dtype = calls, hidden.dtype
-        if any(ctx.needs_input_grad):
-            ctx.parked = [park(call, one) for call, (_, one, _) in zip(calls, found, strict=True)]
-            kept = [flattened(one) for _, one, _ in found]
-            ctx.names = [names for _, names in kept]
-            ctx.counts = len(tensors), len(factors)
-            ctx.save_for_backward(*tensors, *factors, *kept[0][0], *kept[1][0])
-        return torch.cat([y for y, _, _ in found]).view(hidden.shape)
+        for block, one in zip(blocks, held, strict=True):
+            block.made = len(one.factors or ())
+        kept = (value for one in held for part in (one.factors or (), *one.kept) for value in part)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.blocks, ctx.dtype = blocks, hidden.dtype
+        return torch.cat(found).view(hidden.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved, (count, made) = ctx.saved_tensors, ctx.counts
-        tensors, factors, rest = saved[:count], saved[count : count + made], saved[count + made :]
-        middle = len(ctx.names[0])
-        kept = [
-            unflattened(flat, names)
-            for flat, names in zip((rest[:middle], rest[middle:]), ctx.names, strict=True)
-        ]
-        for at in (1, 0):  # the last that was parked first
-            kept[at] = fetched(ctx.calls[at], kept[at], ctx.parked[at])
-        ctx.parked = [None, None]
-        del saved, rest
-        given, needs = ctx.needs_input_grad[1:2], ctx.needs_input_grad[2:]
-        turns, sink = Turns(dy.device), Sink(needs)
+        blocks: Sequence[Halved] = ctx.blocks
+        held = _held(blocks, iter(ctx.saved_tensors))
+        ctx.maybe_clear_saved_tensors()  # so that what a block has kept is freed behind it
+        rows = halves(len(dy))
         with torch.autocast(dy.device.type, enabled=False):
-            found = together(
-                *(
-                    call.backward(rows_of(dy[rows]), own, factors, tensors, needs, given, turns, sink)
-                    for call, own, rows in zip(ctx.calls, kept, halves(len(dy)), strict=True)
-                )
+            found = _both(
+                blocks,
+                dy.device,
+                lambda at, turns: _back(blocks, held, at, rows_of(dy[rows[at]]), turns),
+                (1, 0),  # what was parked last comes back first
             )
-            first: Call = ctx.calls[0]
-            grads = first.gradients(first.groups(tensors, factors), tensors, sink)
-        parts = [part for (part,), _ in found if part is not None]
+        parts = [part for part in found if part is not None]
         dx = torch.cat(parts).view(dy.shape).to(ctx.dtype) if parts else None
-        return None, dx, *grads
+        return None, dx, *(grad for one in held for grad in one.grads)
+
+
+def _held(blocks: Sequence[Halved], saved: Iterator[Tensor | None]) -> list[Held]:
+    """What `forward` has saved of each block."""
+    held = [Held(list(islice(saved, block.count)), sink=Sink(block.needs)) for block in blocks]
+    for block, one in zip(blocks, held, strict=True):
+        one.factors = list(islice(saved, block.made))
+        one.kept = [list(islice(saved, kept.tensors if kept else 0)) for kept in block.kept]
+        one.grads = [None] * block.count
+    return held
+
+
+def _both(
+    blocks: Sequence[Halved],
+    device: torch.device,
+    steps: Callable[[int, Turns], InTurns[Any]],
+    order: tuple[int, int] = (0, 1),
+) -> list[Any]:
+    """What both halves give that go by `steps`, in turns and in this order; where these are split, the first
+    one has gone two of them when the other begins."""
+    split = blocks[0].spec.split_turns
+    found = together(*(steps(at, Turns(device, split)) for at in order), ahead=int(split))
+    return [found[order.index(at)] for at in (0, 1)]
+
+
+def _ahead(
+    blocks: Sequence[Halved], held: Sequence[Held], at: int, x: Tensor, turns: Turns
+) -> InTurns[Tensor]:
+    """Half number `at`, [m, width], through all blocks."""
+    for block, one in zip(blocks, held, strict=True):
+        call = block.calls[at]
+        if one.factors is None:
+            one.factors = call.factors(one.own)
+        x, kept, _ = yield from call.forward([x], one.own, turns, one.factors)
+        if block.back:
+            parked = park(call, kept)
+            one.kept[at], names = flattened(kept)
+            block.kept[at] = Kept(parked, len(one.kept[at]), names)
+    return x
+
+
+def _back(
+    blocks: Sequence[Halved], held: Sequence[Held], at: int, grad: Tensor, turns: Turns
+) -> InTurns[Tensor | None]:
+    """The gradient [m, width] of half number `at` from the last block to the first; None where nothing below
+    needs it."""
+    found: Tensor | None = grad
+    for block, one in zip(reversed(blocks), reversed(held), strict=True):
+        state = block.kept[at]
+        if state is None or found is None:
+            return None
+        call, factors = block.calls[at], one.factors or []
+        kept = fetched(call, unflattened(one.kept[at], state.names), state.parked)
+        block.kept[at] = state._replace(parked=None)  # its host memory is for the next step
+        one.kept[at] = []
+        (found,), _ = yield from call.backward(
+            found, kept, factors, one.own, block.needs, (block.given,), turns, one.sink
+        )
+        one.to_come -= 1
+        if not one.to_come:
+            assert one.sink is not None
+            one.grads = call.gradients(call.groups(one.own, factors), one.own, one.sink)
+            one.sink = None
+    return found

@@ -67,6 +67,7 @@ class Product(Step):
     keep: Level | None
     norm: Normalize | None = None
     behind: int | None = None
+    long = True
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.trained = (self.x, self.s), (self.y,), self.place.tensors
@@ -162,6 +163,7 @@ class Activated(Step):
     drop: int | None = None
     keep: Level | None = None
     behind: int | None = None
+    long = True
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.trained = (self.u, self.low), (self.s, self.d), self.place.tensors

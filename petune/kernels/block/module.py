@@ -26,7 +26,7 @@ from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
-from petune.kernels.block.halves import Halves, halves
+from petune.kernels.block.halves import Halved, Halves, halves
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
@@ -35,7 +35,7 @@ from petune.models.boundary import BoundaryHook
 from petune.models.exchange import exchange_of
 from petune.models.experts import RoutesHook
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLayer, TunedLinear
-from petune.rng.context import bound, running
+from petune.rng.context import bound, bound_to, running
 from petune.rng.dropout import drawing
 
 
@@ -140,13 +140,14 @@ class FusedBlock(nn.Module):
         )
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
-        parts, memory = self.parts(), given.get(MEMORY)
         if (
             self.spec.overlapped
             and torch.is_grad_enabled()
             and self.spec.unhalved(len(hidden), given) is None
         ):
-            return self.result(self._in_halves(parts, hidden, given), None)
+            halved, tensors = self.halved(hidden, given)
+            return self.result(Halves.apply([halved], hidden, *tensors), None)  # type: ignore[no-untyped-call]
+        parts, memory = self.parts(), given.get(MEMORY)
         layout = Layout.of(hidden, memory, self.spec.by_sequence)
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
         call = self._call_of(parts, layout, hidden, given, bias)
@@ -166,19 +167,34 @@ class FusedBlock(nn.Module):
         forms = self.forms(hidden, layout, masks, bias)
         return self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
 
-    def _in_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> Tensor:
-        """Both halves of the rows, in turns."""
-        calls, numbers = [], running().rows
+    def halved(self, hidden: Tensor, given: dict[str, Any]) -> tuple[Halved, list[Tensor | None]]:
+        """Both halves of a call with hidden states of this shape, as it is running, and its tensors."""
+        parts, here, kind = self.parts(), replace(running()), hidden.device.type
+        tensors = self.tensors(parts)
+        rounding = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+        def make() -> tuple[Call, Call]:
+            with bound_to(here), rounding:
+                return self._calls_of_halves(parts, hidden, given)
+
+        return Halved(self.spec, make, len(tensors)), tensors
+
+    def _calls_of_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> tuple[Call, Call]:
+        first, second = halves(len(hidden))
+        angles, numbers = given.get("position_embeddings"), running().rows
         if numbers is None:  # a half does not begin at row 0
             numbers = torch.arange(len(hidden), device=hidden.device)
-        for rows in halves(len(hidden)):
+
+        def call(rows: slice) -> Call:
             own, cut = hidden[rows], dict(given)
-            if (angles := given.get("position_embeddings")) is not None and len(angles[0]) > 1:
+            if angles is not None and len(angles[0]) > 1:
                 cut["position_embeddings"] = tuple(angle[rows] for angle in angles)
             with bound(rows=numbers[rows]):
-                layout = Layout.of(own, None, self.spec.by_sequence)
-                calls.append(self._call_of(parts, layout, own, cut))
-        return Halves.apply(calls, hidden, *self.tensors(parts))  # type: ignore[no-any-return, no-untyped-call]
+                return self._call_of(parts, Layout.of(own, None, self.spec.by_sequence), own, cut)
+
+        one = call(first)
+        alike = 2 * first.stop == len(hidden) and not one.draws.all
+        return one, one if alike and (angles is None or len(angles[0]) == 1) else call(second)
 
     @property
     def distances(self) -> Tensor | None:

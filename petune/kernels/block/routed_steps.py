@@ -45,6 +45,7 @@ class Dispatched(OfMixture):
     s: str
     u: str
     part: float = 1.0
+    long = True
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.h, self.routes), (self.s, self.u)
@@ -127,6 +128,7 @@ class Combined(OfMixture):
     behind: int | None = None
     keep: Level | None = None
     part: float | None = None
+    long = True
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.u, self.share, self.routes), (self.s, self.d)

@@ -105,6 +105,7 @@ class Step:
     # what it gives is the value that it is over itself, which others may read still
     shares: ClassVar[bool] = False
     cheap: ClassVar[bool] = False  # what it gives is made again for every reader rather than held
+    long: ClassVar[bool] = False  # both passes take a large product, behind which what ranks say is hidden
 
     def forward(self, run: Run, v: Values) -> None:
         """Put what it gives into `v`."""

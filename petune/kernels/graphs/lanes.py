@@ -50,3 +50,8 @@ class Lanes:
         """See petune.models.stack.Whole."""
         lane = self._free()
         return None if lane is None else lane(stack, call, here, below)
+
+
+def recorded(most: int) -> Graphs | Lanes:
+    """The way through a stack by recordings that has at most so many passes on the way at once."""
+    return Graphs() if most == 1 else Lanes(most)

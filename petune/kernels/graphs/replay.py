@@ -37,6 +37,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.call import Draws, Spec
 from petune.kernels.block.drawing import Places
+from petune.kernels.block.halved_stack import hooked
 from petune.kernels.block.hooks import InDtype
 from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast
 from petune.kernels.block.module import FusedBlock
@@ -340,7 +341,7 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
         return "it is handed a bias of relative positions"
     if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
-    if _has_any_global_hook() or any(map(_hooked, blocks)):
+    if _has_any_global_hook() or any(map(hooked, blocks)):
         return "there are hooks on its blocks"
     whole = Rung()
     if any(block.spec.rung != whole for block in blocks):
@@ -360,13 +361,6 @@ def _drawn(
         with bound_to(replace(here, site=f"{name}.{number}", drawn=0)):
             found.append(block.draws(parts, places))
     return found
-
-
-def _hooked(block: nn.Module) -> bool:
-    """Whether somebody waits for this block to be called."""
-    return bool(
-        block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks
-    )
 
 
 def ungraph(model: nn.Module) -> None:

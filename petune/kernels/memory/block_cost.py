@@ -27,8 +27,8 @@ NARROW = 0.75  # the share of the memory's rate that a product with few ranks re
 # the share of the matmuls' rate that those of 128 experts reach, about 512 rows each (benchmarks/grouped.py)
 GROUPED = 0.68
 # Seconds of a block's forward pass, below which the host launches it no faster than the device computes it:
-# both passes of one of 8B take 6.1 ms to launch, on 2,048 tokens of the H200 that runs them in 3.2 ms.
-LAUNCH_BOUND = 2e-3
+# both passes of one of 8B take 6.1 ms to launch, and a forward pass is 0.46 of both.
+LAUNCH_BOUND = 2.5e-3
 
 # ------------------------------------------------------------------ devices
 
@@ -79,8 +79,8 @@ def _interpolated(curve: Curve, length: float) -> float:
     return rate
 
 
-# Sustained for seconds at the card's power limit, in bf16: causal attention by cuDNN, 32 query and 8 key
-# heads of 128.
+# Sustained for seconds at the card's power limit, in bf16 (benchmarks/rates.py): causal attention by cuDNN,
+# 32 query and 8 key heads of 128.
 H200 = Rates(
     name="H200",
     matmul=684e12,
@@ -92,16 +92,18 @@ H200 = Rates(
     hashes=2e12,
     measured=True,
 )
-# Assumed, on the low side of what the vendors promise.
 H100 = Rates(
-    "H100",
-    550e12,
-    1000e12,
-    ((2048, 400e12), (32768, 500e12)),
-    ((2048, 300e12), (32768, 430e12)),
-    2.7e12,
-    45e9,
+    name="H100",
+    matmul=687e12,
+    matmul_fp8=1118e12,
+    attention=((2048, 471e12), (8192, 548e12), (32768, 595e12)),
+    attention_backward=((2048, 343e12), (8192, 468e12), (32768, 523e12)),
+    memory=2.99e12,
+    link=53.7e9,
+    hashes=2e12,  # those of an H200, whose processors it has
+    measured=True,
 )
+# Assumed, on the low side of what the vendors promise.
 A100 = Rates(
     "A100", 230e12, 230e12, ((2048, 150e12), (32768, 180e12)), ((2048, 120e12), (32768, 150e12)), 1.3e12, 20e9
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,11 +34,16 @@ class Trade:
         sent = {rank: torch.cat(pieces[rank], -1) for rank in rooms if rank != self.index}
         own = torch.cat(pieces[self.index], -1, out=rooms[self.index])
         found = {**rooms, **self._swapped(sent, rooms, by), self.index: own}
-        if not any(found[rank] is place for rank, place in enumerate(places)):
-            return torch.cat(list(found.values()), 1, out=whole).view(x.dtype)
-        for rank, place in enumerate(places):
-            if found[rank] is not place:
-                place.copy_(found[rank])
+
+        def put() -> None:
+            if not any(found[rank] is place for rank, place in enumerate(places)):
+                torch.cat(list(found.values()), 1, out=whole)
+                return
+            for rank, place in enumerate(places):
+                if found[rank] is not place:
+                    place.copy_(found[rank])
+
+        self.link.end(put)
         return whole.view(x.dtype)
 
     def to_tokens(self, x: Tensor) -> Tensor:
@@ -52,9 +58,10 @@ class Trade:
             found[rank].split([matrix[rank] // by for matrix in self.columns], -1)
             for rank in range(len(found))
         ]
-        return torch.cat([of_rank[at] for at in range(len(self.columns)) for of_rank in beside], -1).view(
-            x.dtype
-        )
+        parts = [of_rank[at] for at in range(len(self.columns)) for of_rank in beside]
+        whole = wide.new_empty(*shape, sum(part.shape[-1] for part in parts))
+        self.link.end(partial(torch.cat, parts, -1, out=whole))
+        return whole.view(x.dtype)
 
     @property
     def widths(self) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 from petune.kernels.block import halves
 from petune.kernels.block.halves import Halves
-from petune.kernels.block.turns import Turns, alone, together
+from petune.kernels.block.turns import Turns
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory import policy_hook
 from tests.parallel import harness
@@ -33,9 +33,9 @@ def _in_halves(one: Case, limit: float) -> dict[str, Any]:
     policy_hook.say = said.append  # type: ignore[attr-defined]  # in this very process, which ends soon
     made = Halves.forward
 
-    def forward(ctx: Any, calls: Any, hidden: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        seen.append(tuple(rows.stop - rows.start for rows in halves.halves(len(hidden))))
-        return made(ctx, calls, hidden, *tensors)
+    def forward(ctx: Any, blocks: Any, hidden: torch.Tensor, *tensors: Any) -> torch.Tensor:
+        seen.extend([tuple(rows.stop - rows.start for rows in halves.halves(len(hidden)))] * len(blocks))
+        return made(ctx, blocks, hidden, *tensors)
 
     Halves.forward = staticmethod(forward)  # type: ignore[method-assign]
     talk, talks = Turns.talk, []
@@ -101,19 +101,3 @@ def test_what_has_no_halves_goes_whole_and_is_said_once(passes: tuple[int, ...],
         assert not rank["seen"]
         said = [line for line in rank["said"] if line.startswith("overlap:")]
         assert why in said[0] and len(set(said)) == len(said)
-
-
-def test_two_passes_take_turns_where_they_talk() -> None:
-    said: list[str] = []
-
-    def steps(name: str, talks: int) -> Any:
-        turns = Turns(torch.device("cpu"))
-        for at in range(talks):
-            said.append(f"{name}{at}")
-            yield from turns.talk(lambda at=at: said.append(f"{name}{at} talks"))
-        said.append(f"{name} ends")
-        return name
-
-    assert together(steps("a", 2), steps("b", 1)) == ["a", "b"]
-    assert said == ["a0", "a0 talks", "b0", "b0 talks", "a1", "a1 talks", "b ends", "a ends"]
-    assert alone(steps("c", 1)) == "c"

@@ -1,0 +1,69 @@
+"""Both halves of a batch through all fused blocks of a stack, as one autograd node: see halves.py."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from petune.kernels.block.halves import Halves
+from petune.kernels.block.layout import BIAS
+from petune.kernels.block.module import FusedBlock
+from petune.models.stack import Call as Arguments
+from petune.models.stack import Stack
+from petune.rng.context import Running, bound_to
+
+
+class HalvedStack:
+    """A way through a fused stack (petune.models.stack.Whole) whose blocks ranks share, where what they say
+    is to be hidden: what a half says last in one block is hidden behind the other's last turn there and its
+    own first one in the next.
+
+    Only in training with gradients, without a ladder, padding or hooks on blocks. Everything else goes block
+    by block.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HalvedStack, ()
+
+    def takes(self, stack: Stack, call: Arguments) -> bool:
+        """See petune.models.stack.Whole."""
+        hidden = call["hidden_states"]
+        return (
+            torch.is_grad_enabled()
+            and stack.ladder is None
+            and type(hidden) is Tensor
+            and all(
+                isinstance(block, FusedBlock) and block.spec.overlapped and not hooked(block)
+                for block in stack.blocks
+            )
+            and cast("FusedBlock", stack.blocks[0]).spec.unhalved(len(hidden), call) is None
+            and not _has_any_global_hook()
+            and not torch.compiler.is_compiling()
+            and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
+        )
+
+    def __call__(
+        self, stack: Stack, call: Arguments, here: Running, below: Tensor | None = None
+    ) -> Arguments | None:
+        """See petune.models.stack.Whole; `call` is one that `takes` took."""
+        hidden, numbered = call["hidden_states"], cast("list[tuple[int, FusedBlock]]", stack.numbered)
+        if any(block.declines(hidden, call) for _, block in numbered):
+            return None  # a block that declines says so itself
+        blocks, tensors = [], []
+        for number, block in numbered:
+            with bound_to(stack.at(number, here)):
+                halved, own = block.halved(hidden, call)
+            blocks.append(halved)
+            tensors += own
+        out = Halves.apply(blocks, hidden, *tensors)  # type: ignore[no-untyped-call]
+        return {"hidden_states": out, BIAS: None}
+
+
+def hooked(block: nn.Module) -> bool:
+    """Whether somebody waits for this block to be called."""
+    return bool(
+        block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks
+    )

@@ -1,0 +1,132 @@
+"""Halves of a batch through all blocks of a stack are one autograd node, or go block by block where somebody
+looks in between."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from petune.kernels.block import halves
+from petune.kernels.block.call import Call
+from petune.kernels.block.halved_stack import HalvedStack
+from petune.kernels.block.halves import Halves
+from petune.kernels.configs import MemoryConfig
+from petune.models.stack import Stack
+from tests.parallel import harness
+from tests.parallel.cells import case
+from tests.parallel.harness import Case
+from tests.parallel.plans import overlapping
+from tests.pool import run
+
+ALL = MemoryConfig("all", offload="none")
+PARKED = MemoryConfig("input", offload="input")
+
+
+def _case(backend: str, method: str, blocks: MemoryConfig = ALL, **more: Any) -> Case:
+    plan = overlapping(backend)("llama-causal", 2)
+    return case("llama-causal", method, plan, passes=(4,), blocks=blocks, steps=1, **more)
+
+
+def _gradients(one: Case, hooked: bool, autocast: bool = False) -> tuple[list[int], dict[str, Tensor]]:
+    """How many blocks each node has, and the gradients on this rank."""
+    runner = harness.place(one, one.plan)
+    (stack,) = (module for module in runner.model.modules() if isinstance(module, Stack))
+    assert isinstance(stack.whole, HalvedStack)
+    if hooked:
+        stack.blocks[-1].register_forward_hook(lambda *given: None)
+    nodes, made = [], Halves.forward
+
+    def forward(ctx: Any, blocks: Any, *given: Any) -> Tensor:
+        nodes.append(len(blocks))
+        return made(ctx, blocks, *given)
+
+    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]  # of a process that ends soon
+    batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
+    with torch.autocast("cpu", torch.bfloat16, autocast):
+        runner.backward(batches, harness.total(one, 0))
+    found = {name: value.grad for name, value in runner.tuned.items() if value.grad is not None}
+    return nodes, found
+
+
+@pytest.mark.parametrize("backend", ["tp", "galaxy"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("blocks", [ALL, PARKED], ids=["kept", "parked"])
+def test_one_node_gives_what_a_node_a_block_does(backend: str, method: str, blocks: MemoryConfig) -> None:
+    one = _case(backend, method, blocks, dropout=0.1)
+    whole, apart = (run(2, _gradients, one, hooked) for hooked in (False, True))
+    for (nodes, found), (several, expected) in zip(whole, apart, strict=True):
+        assert nodes == [2] and several == [1, 1]
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_blocks_compute_in_what_autocast_says() -> None:
+    one = _case("tp", "full")
+    whole, apart = (run(2, _gradients, one, hooked, True) for hooked in (False, True))
+    plain = run(2, _gradients, one, False)
+    for (_, found), (_, expected), (_, exact) in zip(whole, apart, plain, strict=True):
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+        assert any(not torch.equal(value, exact[name]) for name, value in found.items()), "rounded"
+
+
+def _twice() -> list[bool]:
+    """Whether each gradient doubles when a graph that is kept is gone back through again."""
+    one = _case("tp", "lora")
+    runner = harness.place(one, one.plan)
+    model: Any = runner.model
+    loss = model.model(input_ids=torch.arange(28).view(4, 7)).last_hidden_state.square().sum()
+    loss.backward(retain_graph=True)
+    first = {name: value.grad.clone() for name, value in runner.tuned.items() if value.grad is not None}
+    loss.backward()
+    return [torch.allclose(grad(runner.tuned[name]), 2 * value) for name, value in first.items()]
+
+
+def grad(value: Any) -> Tensor:
+    assert isinstance(value.grad, Tensor)
+    return value.grad
+
+
+def test_a_graph_that_is_kept_is_gone_back_through_twice() -> None:
+    for found in run(2, _twice):
+        assert found and all(found)
+
+
+def _freed() -> list[tuple[int, int]]:
+    """(blocks behind it, tensors that they hold still) as each half's backward pass of a block begins."""
+    one = _case("tp", "lora")
+    runner = harness.place(one, one.plan)
+    kept: list[list[weakref.ref[Tensor]]] = []
+    found: list[tuple[int, int]] = []
+    held, back = halves._held, Call.backward
+
+    def noted(blocks: Any, saved: Any) -> Any:
+        given = held(blocks, saved)
+        for number, block in enumerate(given):
+            kept.append([weakref.ref(value) for part in block.kept for value in part if value is not None])
+            for call in set(map(id, blocks[number].calls)):
+                numbers[call] = number
+        return given
+
+    numbers: dict[int, int] = {}
+
+    def backward(self: Call, *given: Any) -> Any:
+        behind = range(numbers[id(self)] + 1, len(kept))
+        found.append((len(behind), sum(ref() is not None for at in behind for ref in kept[at])))
+        return back(self, *given)
+
+    halves._held, Call.backward = noted, backward  # type: ignore[method-assign,assignment]
+    batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
+    runner.backward(batches, harness.total(one, 0))
+    return found
+
+
+def test_what_a_block_has_kept_is_freed_behind_it() -> None:
+    for found in run(2, _freed):
+        assert [behind for behind, _ in found] == [0, 0, 1, 1]
+        assert found[-1] == (1, 0), "both halves are through"
