@@ -271,7 +271,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
     stack.edges.append(InDtype())
     if stack.ladder is None and _recordable(model, stack, specs, plan):
-        stack.whole = recorded(math.ceil(plan.in_flight * len(plan.models)))  # all may be of one stage
+        stack.whole = recorded(math.ceil(plan.in_flight * len(plan.models)), stack.wire is not None)
     elif specs[0].overlapped:
         stack.whole = HalvedStack()
     return None

@@ -50,8 +50,9 @@ class HalvedStack:
     ) -> Arguments | None:
         """See petune.models.stack.Whole; `call` is one that `takes` took."""
         hidden, numbered = call["hidden_states"], cast("list[tuple[int, FusedBlock]]", stack.numbered)
-        if any(block.declines(hidden, call) for _, block in numbered):
-            return None  # a block that declines says so itself
+        with bound_to(here):
+            if any(block.declines(hidden, call) for _, block in numbered):
+                return None  # a block that declines says so itself
         blocks, tensors = [], []
         for number, block in numbered:
             with bound_to(stack.at(number, here)):

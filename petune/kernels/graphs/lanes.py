@@ -12,6 +12,10 @@ from petune.models.stack import Call, Stack
 from petune.rng.context import Running
 
 
+def _of_a_stage() -> Graphs:
+    return Graphs(staged=True)
+
+
 class Lanes:
     """A way through a fused stack (petune.models.stack.Whole) by the first of several `Graphs` whose
     recordings are idle: none may be replayed between another's two passes in the same memory, so each pass on
@@ -21,7 +25,7 @@ class Lanes:
     block.
     """
 
-    def __init__(self, most: int, make: Callable[[], Graphs] = Graphs) -> None:
+    def __init__(self, most: int, make: Callable[[], Graphs] = _of_a_stage) -> None:
         self.most, self.make = most, make
         self.lanes = [make()]
 
@@ -52,6 +56,7 @@ class Lanes:
         return None if lane is None else lane(stack, call, here, below)
 
 
-def recorded(most: int) -> Graphs | Lanes:
-    """The way through a stack by recordings that has at most so many passes on the way at once."""
-    return Graphs() if most == 1 else Lanes(most)
+def recorded(most: int, staged: bool) -> Graphs | Lanes:
+    """The way through a stack by recordings. most: passes on the way at once of all stages of a rank, as all
+    of them may be of one; staged: see Graphs."""
+    return Graphs(staged=staged) if most == 1 else Lanes(most)

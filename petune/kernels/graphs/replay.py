@@ -60,6 +60,7 @@ from petune.rng.context import Running, bound_to, running
 ONE_BY_ONE = 5
 RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
 LIMIT = 16  # recordings of a stack
+STAGED = 2  # times as long a block may take on a stage of a pipeline and be recorded
 PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
 
 
@@ -72,11 +73,17 @@ class Graphs:
     without a mask, hooks on blocks, and with all activations kept on the device. Everything else goes block
     by block; a reason that is worth knowing is said once.
 
-    beside: whether its blocks are those of the ladder beside the stack, each behind a gate.
+    beside: whether its blocks are those of the ladder beside the stack, each behind a gate. staged: whether
+    other stages wait for what it gives, so that the first launches of a pass are hidden behind nothing.
     """
 
-    def __init__(self, make: Callable[[torch.device], Recorder] = CudaRecorder, beside: bool = False) -> None:
-        self.make, self.beside = make, beside
+    def __init__(
+        self,
+        make: Callable[[torch.device], Recorder] = CudaRecorder,
+        beside: bool = False,
+        staged: bool = False,
+    ) -> None:
+        self.make, self.beside, self.staged = make, beside, staged
         self.said: set[str] = set()
         self.worth: dict[Bucket, bool] = {}  # whether a recording of it helps
         self.long: set[tuple[torch.Size, torch.dtype]] = set()  # of hidden states whose recording would not
@@ -87,7 +94,7 @@ class Graphs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what comes back from a file, has no recordings: they are of these very tensors."""
-        return Graphs, (self.make, self.beside)
+        return Graphs, (self.make, self.beside, self.staged)
 
     def _begin(self, weights: Weights | None, learned: Learned | None = None) -> None:
         """Forget all recordings, and begin with these weights."""
@@ -207,7 +214,8 @@ class Graphs:
                 torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             )
             work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), *bucket.own)
-            self.worth[bucket] = rates.seconds(work, bucket.own.longest) < block_cost.LAUNCH_BOUND
+            bound = block_cost.LAUNCH_BOUND * (STAGED if self.staged else 1)
+            self.worth[bucket] = rates.seconds(work, bucket.own.longest) < bound
         return self.worth[bucket]
 
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:

@@ -52,9 +52,16 @@ def _gradients(one: Case, hooked: bool, autocast: bool = False) -> tuple[list[in
     return nodes, found
 
 
-@pytest.mark.parametrize("backend", ["tp", "galaxy"])
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("blocks", [ALL, PARKED], ids=["kept", "parked"])
+@pytest.mark.parametrize(
+    ("backend", "method", "blocks"),
+    [
+        *(
+            (backend, "lora", ALL)
+            for backend in ("tp", "galaxy", "galaxy2", "cut", "sp-gather", "sp-ulysses")
+        ),
+        *((backend, "full", PARKED) for backend in ("tp", "galaxy", "sp-gather")),
+    ],
+)
 def test_one_node_gives_what_a_node_a_block_does(backend: str, method: str, blocks: MemoryConfig) -> None:
     one = _case(backend, method, blocks, dropout=0.1)
     whole, apart = (run(2, _gradients, one, hooked) for hooked in (False, True))

@@ -24,12 +24,14 @@ from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay
 from petune.kernels.graphs.bucket import Bucket
+from petune.kernels.graphs.lanes import Lanes
 from petune.kernels.graphs.recorder import CudaRecorder
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.memory import block_cost
 from petune.models import family_of
 from petune.models.frozen_weight import FORMS, QuantisedWeight
 from petune.models.quantise import quantise_blocks
+from petune.models.stack import Stack
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS, MOVED
@@ -377,6 +379,21 @@ def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.
     for step in range(3):
         assert_same_step(model, plain, batch("bert", (9, 4), step))
     assert recorder.recorded == 0
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_longer_blocks_are_replayed_where_other_stages_wait_for_them(
+    staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_cost.Rates, "seconds", lambda *given: 1.5 * block_cost.LAUNCH_BOUND)
+    model, plain, recorder = pair("llama")
+    for stack in (module for module in model.modules() if isinstance(module, Stack)):
+        assert isinstance(stack.whole, Graphs)
+        stack.whole.staged = staged
+    for step in range(3):
+        assert_same_step(model, plain, batch("llama", (9, 4), step))
+    assert recorder.recorded == int(staged)
+    assert Lanes(2).make().staged and Graphs(staged=True).__reduce__()[1][-1]
 
 
 def test_rows_that_keep_the_device_busy_do_not_wait_for_one_another_again(
