@@ -106,15 +106,19 @@ class CopyEngines(Linked):
         return whole
 
     def swap(
-        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], most: int
+        self,
+        sent: Mapping[int, Tensor],
+        shapes: Mapping[int, Sequence[int]],
+        dtype: torch.dtype,
+        most: int,
     ) -> dict[int, Tensor]:
-        """What each other rank has sent, of the shapes of `received`; to be read before the next but one is
-        said. sent: dense. most: bytes of the largest part of any rank, the same on all of them."""
+        """What each other rank has sent, of these shapes; to be read before the next but one is said. sent:
+        dense. most: bytes of the largest part of any rank, the same on all of them."""
         most = -(-most // 16) * 16
         rooms, own_part = self._turn(self.ranks * most), self.rank * most
         self._copy(Piece(rooms[to] + own_part, part.data_ptr(), part.nbytes) for to, part in sent.items())
         self._meet()
-        return {of: self._view(part.shape, part.dtype, of * most) for of, part in received.items()}
+        return {of: self._view(shape, dtype, of * most) for of, shape in shapes.items()}
 
     def _turn(self, size: int) -> list[int]:
         """Where a room of `size` bytes begins on every rank, behind all that was said before on whatever
@@ -170,19 +174,18 @@ class CopyEngines(Linked):
         self.met(self.stream, self.meetings)
 
     def _copy(self, pieces: Iterable[Piece]) -> None:
-        """Copies, side by side; the last of as many as there are ranks on the stream itself."""
-        driver, current, used = self.driver, self.stream, 0
-        driver.record(self.begin, current)
-        for piece in pieces:
-            if used == len(self.sides):
-                driver.copy(piece, current)
-                continue
-            stream, event = self.sides[used]
+        """Copies, side by side; the last one on the stream itself."""
+        driver, current, every = self.driver, self.stream, list(pieces)
+        beside = list(zip(every[:-1], self.sides, strict=False))
+        if beside:
+            driver.record(self.begin, current)
+        for piece, (stream, event) in beside:
             driver.follow(stream, self.begin)
             driver.copy(piece, stream)
             driver.record(event, stream)
-            used += 1
-        for _, event in self.sides[:used]:
+        for piece in every[len(beside) :]:
+            driver.copy(piece, current)
+        for _, (_, event) in beside:
             driver.follow(current, event)
 
 

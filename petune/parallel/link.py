@@ -7,9 +7,10 @@ what is said (figures: benchmarks/RESULTS.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,12 +54,19 @@ class Link:
         return engines.reduce_scatter(x, sizes)
 
     def swap(
-        self, sent: Mapping[int, Tensor], rooms: Mapping[int, Tensor], most: int
+        self,
+        sent: Mapping[int, Tensor],
+        shapes: Mapping[int, Sequence[int]],
+        dtype: torch.dtype,
+        room: Callable[[int], Tensor],
+        most: int,
     ) -> Mapping[int, Tensor]:
-        """Send each other rank its part, in one message, and receive theirs: in `rooms`, or where the next
-        but one message of the ranks lies. Parts are dense; most: bytes of the largest of any rank."""
+        """Send each other rank its part, in one message, and receive theirs, of these shapes: in the `room`
+        of each rank, or where the next but one message of the ranks lies. Parts are dense; most: bytes of the
+        largest of any rank."""
         if self.engines is not None and most >= LARGE:
-            return self.engines.swap(sent, rooms, most)
+            return self.engines.swap(sent, shapes, dtype, most)
+        rooms = {rank: room(rank) for rank in shapes}
         operations = [
             dist.P2POp(does, part, group=self.group, group_peer=rank)
             for does, parts in ((dist.isend, sent), (dist.irecv, rooms))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,10 +30,11 @@ class Trade:
         pieces = self._pieces(wide, by)
         whole = wide.new_empty(len(x), sum(self.sizes), self.widths[self.index] // by)
         places = whole.split(list(self.sizes), 1)
-        rooms = {rank: _dense(place) for rank, place in enumerate(places)}
-        sent = {rank: torch.cat(pieces[rank], -1) for rank in rooms if rank != self.index}
-        own = torch.cat(pieces[self.index], -1, out=rooms[self.index])
-        found = {**rooms, **self._swapped(sent, rooms, by), self.index: own}
+        sent = {rank: torch.cat(part, -1) for rank, part in enumerate(pieces) if rank != self.index}
+        shapes = [place.shape for place in places]
+        come = self._swapped(sent, shapes, wide.dtype, lambda rank: _dense(places[rank]), by)
+        own = torch.cat(pieces[self.index], -1, out=_dense(places[self.index]))
+        found = {**dict(enumerate(places)), **come, self.index: own}
 
         def put() -> None:
             if not any(found[rank] is place for rank, place in enumerate(places)):
@@ -49,17 +50,19 @@ class Trade:
     def to_tokens(self, x: Tensor) -> Tensor:
         """[batch, all tokens, own columns] -> [batch, own tokens, all columns]."""
         wide, by = self._wide(x.contiguous())
-        places = dict(enumerate(wide.split(list(self.sizes), 1)))
-        shape = len(x), self.sizes[self.index]
-        rooms = {rank: wide.new_empty(*shape, width // by) for rank, width in enumerate(self.widths)}
-        sent = {rank: place.contiguous() for rank, place in places.items() if rank != self.index}
-        found = {**rooms, **self._swapped(sent, rooms, by), self.index: places[self.index]}
+        places = wide.split(list(self.sizes), 1)
+        shapes = [torch.Size((len(x), self.sizes[self.index], width // by)) for width in self.widths]
+        sent = {rank: place.contiguous() for rank, place in enumerate(places) if rank != self.index}
+        come = self._swapped(sent, shapes, wide.dtype, lambda rank: wide.new_empty(shapes[rank]), by)
+        found = [
+            places[rank] if rank == self.index else come.get(rank, wide.new_empty(0)).view(shape)
+            for rank, shape in enumerate(shapes)
+        ]
         beside = [
-            found[rank].split([matrix[rank] // by for matrix in self.columns], -1)
-            for rank in range(len(found))
+            part.split([matrix[rank] // by for matrix in self.columns], -1) for rank, part in enumerate(found)
         ]
         parts = [of_rank[at] for at in range(len(self.columns)) for of_rank in beside]
-        whole = wide.new_empty(*shape, sum(part.shape[-1] for part in parts))
+        whole = wide.new_empty(*shapes[self.index][:2], sum(part.shape[-1] for part in parts))
         self.link.end(partial(torch.cat, parts, -1, out=whole))
         return whole.view(x.dtype)
 
@@ -75,17 +78,19 @@ class Trade:
         return list(map(list, zip(*matrices, strict=True)))
 
     def _swapped(
-        self, sent: Mapping[int, Tensor], rooms: Mapping[int, Tensor], by: int
+        self,
+        sent: Mapping[int, Tensor],
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        room: Callable[[int], Tensor],
+        by: int,
     ) -> Mapping[int, Tensor]:
-        """What each other rank has sent, in one message: in its room, or where the link has it. Who has no
-        tokens or no columns is not talked to."""
-        out, into = (
-            {rank: part for rank, part in parts.items() if rank != self.index and part.numel()}
-            for parts in (sent, rooms)
-        )
-        own = rooms[self.index]
-        most = len(own) * max(self.sizes) * (max(self.widths) // by) * own.element_size()
-        return self.link.swap(out, into, most)
+        """What each other rank has sent, of these shapes, in one message: in its room, or where the link has
+        it. Who has no tokens or no columns is not talked to."""
+        out = {rank: part for rank, part in sent.items() if part.numel()}
+        into = {rank: shape for rank, shape in enumerate(shapes) if rank != self.index and shape.numel()}
+        most = shapes[0][0] * max(self.sizes) * (max(self.widths) // by) * dtype.itemsize
+        return self.link.swap(out, into, dtype, room, most)
 
     def _wide(self, x: Tensor) -> tuple[Tensor, int]:
         """The same memory as numbers of eight bytes, and how many of x's own these are: a GPU copies strided

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,3 +44,27 @@ def test_every_rank_gets_all_tokens_of_its_columns_and_gives_them_back(name: str
         pieces = [x.split(list(one), -1)[index] for x, one in zip(every, columns, strict=True)]
         assert torch.equal(found["heads"], torch.cat(pieces, -1))
         assert torch.equal(found["back"], found["own"]) and found["back"].is_contiguous()
+
+
+def test_what_copy_engines_bring_is_read_where_it_lies() -> None:
+    """No memory is taken for it."""
+    asked: list[int] = []
+
+    class Engined(Link):
+        def swap(
+            self,
+            sent: Mapping[int, Tensor],
+            shapes: Mapping[int, Sequence[int]],
+            dtype: torch.dtype,
+            room: Callable[[int], Tensor],
+            most: int,
+        ) -> Mapping[int, Tensor]:
+            asked.append(len(sent))
+            return {rank: torch.full(tuple(shape), rank, dtype=dtype) for rank, shape in shapes.items()}
+
+    trade = Trade((2, 3, 1), ((4, 4, 8),), Engined(None), 0)
+    heads = trade.to_heads(torch.zeros(2, 2, 16, dtype=torch.float64))
+    assert heads[1, :, 3].tolist() == [0, 0, 1, 1, 1, 2]
+    tokens = trade.to_tokens(torch.zeros(2, 6, 4, dtype=torch.float64))
+    assert tokens[1, 1].tolist() == [0] * 4 + [1] * 4 + [2] * 8
+    assert asked == [2, 2]
