@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import nn
@@ -21,7 +20,6 @@ from petune.estimate.footprint import Held, footprint, held_by, standing
 from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch, placed
 from petune.estimate.message_rooms import message_rooms
 from petune.kernels.block.call import Spec
-from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Level, MemoryConfig, Rung
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse_stages, fused_blocks
@@ -330,7 +328,7 @@ def _fused(
 
 
 def _specs(models: Sequence[nn.Module]) -> list[Spec]:
-    return [cast("FusedBlock", block).spec for model in models for block in fused_blocks(model)]
+    return [block.spec for model in models for block in fused_blocks(model)]
 
 
 def _declined(spec: Spec, drawn: Sketch) -> str | None:

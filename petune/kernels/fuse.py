@@ -360,7 +360,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
     return None if dense and len(layers) == 1 and not rank else Bank(layers, plan.ops, rank)
 
 
-def fused_blocks(model: nn.Module) -> list[nn.Module]:
+def fused_blocks(model: nn.Module) -> list[FusedBlock]:
     """The fused blocks of a model, in order."""
     return [module for module in model.modules() if isinstance(module, FusedBlock)]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from petune.kernels.block.module import FusedBlock
 from petune.kernels.fuse import fuse_modules, fuse_stages, fused_blocks, unfusable
 from petune.log import say
 from petune.models import family_of
@@ -14,15 +16,27 @@ from petune.recipe import Recipe
 
 def fuse(runner: Runner, recipe: Recipe) -> None:
     """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single
-    modules. Says so where the plan's overlap finds nothing to hide behind then, and where columns are slow
-    on a GPU."""
+    modules. Says so where the plan's overlap finds nothing to hide behind then, where it would pay, and where
+    columns are slow on a GPU."""
     _fuse(runner, recipe)
     cut, device = runner.plan.cut, runner.mesh.device
     if device.type == "cuda" and (line := slow_columns(cut)) is not None:
         say(line)
-    tiles = cut is not None and "heads" in (cut.attention, cut.mlp)
-    if cut is not None and cut.overlap and not tiles and not any(map(fused_blocks, runner.modules)):
+    if cut is None:
+        return
+    blocks = [block for module in runner.modules for block in fused_blocks(module)]
+    by_heads = "heads" in (cut.attention, cut.mlp)
+    if cut.overlap and not by_heads and not blocks:
         say("overlap: nothing hides what is sent, as blocks run their own forward")
+    if not cut.overlap and by_heads and len(cut.heads) > 2 and _would_hide(blocks) and runner.mesh.engines:
+        say(f"{len(cut.heads)} linked GPUs share every block: overlap: true hides most of what they send")
+
+
+def _would_hide(blocks: Sequence[FusedBlock]) -> bool:
+    """Whether halves of rows without padding may go through these in turns (figures: benchmarks/RESULTS.md,
+    four GPUs)."""
+    plain = (block.spec.program.inputs == ("x",) and not block.spec.mixtures for block in blocks)
+    return bool(blocks) and all(plain)
 
 
 def _fuse(runner: Runner, recipe: Recipe) -> None:

@@ -4,12 +4,11 @@ takes them there."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from petune.errors import Problem, UsageError
-from petune.kernels.block.module import FusedBlock
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
@@ -61,11 +60,7 @@ def stream(runner: Runner, recipe: Recipe, autocast: AbstractContextManager[Any]
     model, device = runner.model, runner.mesh.device
     blocks = fused_blocks(model)
     with autocast:
-        reasons = {
-            reason
-            for block in blocks
-            if (reason := cast("FusedBlock", block.train()).unready(device)) is not None
-        }
+        reasons = {reason for block in blocks if (reason := block.train().unready(device)) is not None}
     model.eval()
     refuse_unfused(
         recipe,
