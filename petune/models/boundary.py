@@ -33,9 +33,10 @@ class Boundary(Protocol):
     shape.
 
     first: the number in the whole model of the first feature that this rank's part of the way out reads.
-    overlapped: other work is to hide the communication. twice: ranks talk twice with little work between.
-    share: the part of all tokens that this rank has beyond it, where the connection is a sequence's. own: the
-    caller has no more use for what it gives, which may be written over.
+    overlapped: other work is to hide the communication. split_turns: passes that go in turns stop within long
+    turns too, as ranks say two things with little work between (petune/kernels/block/turns.py). share: the
+    part of all tokens that this rank has beyond it, where the connection is a sequence's. own: the caller has
+    no more use for what it gives, which may be written over.
     """
 
     @property
@@ -54,7 +55,7 @@ class Boundary(Protocol):
         ...
 
     @property
-    def twice(self) -> bool:
+    def split_turns(self) -> bool:
         """See the class."""
         ...
 

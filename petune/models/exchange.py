@@ -63,7 +63,7 @@ class Exchange(Protocol):
         ...
 
     @property
-    def twice(self) -> bool:
+    def split_turns(self) -> bool:
         """As that of a boundary."""
         ...
 

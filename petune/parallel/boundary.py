@@ -29,7 +29,7 @@ class _Among:
     engines: CopyEngines | None = None
 
     @property
-    def twice(self) -> bool:
+    def split_turns(self) -> bool:
         """See Boundary: a sum whose terms are sent, and what they add up to."""
         return self.engines is not None
 
@@ -87,7 +87,7 @@ class SequenceBoundary(_Among):
 
     sizes: Sizes = ()
     connection: ClassVar[Connection] = "sequence"
-    twice: ClassVar[bool] = True
+    split_turns: ClassVar[bool] = True
 
     def here(self) -> Self:
         """See Boundary."""

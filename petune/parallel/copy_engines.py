@@ -206,7 +206,8 @@ class End:
         if self.ended:
             self.engines.driver.follow(self.engines.driver.current(), self.engines.behind)
             return None
-        self.engines.open = None
+        if self.engines.open is self:
+            self.engines.open = None
         self.work()
         return self.after
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -60,12 +61,14 @@ class Link:
         dtype: torch.dtype,
         room: Callable[[int], Tensor],
         most: int,
-    ) -> Mapping[int, Tensor]:
+        put: Callable[[Mapping[int, Tensor]], object],
+    ) -> None:
         """Send each other rank its part, in one message, and receive theirs, of these shapes: in the `room`
-        of each rank, or where the next but one message of the ranks lies. Parts are dense; most: bytes of the
-        largest of any rank."""
+        of each rank, or where the next but one message of the ranks lies, for `put` to read. Parts are dense;
+        most: bytes of the largest of any rank."""
         if self.engines is not None and most >= LARGE:
-            return self.engines.swap(sent, shapes, dtype, most)
+            self.engines.end(partial(put, self.engines.swap(sent, shapes, dtype, most)))
+            return
         rooms = {rank: room(rank) for rank in shapes}
         operations = [
             dist.P2POp(does, part, group=self.group, group_peer=rank)
@@ -74,14 +77,7 @@ class Link:
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        return rooms
-
-    def end(self, work: Callable[[], object]) -> None:
-        """Do what is left of a message: at once, or later on the stream of who has it said."""
-        if self.engines is None:
-            then(work)
-        else:  # whose rooms are written again
-            self.engines.end(work)
+        then(partial(put, rooms))
 
     def room_bytes(self, size: int, swapped: bool = False) -> tuple[int, int]:
         """Bytes that stand for messages which need so many, and bytes to come for them. swapped: they are

@@ -111,9 +111,10 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
     return own, every
 
 
-# How often this process has met others, of whatever group. torch counts the same, and looks for a group's
-# ranks where its own count stands: they wait for ever for one that has met others more often, as the ranks of
-# a stage do that make larger rooms. So those behind meet nobody until they are as far.
+# How often this process has met others, of whatever group. torch counts what is said as they meet, as much in
+# every group, and looks for a group's ranks where its own count stands: they wait for ever for one that has
+# met others more often, as the ranks of a stage do that make larger rooms. So those behind meet nobody until
+# they are as far.
 _made = 0
 
 
@@ -128,6 +129,8 @@ def _alone(world: dist.ProcessGroup) -> str:
 def _meet(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any, Any]:
     """`size` bytes in a pool of their own, and torch's handle to those of all ranks of a named group."""
     global _made
+    # which nobody needs here, and about which groups would say more or less
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric  # takes a while, and only GPUs have it
 
     # not split: a buffer of another rank begins where its segment does

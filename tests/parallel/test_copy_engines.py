@@ -209,6 +209,7 @@ def test_a_link_takes_the_engines_where_they_pay(
         gather=lambda x, sizes: said.append("gather"),
         reduce_scatter=lambda x, sizes: said.append("scatter"),
         swap=lambda sent, shapes, dtype, most: said.append("swap"),
+        end=lambda work: said.append("end"),
     )
     for name in ("REDUCE", "GATHER_SEQ", "REDUCE_SCATTER_SEQ"):
         monkeypatch.setattr(f"petune.parallel.link.{name}", SimpleNamespace(ahead=lambda *given: None))
@@ -219,5 +220,5 @@ def test_a_link_takes_the_engines_where_they_pay(
     link.reduce_scatter(x, sizes)
     assert said == (["sum", "gather", "scatter"] if by else [])
     if 4 * size >= 2**20:
-        link.swap({}, {}, torch.float32, torch.empty, 4 * size)
-        assert said.pop() == "swap"
+        link.swap({}, {}, torch.float32, torch.empty, 4 * size, said.append)
+        assert said[-2:] == ["swap", "end"]

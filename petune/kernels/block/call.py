@@ -110,7 +110,7 @@ class Spec:
     @property
     def split_turns(self) -> bool:
         """Whether halves that go through in turns stop within long turns too: see turns.py."""
-        return any(crossing.twice for crossing in self.crossings)
+        return any(crossing.split_turns for crossing in self.crossings)
 
     @property
     def crossings(self) -> list[Boundary | Exchange]:

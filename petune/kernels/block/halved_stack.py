@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.halves import Halves
 from petune.kernels.block.layout import BIAS
-from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.module import FusedBlock, hooked
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
 from petune.rng.context import Running, bound_to
@@ -22,7 +22,7 @@ class HalvedStack:
     own first one in the next.
 
     Only in training with gradients, without a ladder, padding or hooks on blocks. Everything else goes block
-    by block.
+    by block. What ranks say has another order then, so hooks on blocks must be on all ranks that share them.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ class HalvedStack:
             and cast("FusedBlock", stack.blocks[0]).spec.unhalved(len(hidden), call) is None
             and not _has_any_global_hook()
             and not torch.compiler.is_compiling()
-            and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
         )
 
     def __call__(
@@ -61,10 +61,3 @@ class HalvedStack:
             tensors += own
         out = Halves.apply(blocks, hidden, *tensors)  # type: ignore[no-untyped-call]
         return {"hidden_states": out, BIAS: None}
-
-
-def hooked(block: nn.Module) -> bool:
-    """Whether somebody waits for this block to be called."""
-    return bool(
-        block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks
-    )

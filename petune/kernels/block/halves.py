@@ -35,14 +35,16 @@ class Kept(NamedTuple):
 
 
 @dataclass
-class Halved:
-    """One block in a pass. make: calls for both halves, asked for once the first one comes, so that the
-    device need not wait for those of all blocks; count: of its tensors. needs: which of them train; given:
-    whether its hidden states need a gradient. made: how many factors both calls make of A and B; kept: of
-    each half."""
+class BlockPass:
+    """One block in a pass.
+
+    make: calls for both halves, asked for once the first one comes, so that the device need not wait for
+    those of all blocks, and let go then. count: of its tensors. needs: which of them train; given: whether
+    its hidden states need a gradient. made: how many factors both calls make of A and B. kept: of each half.
+    """
 
     spec: Spec
-    make: Callable[[], tuple[Call, Call]]
+    make: Callable[[], tuple[Call, Call]] | None
     count: int
     needs: tuple[bool, ...] = ()
     given: bool = False
@@ -52,7 +54,9 @@ class Halved:
     @cached_property
     def calls(self) -> tuple[Call, Call]:
         """Of each half."""
-        return self.make()
+        make, self.make = self.make, None
+        assert make is not None
+        return make()
 
     @property
     def back(self) -> bool:
@@ -61,7 +65,7 @@ class Halved:
 
 
 @dataclass
-class Held:
+class BlockTensors:
     """The tensors of a block in a pass: its own, the factors of both calls once they are made, what each half
     keeps; on the way back also what both find, and the halves that are still to come."""
 
@@ -82,12 +86,12 @@ class Halves(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, blocks: Sequence[Halved], hidden: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, blocks: Sequence[BlockPass], hidden: Tensor, *tensors: Tensor | None) -> Tensor:
         given, needs, own = ctx.needs_input_grad[1], iter(ctx.needs_input_grad[2:]), iter(tensors)
         for block in blocks:
             block.given, block.needs = given, tuple(islice(needs, block.count))
             given = block.back
-        held, rows = [Held(list(islice(own, block.count))) for block in blocks], halves(len(hidden))
+        held, rows = [BlockTensors(list(islice(own, block.count))) for block in blocks], halves(len(hidden))
         with torch.autocast(hidden.device.type, enabled=False):
             found = _both(
                 blocks,
@@ -95,6 +99,8 @@ class Halves(torch.autograd.Function):
                 lambda at, turns: _ahead(blocks, held, at, rows_of(hidden[rows[at]]), turns),
             )
         for block, one in zip(blocks, held, strict=True):
+            if not block.back:
+                one.factors = None
             block.made = len(one.factors or ())
         kept = (value for one in held for part in (one.factors or (), *one.kept) for value in part)
         ctx.save_for_backward(*tensors, *kept)
@@ -104,7 +110,7 @@ class Halves(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        blocks: Sequence[Halved] = ctx.blocks
+        blocks: Sequence[BlockPass] = ctx.blocks
         held = _held(blocks, iter(ctx.saved_tensors))
         ctx.maybe_clear_saved_tensors()  # so that what a block has kept is freed behind it
         rows = halves(len(dy))
@@ -120,9 +126,9 @@ class Halves(torch.autograd.Function):
         return None, dx, *(grad for one in held for grad in one.grads)
 
 
-def _held(blocks: Sequence[Halved], saved: Iterator[Tensor | None]) -> list[Held]:
+def _held(blocks: Sequence[BlockPass], saved: Iterator[Tensor | None]) -> list[BlockTensors]:
     """What `forward` has saved of each block."""
-    held = [Held(list(islice(saved, block.count)), sink=Sink(block.needs)) for block in blocks]
+    held = [BlockTensors(list(islice(saved, block.count)), sink=Sink(block.needs)) for block in blocks]
     for block, one in zip(blocks, held, strict=True):
         one.factors = list(islice(saved, block.made))
         one.kept = [list(islice(saved, kept.tensors if kept else 0)) for kept in block.kept]
@@ -131,7 +137,7 @@ def _held(blocks: Sequence[Halved], saved: Iterator[Tensor | None]) -> list[Held
 
 
 def _both(
-    blocks: Sequence[Halved],
+    blocks: Sequence[BlockPass],
     device: torch.device,
     steps: Callable[[int, Turns], InTurns[Any]],
     order: tuple[int, int] = (0, 1),
@@ -144,7 +150,7 @@ def _both(
 
 
 def _ahead(
-    blocks: Sequence[Halved], held: Sequence[Held], at: int, x: Tensor, turns: Turns
+    blocks: Sequence[BlockPass], held: Sequence[BlockTensors], at: int, x: Tensor, turns: Turns
 ) -> InTurns[Tensor]:
     """Half number `at`, [m, width], through all blocks."""
     for block, one in zip(blocks, held, strict=True):
@@ -160,7 +166,7 @@ def _ahead(
 
 
 def _back(
-    blocks: Sequence[Halved], held: Sequence[Held], at: int, grad: Tensor, turns: Turns
+    blocks: Sequence[BlockPass], held: Sequence[BlockTensors], at: int, grad: Tensor, turns: Turns
 ) -> InTurns[Tensor | None]:
     """The gradient [m, width] of half number `at` from the last block to the first; None where nothing below
     needs it."""

@@ -26,7 +26,7 @@ from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
-from petune.kernels.block.halves import Halved, Halves, halves
+from petune.kernels.block.halves import BlockPass, Halves, halves
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
@@ -94,7 +94,7 @@ class FusedBlock(nn.Module):
         was found."""
         count, found = self.spec.hooked
         if count != RemovableHandle.next_id or found is not None:
-            found = next((name for name, module in self.spec.inside if _hooked(module)), None)
+            found = next((name for name, module in self.spec.inside if _would_act(module)), None)
             self.spec.hooked = RemovableHandle.next_id, found
         return found
 
@@ -167,7 +167,7 @@ class FusedBlock(nn.Module):
         forms = self.forms(hidden, layout, masks, bias)
         return self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
 
-    def halved(self, hidden: Tensor, given: dict[str, Any]) -> tuple[Halved, list[Tensor | None]]:
+    def halved(self, hidden: Tensor, given: dict[str, Any]) -> tuple[BlockPass, list[Tensor | None]]:
         """Both halves of a call with hidden states of this shape, as it is running, and its tensors."""
         parts, here, kind = self.parts(), replace(running()), hidden.device.type
         tensors = self.tensors(parts)
@@ -177,7 +177,7 @@ class FusedBlock(nn.Module):
             with bound_to(here), rounding:
                 return self._calls_of_halves(parts, hidden, given)
 
-        return Halved(self.spec, make, len(tensors)), tensors
+        return BlockPass(self.spec, make, len(tensors)), tensors
 
     def _calls_of_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> tuple[Call, Call]:
         first, second = halves(len(hidden))
@@ -340,15 +340,20 @@ class FusedBlock(nn.Module):
         return drawn(self.spec, parts, places) if self.training else Draws.nothing(parts, self.spec.program)
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
-    only when asked to; what those of a boundary do is done by steps."""
-    if not (
+def hooked(module: nn.Module) -> bool:
+    """Whether there are hooks on a module."""
+    return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-    ):
+    )
+
+
+def _would_act(module: nn.Module) -> bool:
+    """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
+    only when asked to; what those of a boundary do is done by steps."""
+    if not hooked(module):
         return False
     before = [hook for hook in module._forward_pre_hooks.values() if not _known(hook)]
     behind = [hook for hook in module._forward_hooks.values() if not _known(hook)]

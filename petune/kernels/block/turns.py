@@ -11,8 +11,8 @@ when its turn comes again, once the stream has done it:
 A sum over ranks needs a kernel between its two messages, the terms and the parts of the sum. On the stream
 between, it would wait until a large product of the other half has left the device. So the message leaves it
 to the pass (`later`), which adds up on its own stream as its turn comes, and says the rest then. Where ranks
-talk twice with so little between, passes also stop behind their first product after it, and one of them is
-two turns ahead:
+say two things with so little between, passes also stop behind their first product after them, and one of them
+has gone two turns when the other begins; what is in brackets is on its way still:
 
     device    A: attention, out    B: qkv      A: sum, norm    B: attention, out    A: up        B: sum, norm
     between   (B: parts)           A: terms    (A: terms)      A: parts             B: terms     (B: terms)

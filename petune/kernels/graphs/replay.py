@@ -37,10 +37,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.call import Draws, Spec
 from petune.kernels.block.drawing import Places
-from petune.kernels.block.halved_stack import hooked
 from petune.kernels.block.hooks import InDtype
 from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast
-from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.module import FusedBlock, hooked
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size

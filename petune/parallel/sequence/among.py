@@ -26,7 +26,7 @@ class Among(ABC):
     cut sequence raises. shares, sizes, overlapped: see petune.models.exchange.Exchange."""
 
     kind: ClassVar[ExchangeKind]
-    twice: ClassVar[bool] = True
+    split_turns: ClassVar[bool] = True
     group: Group
     index: int
     shares: Sizes = ()

@@ -113,7 +113,7 @@ class Cross:
 
     kind: ClassVar[ExchangeKind] = "cross"
     overlapped: ClassVar[bool] = False
-    twice: ClassVar[bool] = False
+    split_turns: ClassVar[bool] = False
     index: int
     shares: Sizes = ()
     sizes: Sizes = ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,12 +30,10 @@ class Trade:
         whole = wide.new_empty(len(x), sum(self.sizes), self.widths[self.index] // by)
         places = whole.split(list(self.sizes), 1)
         sent = {rank: torch.cat(part, -1) for rank, part in enumerate(pieces) if rank != self.index}
-        shapes = [place.shape for place in places]
-        come = self._swapped(sent, shapes, wide.dtype, lambda rank: _dense(places[rank]), by)
         own = torch.cat(pieces[self.index], -1, out=_dense(places[self.index]))
-        found = {**dict(enumerate(places)), **come, self.index: own}
 
-        def put() -> None:
+        def put(come: Mapping[int, Tensor]) -> None:
+            found = {**dict(enumerate(places)), **come, self.index: own}
             if not any(found[rank] is place for rank, place in enumerate(places)):
                 torch.cat(list(found.values()), 1, out=whole)
                 return
@@ -44,7 +41,8 @@ class Trade:
                 if found[rank] is not place:
                     place.copy_(found[rank])
 
-        self.link.end(put)
+        shapes = [place.shape for place in places]
+        self._swap(sent, shapes, wide.dtype, lambda rank: _dense(places[rank]), by, put)
         return whole.view(x.dtype)
 
     def to_tokens(self, x: Tensor) -> Tensor:
@@ -53,17 +51,18 @@ class Trade:
         places = wide.split(list(self.sizes), 1)
         shapes = [torch.Size((len(x), self.sizes[self.index], width // by)) for width in self.widths]
         sent = {rank: place.contiguous() for rank, place in enumerate(places) if rank != self.index}
-        come = self._swapped(sent, shapes, wide.dtype, lambda rank: wide.new_empty(shapes[rank]), by)
-        found = [
-            places[rank] if rank == self.index else come.get(rank, wide.new_empty(0)).view(shape)
-            for rank, shape in enumerate(shapes)
-        ]
-        beside = [
-            part.split([matrix[rank] // by for matrix in self.columns], -1) for rank, part in enumerate(found)
-        ]
-        parts = [of_rank[at] for at in range(len(self.columns)) for of_rank in beside]
-        whole = wide.new_empty(*shapes[self.index][:2], sum(part.shape[-1] for part in parts))
-        self.link.end(partial(torch.cat, parts, -1, out=whole))
+        columns = [[matrix[rank] // by for matrix in self.columns] for rank in range(len(places))]
+        whole = wide.new_empty(*shapes[self.index][:2], sum(map(sum, columns)))
+
+        def put(come: Mapping[int, Tensor]) -> None:
+            found = {self.index: places[self.index], **come}
+            beside = [
+                (found[rank] if rank in found else wide.new_empty(shape)).split(columns[rank], -1)
+                for rank, shape in enumerate(shapes)
+            ]
+            torch.cat([of_rank[at] for at in range(len(self.columns)) for of_rank in beside], -1, out=whole)
+
+        self._swap(sent, shapes, wide.dtype, lambda rank: wide.new_empty(shapes[rank]), by, put)
         return whole.view(x.dtype)
 
     @property
@@ -77,20 +76,21 @@ class Trade:
         matrices = [[next(every) for _ in matrix] for matrix in self.columns]
         return list(map(list, zip(*matrices, strict=True)))
 
-    def _swapped(
+    def _swap(
         self,
         sent: Mapping[int, Tensor],
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         room: Callable[[int], Tensor],
         by: int,
-    ) -> Mapping[int, Tensor]:
-        """What each other rank has sent, of these shapes, in one message: in its room, or where the link has
-        it. Who has no tokens or no columns is not talked to."""
+        put: Callable[[Mapping[int, Tensor]], None],
+    ) -> None:
+        """Have each other rank's part `put`, of these shapes, from its room or where the link has it; in one
+        message. Who has no tokens or no columns is not talked to."""
         out = {rank: part for rank, part in sent.items() if part.numel()}
         into = {rank: shape for rank, shape in enumerate(shapes) if rank != self.index and shape.numel()}
         most = shapes[0][0] * max(self.sizes) * (max(self.widths) // by) * dtype.itemsize
-        return self.link.swap(out, into, dtype, room, most)
+        self.link.swap(out, into, dtype, room, most, put)
 
     def _wide(self, x: Tensor) -> tuple[Tensor, int]:
         """The same memory as numbers of eight bytes, and how many of x's own these are: a GPU copies strided

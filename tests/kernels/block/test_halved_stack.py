@@ -28,7 +28,7 @@ PARKED = MemoryConfig("input", offload="input")
 
 def _case(backend: str, method: str, blocks: MemoryConfig = ALL, **more: Any) -> Case:
     plan = overlapping(backend)("llama-causal", 2)
-    return case("llama-causal", method, plan, passes=(4,), blocks=blocks, steps=1, **more)
+    return case("llama-causal", method, plan, blocks=blocks, steps=1, **({"passes": (4,)} | more))
 
 
 def _gradients(one: Case, hooked: bool, autocast: bool = False) -> tuple[list[int], dict[str, Tensor]]:
@@ -63,13 +63,58 @@ def _gradients(one: Case, hooked: bool, autocast: bool = False) -> tuple[list[in
     ],
 )
 def test_one_node_gives_what_a_node_a_block_does(backend: str, method: str, blocks: MemoryConfig) -> None:
-    one = _case(backend, method, blocks, dropout=0.1)
+    one = _case(backend, method, blocks, dropout=0.1, passes=(5,))
     whole, apart = (run(2, _gradients, one, hooked) for hooked in (False, True))
     for (nodes, found), (several, expected) in zip(whole, apart, strict=True):
         assert nodes == [2] and several == [1, 1]
         assert found.keys() == expected.keys()
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_blocks_below_and_above_what_trains_are_passed_as_block_by_block(trained: int) -> None:
+    one = _case("galaxy", "lora", tuning=(("layers", (trained,)),))
+    whole, apart = (run(2, _gradients, one, hooked) for hooked in (False, True))
+    for (nodes, found), (_, expected) in zip(whole, apart, strict=True):
+        assert nodes == [2] and found.keys() == expected.keys()
+        assert found and all(f".{trained}." in name for name in found)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def _entered(hooked: bool) -> list[bool]:
+    """Whether what entered each block but the first is there as the backward pass begins, though the host has
+    it."""
+    one = _case("tp", "lora", PARKED)
+    runner = harness.place(one, one.plan)
+    (stack,) = (module for module in runner.model.modules() if isinstance(module, Stack))
+    if hooked:
+        stack.blocks[-1].register_forward_hook(lambda *given: None)
+    entered: list[weakref.ref[Tensor]] = []
+    found: list[bool] = []
+    park, held = halves.park, halves._held
+
+    def parked(call: Call, kept: Any) -> Any:
+        half = kept["x"]
+        entered.append(weakref.ref(half if half._base is None else half._base))
+        return park(call, kept)
+
+    def noted(*given: Any) -> Any:
+        found.extend(ref() is not None for ref in entered)
+        entered.clear()
+        return held(*given)
+
+    halves.park, halves._held = parked, noted  # type: ignore[assignment]  # of a process that ends soon
+    batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
+    runner.backward(batches, harness.total(one, 0))
+    return found
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_parked_is_not_held_beside(hooked: bool) -> None:
+    for found in run(2, _entered, hooked):
+        assert len(found) == 4 and not any(found)
 
 
 def test_blocks_compute_in_what_autocast_says() -> None:

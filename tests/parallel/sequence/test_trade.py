@@ -58,9 +58,10 @@ def test_what_copy_engines_bring_is_read_where_it_lies() -> None:
             dtype: torch.dtype,
             room: Callable[[int], Tensor],
             most: int,
-        ) -> Mapping[int, Tensor]:
+            put: Callable[[Mapping[int, Tensor]], object],
+        ) -> None:
             asked.append(len(sent))
-            return {rank: torch.full(tuple(shape), rank, dtype=dtype) for rank, shape in shapes.items()}
+            put({rank: torch.full(tuple(shape), rank, dtype=dtype) for rank, shape in shapes.items()})
 
     trade = Trade((2, 3, 1), ((4, 4, 8),), Engined(None), 0)
     heads = trade.to_heads(torch.zeros(2, 2, 16, dtype=torch.float64))
