@@ -4,6 +4,7 @@ looks in between."""
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from petune.kernels.configs import MemoryConfig
 from petune.models.stack import Stack
 from tests.parallel import harness
 from tests.parallel.cells import case
-from tests.parallel.harness import Case
-from tests.parallel.plans import overlapping
+from tests.parallel.harness import Case, Trace, compare, oracle
+from tests.parallel.plans import COMPOSED, overlapping
 from tests.pool import run
 
 ALL = MemoryConfig("all", offload="none")
@@ -125,6 +126,29 @@ def test_blocks_compute_in_what_autocast_says() -> None:
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
         assert any(not torch.equal(value, exact[name]) for name, value in found.items()), "rounded"
+
+
+def _staged(one: Case, limit: float) -> tuple[dict[str, Any], list[int]]:
+    """The trace of steps, and how many blocks each node has."""
+    nodes, made = [], Halves.forward
+
+    def forward(ctx: Any, blocks: Any, *given: Any) -> Tensor:
+        nodes.append(len(blocks))
+        return made(ctx, blocks, *given)
+
+    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]
+    return harness._steps(one, limit), nodes
+
+
+def test_stages_whose_blocks_ranks_share_go_in_halves_too() -> None:
+    plan = COMPOSED["galaxy x pp"]("llama-causal")
+    assert plan.cut is not None
+    plan = replace(plan, cut=replace(plan.cut, overlap=True))
+    one = case("llama-causal", "lora", plan, passes=(4, 4), blocks=ALL, steps=1, dropout=0.1)
+    expected = oracle(one)
+    found = run(4, _staged, one, expected.norms[0] / 2, timeout=90)
+    compare([Trace(**trace) for trace, _ in found], expected, one)
+    assert [set(nodes) for _, nodes in found] == [{2}, {2}, {1}, {1}]
 
 
 def _twice() -> list[bool]:
