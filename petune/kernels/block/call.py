@@ -270,20 +270,17 @@ class Call:
             )
         return found
 
-    def factors(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What the groups make of A and B, which is the same for all passes."""
-        return [value for group in self.groups(tensors) for value in group.factors]
-
     def forward(
         self,
         inputs: Sequence[Tensor | None],
         tensors: Sequence[Tensor | None],
         turns: Turns | None = None,
-        factors: Sequence[Tensor | None] = (),
+        groups: Sequence[Group] | None = None,
     ) -> InTurns[tuple[Tensor, Values, list[Tensor | None]]]:
         """(the block's output for inputs [m, width], what its rung keeps, its stacked factors), in turns with
-        another call where there is one, which has the same factors; autocast must be off."""
-        groups = self.groups(tensors, factors)
+        another call where there is one; autocast must be off. groups: what `groups` gives, where it is there
+        already."""
+        groups = groups or self.groups(tensors)
         run = self.run(groups, tensors, turns)
         y, kept = yield from fold.forward(self.spec.program, run, inputs, self.rung.keep, self.tile)
         return y, kept, [value for group in groups for value in group.factors]
@@ -298,11 +295,12 @@ class Call:
         given: Sequence[bool],
         turns: Turns | None = None,
         sink: Sink | None = None,
+        groups: Sequence[Group] | None = None,
     ) -> InTurns[tuple[list[Tensor | None], list[Tensor | None]]]:
         """(the gradients of the inputs, those of `tensors`), None for what needs none, by `given` and
         `needs`; kept and factors are what `forward` gave. sink: of all calls that go in turns; the gradients
-        of `tensors` are left in it then."""
-        groups = self.groups(tensors, factors)
+        of `tensors` are left in it then. groups: see `forward`."""
+        groups = groups or self.groups(tensors, factors)
         run = self.run(groups, tensors, turns)
         grads = yield from fold.backward(
             self.spec.program, run, dy, kept, needs, given, self.rung.keep, self.tile, sink

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from petune.kernels.block.call import Call, Spec
 from petune.kernels.block.node import fetched, flattened, park, rows_of, unflattened
+from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.rows import Sink
 from petune.kernels.block.turns import InTurns, Turns, together
 from petune.kernels.memory.offload import Parked
@@ -66,15 +67,24 @@ class BlockPass:
 
 @dataclass
 class BlockTensors:
-    """The tensors of a block in a pass: its own, the factors of both calls once they are made, what each half
-    keeps; on the way back also what both find, and the halves that are still to come."""
+    """The tensors of a block in a pass: its own, the factors of both calls once they are made, its groups
+    while a half may ask for them again, what each half keeps; the halves that are still to come, and on the
+    way back what both find."""
 
     own: Sequence[Tensor | None]
     factors: list[Tensor | None] | None = None
+    groups: list[Group] | None = None
     kept: list[list[Tensor | None]] = field(default_factory=lambda: [[], []])
     sink: Sink | None = None
     to_come: int = 2
     grads: Sequence[Tensor | None] = ()
+
+    def come(self) -> bool:
+        """Whether both halves are through now; a half says that it is."""
+        self.to_come -= 1
+        if not self.to_come:
+            self.groups = None
+        return not self.to_come
 
 
 class Halves(torch.autograd.Function):
@@ -155,9 +165,8 @@ def _ahead(
     """Half number `at`, [m, width], through all blocks."""
     for block, one in zip(blocks, held, strict=True):
         call = block.calls[at]
-        if one.factors is None:
-            one.factors = call.factors(one.own)
-        x, kept, _ = yield from call.forward([x], one.own, turns, one.factors)
+        x, kept, one.factors = yield from call.forward([x], one.own, turns, _groups(block, one, at))
+        one.come()
         if block.back:
             parked = park(call, kept)
             one.kept[at], names = flattened(kept)
@@ -179,12 +188,21 @@ def _back(
         kept = fetched(call, unflattened(one.kept[at], state.names), state.parked)
         block.kept[at] = state._replace(parked=None)  # its host memory is for the next step
         one.kept[at] = []
+        groups, sink = _groups(block, one, at), one.sink
         (found,), _ = yield from call.backward(
-            found, kept, factors, one.own, block.needs, (block.given,), turns, one.sink
+            found, kept, factors, one.own, block.needs, (block.given,), turns, sink, groups
         )
-        one.to_come -= 1
-        if not one.to_come:
-            assert one.sink is not None
-            one.grads = call.gradients(call.groups(one.own, factors), one.own, one.sink)
-            one.sink = None
+        if one.come():
+            assert sink is not None
+            one.grads, one.sink = call.gradients(groups, one.own, sink), None
     return found
+
+
+def _groups(block: BlockPass, one: BlockTensors, at: int) -> list[Group]:
+    """The groups of half number `at`: those of the other one where both calls are the same. What they make of
+    A and B is made once."""
+    first, second = block.calls
+    if one.groups is None or first is not second:
+        one.groups = block.calls[at].groups(one.own, one.factors or ())
+        one.factors = [value for group in one.groups for value in group.factors]
+    return one.groups
