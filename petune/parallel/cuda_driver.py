@@ -126,8 +126,6 @@ class CudaDriver:
 
 _PITCH = 2**31 - 1  # bytes that rows of one copy may lie apart
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says which device
-
-
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 
 

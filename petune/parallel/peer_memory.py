@@ -129,7 +129,7 @@ def _alone(world: dist.ProcessGroup) -> str:
 def _meet(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any, Any]:
     """`size` bytes in a pool of their own, and torch's handle to those of all ranks of a named group."""
     global _made
-    # which nobody needs here, and about which groups would say more or less
+    # multicast, which nobody needs here: groups would say more or less about it
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric  # takes a while, and only GPUs have it
 

@@ -91,8 +91,8 @@ class Halves(torch.autograd.Function):
     """Halves.apply(blocks, hidden states [b, t, width], *the tensors of each block).
 
     While a half waits for what ranks say behind one block, the other may be in the block before. What trains
-    is summed over both halves in float32, as over tiles. Blocks that read an encoder or hand on a bias have
-    none.
+    is summed over both halves in float32, as over tiles. Blocks that read an encoder or hand on a bias do not
+    go in halves.
     """
 
     @staticmethod
