@@ -194,7 +194,9 @@ def policy_for(
     device: a name that tells its rates; None where there is no CUDA device. at: which blocks the device has,
     and which part of them. Under a pipeline seconds are of one piece. Raises UsageError where a run would.
     """
-    fused = _fused(drawn, plan, at)
+    own = held_by(drawn.model, drawn.family, plan, at)
+    stands = standing(own, plan).total
+    fused = _fused(drawn, plan, at, own.modules)
     if isinstance(fused, str):
         return f"unfused: {fused}"
     if method_of(drawn.recipe.method).ladder:
@@ -211,9 +213,8 @@ def policy_for(
     # of all stacks, with blocks as those of the last one, which are no smaller
     longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
     itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
-    own, shape = held_by(drawn.model, drawn.family, plan, at), shape_of(typical(alike))
-    shape, tokens = replace(shape, itemsize=itemsize), rounded(rows * longest)
-    fixed = resident_bytes(fused[0]) if streams(recipe) else standing(own, plan).total
+    shape, tokens = replace(shape_of(typical(alike)), itemsize=itemsize), rounded(rows * longest)
+    fixed = resident_bytes(fused[0]) if streams(recipe) else stands
     assert drawn.family is not None
     sizes, stacks = drawn.family.shape(drawn.config), len(drawn.work.tokens)
     fixed += message_rooms(plan, sizes, tokens * sizes.width * itemsize, stacks)

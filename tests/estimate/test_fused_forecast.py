@@ -37,10 +37,10 @@ LLAMA_8B = {
 }
 
 
-def large(folder: Path, rows: int, tokens: int, **settings: Any) -> Recipe:
-    """Llama-3.1-8B with LoRA of rank 16 on a CUDA device; data that nobody reads."""
+def large(folder: Path, rows: int, tokens: int, blocks: int = 32, **settings: Any) -> Recipe:
+    """Llama-3.1-8B, or so many blocks of it, with LoRA of rank 16 on a CUDA device; nobody reads its data."""
     place = folder / "8b.json"
-    place.write_text(json.dumps(ZOO["llama-causal"][1](**LLAMA_8B).to_dict()))
+    place.write_text(json.dumps(ZOO["llama-causal"][1](**LLAMA_8B | {"num_hidden_layers": blocks}).to_dict()))
     data = {"path": "nowhere.jsonl", "max_length": tokens}
     base = {
         "model": f"config:{place}",
@@ -473,7 +473,7 @@ def test_rooms_for_what_ranks_say_take_memory(
     parallel: dict[str, Any], message: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def peak() -> int:
-        recipe = large(tmp_path, 4, 2048, parallel=parallel)
+        recipe = large(tmp_path, 4, 2048, blocks=4, parallel=parallel)
         return outlook(forecast(recipe, memory=[H200]), "H200").policies[0].peak
 
     counted = peak()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +51,9 @@ def cluster_of(speeds: Sequence[float], link: Link = FREE, memory: int | None = 
 def deep(folder: Path, **sizes: int) -> str:
     """A Llama of the zoo with other sizes, by its config."""
     place = folder / "deep.json"
-    place.write_text(json.dumps(tiny("llama-causal", **sizes).config.to_dict()))
+    with torch.device("meta"):
+        model = tiny("llama-causal", **sizes)
+    place.write_text(json.dumps(model.config.to_dict()))
     return f"config:{place}"
 
 
