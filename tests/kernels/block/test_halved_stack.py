@@ -32,6 +32,18 @@ def _case(backend: str, method: str, blocks: MemoryConfig = ALL, **more: Any) ->
     return case("llama-causal", method, plan, blocks=blocks, steps=1, **({"passes": (4,)} | more))
 
 
+def _counted() -> list[int]:
+    """How many blocks each node has that is made from here on, in this process, which ends soon."""
+    nodes, made = list[int](), Halves.forward
+
+    def forward(ctx: Any, blocks: Any, *given: Any) -> Tensor:
+        nodes.append(len(blocks))
+        return made(ctx, blocks, *given)
+
+    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]
+    return nodes
+
+
 def _gradients(one: Case, hooked: bool, autocast: bool = False) -> tuple[list[int], dict[str, Tensor]]:
     """How many blocks each node has, and the gradients on this rank."""
     runner = harness.place(one, one.plan)
@@ -39,13 +51,7 @@ def _gradients(one: Case, hooked: bool, autocast: bool = False) -> tuple[list[in
     assert isinstance(stack.whole, HalvedStack)
     if hooked:
         stack.blocks[-1].register_forward_hook(lambda *given: None)
-    nodes, made = [], Halves.forward
-
-    def forward(ctx: Any, blocks: Any, *given: Any) -> Tensor:
-        nodes.append(len(blocks))
-        return made(ctx, blocks, *given)
-
-    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]  # of a process that ends soon
+    nodes = _counted()
     batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
     with torch.autocast("cpu", torch.bfloat16, autocast):
         runner.backward(batches, harness.total(one, 0))
@@ -130,13 +136,7 @@ def test_blocks_compute_in_what_autocast_says() -> None:
 
 def _staged(one: Case, limit: float) -> tuple[dict[str, Any], list[int]]:
     """The trace of steps, and how many blocks each node has."""
-    nodes, made = [], Halves.forward
-
-    def forward(ctx: Any, blocks: Any, *given: Any) -> Tensor:
-        nodes.append(len(blocks))
-        return made(ctx, blocks, *given)
-
-    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]
+    nodes = _counted()
     return harness._steps(one, limit), nodes
 
 
