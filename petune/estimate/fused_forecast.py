@@ -8,7 +8,6 @@ pipeline, are taken to be linked GPUs of one host, which have rooms for what the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -122,7 +121,8 @@ def _climbing(found: Forecast) -> Forecast:
     drawn, plan = found.drawn, found.plan
 
     def climbing(rank: Rank) -> Rank:
-        models = _fused(drawn, plan, replace(rank.at, dp=0))
+        at = replace(rank.at, dp=0)
+        models = _fused(drawn, plan, at, held_by(drawn.model, drawn.family, plan, at).modules)
         if isinstance(models, str):
             return rank
         for spec in _specs(models):
@@ -194,6 +194,8 @@ def policy_for(
     device: a name that tells its rates; None where there is no CUDA device. at: which blocks the device has,
     and which part of them. Under a pipeline seconds are of one piece. Raises UsageError where a run would.
     """
+    if (reason := _unasked(drawn.recipe, plan)) is not None:
+        return f"unfused: {reason}"
     own = held_by(drawn.model, drawn.family, plan, at)
     stands = standing(own, plan).total
     fused = _fused(drawn, plan, at, own.modules)
@@ -287,34 +289,26 @@ def _host(config: MemoryConfig, memory: int, device: str) -> int:
 # ---------------------------------------------------------------- what would be fused
 
 
-def _parts(
-    drawn: Sketch, plan: ParallelPlan, at: Coordinate, held: Sequence[nn.Module] | None
-) -> Sequence[nn.Module]:
-    """A copy of the model, or the stages and the part of their blocks that the plan leaves a device: `held`,
-    where somebody has them."""
-    if drawn.family is None or (held is None and plan.cut is None and plan.pp == plan.ep == 1):
-        return [copy.deepcopy(drawn.model)]
-    if held is None:
-        held = held_by(drawn.model, drawn.family, plan, at).modules
-    if plan.cut is not None:
-        rows = rows_of_ranks(drawn.model, plan.cut)
-        for own in held:
-            put_boundaries(own, drawn.family, plan.cut, at.tp)
-            hook_vocabulary(own, rows, None, at.tp)
-    return held
+def _unasked(recipe: Recipe, plan: ParallelPlan) -> str | None:
+    """Why nobody fuses blocks, whatever they are; or None."""
+    if recipe.kernels == "off" or recipe.compile:
+        return "kernels: off" if recipe.kernels == "off" else "compile: true"
+    return plan.unfused
 
 
 def _fused(
-    drawn: Sketch, plan: ParallelPlan, at: Coordinate = FIRST, held: Sequence[nn.Module] | None = None
+    drawn: Sketch, plan: ParallelPlan, at: Coordinate, models: Sequence[nn.Module]
 ) -> Sequence[nn.Module] | str:
-    """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name
-    for what cannot be."""
+    """What a rank holds, `models`, as a run would fuse it, or why it would not. Raises UsageError where the
+    recipe asks by name for what cannot be."""
     recipe = drawn.recipe
-    if recipe.kernels == "off" or recipe.compile:
-        return "kernels: off" if recipe.kernels == "off" else "compile: true"
-    if plan.unfused is not None:
-        return plan.unfused
-    models = _parts(drawn, plan, at, held)
+    if (reason := _unasked(recipe, plan)) is not None:
+        return reason
+    if drawn.family is not None and plan.cut is not None:
+        rows = rows_of_ranks(drawn.model, plan.cut)
+        for own in models:
+            put_boundaries(own, drawn.family, plan.cut, at.tp)
+            hook_vocabulary(own, rows, None, at.tp)
     try:
         done = fuse_stages(models, drawn.family, "reference", recipe.memory)
     except UsageError as error:

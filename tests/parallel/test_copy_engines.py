@@ -140,7 +140,7 @@ def _left(engines: CopyEngines, turn: int, sizes: tuple[int, ...], comes_back: s
     def steps(say: Callable[[], Tensor]) -> InTurns[None]:
         yield from Turns(torch.device("cpu")).talk(lambda: found.append(say()))
 
-    engines._add = added  # type: ignore[method-assign]
+    engines._add = added  # type: ignore[method-assign]  # of this one rank
     one = steps(lambda: engines.reduce_scatter(parts[engines.rank], sizes))
     two = steps(lambda: engines.all_reduce(wholes[engines.rank].clone(), own=True))
     next(one)

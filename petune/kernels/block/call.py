@@ -126,6 +126,10 @@ class Spec:
             return "there is padding in them"
         return None if rows > 1 else "one row has no halves"
 
+    def goes_in_halves(self, rows: int, given: Mapping[str, Any]) -> bool:
+        """Whether halves of so many rows go through in turns."""
+        return self.overlapped and torch.is_grad_enabled() and self.unhalved(rows, given) is None
+
     @property
     def padded(self) -> str | None:
         """Why it computes on padding too, where there is any, or None."""
@@ -243,8 +247,7 @@ class Call:
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
 
     def groups(self, tensors: Sequence[Tensor | None], factors: Sequence[Tensor | None] = ()) -> list[Group]:
-        """The groups with `tensors` in them; `factors` are what an earlier call of this has made of A and
-        B."""
+        """The groups with `tensors` in them; `factors` are what `factors_of` earlier ones gives."""
         found = []
         for at, (place, parts, draws) in enumerate(
             zip(self.spec.program.groups, self.parts.groups, self.draws.groups, strict=True)
@@ -273,34 +276,29 @@ class Call:
     def forward(
         self,
         inputs: Sequence[Tensor | None],
+        groups: Sequence[Group],
         tensors: Sequence[Tensor | None],
         turns: Turns | None = None,
-        groups: Sequence[Group] | None = None,
-    ) -> InTurns[tuple[Tensor, Values, list[Tensor | None]]]:
-        """(the block's output for inputs [m, width], what its rung keeps, its stacked factors), in turns with
-        another call where there is one; autocast must be off. groups: what `groups` gives, where it is there
-        already."""
-        groups = groups or self.groups(tensors)
+    ) -> InTurns[tuple[Tensor, Values]]:
+        """(the block's output for inputs [m, width], what its rung keeps), in turns with another call where
+        there is one; autocast must be off. groups: those of `tensors`."""
         run = self.run(groups, tensors, turns)
-        y, kept = yield from fold.forward(self.spec.program, run, inputs, self.rung.keep, self.tile)
-        return y, kept, [value for group in groups for value in group.factors]
+        return (yield from fold.forward(self.spec.program, run, inputs, self.rung.keep, self.tile))
 
     def backward(
         self,
         dy: Tensor,
         kept: Values,
-        factors: Sequence[Tensor | None],
+        groups: Sequence[Group],
         tensors: Sequence[Tensor | None],
         needs: Sequence[bool],
         given: Sequence[bool],
         turns: Turns | None = None,
         sink: Sink | None = None,
-        groups: Sequence[Group] | None = None,
     ) -> InTurns[tuple[list[Tensor | None], list[Tensor | None]]]:
         """(the gradients of the inputs, those of `tensors`), None for what needs none, by `given` and
-        `needs`; kept and factors are what `forward` gave. sink: of all calls that go in turns; the gradients
-        of `tensors` are left in it then. groups: see `forward`."""
-        groups = groups or self.groups(tensors, factors)
+        `needs`; kept is what `forward` gave. sink: of all calls that go in turns; the gradients of `tensors`
+        are left in it then."""
         run = self.run(groups, tensors, turns)
         grads = yield from fold.backward(
             self.spec.program, run, dy, kept, needs, given, self.rung.keep, self.tile, sink
@@ -365,6 +363,11 @@ class Call:
             None if value is None or tensor is None else value.to(tensor.dtype)
             for value, tensor in zip(grads, tensors, strict=True)
         ]
+
+
+def factors_of(groups: Sequence[Group]) -> list[Tensor | None]:
+    """What groups make of A and B, which is the same in both passes."""
+    return [value for group in groups for value in group.factors]
 
 
 def _shifted(norms: list[tuple[Tensor, ...]], offsets: Sequence[float]) -> list[tuple[Tensor, ...]]:

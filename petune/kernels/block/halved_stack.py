@@ -32,14 +32,14 @@ class HalvedStack:
         """See petune.models.stack.Whole."""
         hidden = call["hidden_states"]
         return (
-            torch.is_grad_enabled()
-            and stack.ladder is None
+            stack.ladder is None
             and type(hidden) is Tensor
             and all(
-                isinstance(block, FusedBlock) and block.spec.overlapped and not hooked(block)
+                isinstance(block, FusedBlock)
+                and block.spec.goes_in_halves(len(hidden), call)
+                and not hooked(block)
                 for block in stack.blocks
             )
-            and cast("FusedBlock", stack.blocks[0]).spec.unhalved(len(hidden), call) is None
             and not _has_any_global_hook()
             and not torch.compiler.is_compiling()
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petune.kernels.block.call import Call, Spec
+from petune.kernels.block.call import Call, Spec, factors_of
 from petune.kernels.block.node import fetched, flattened, park, rows_of, unflattened
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.rows import Sink
@@ -165,7 +165,7 @@ def _ahead(
     """Half number `at`, [m, width], through all blocks."""
     for block, one in zip(blocks, held, strict=True):
         call = block.calls[at]
-        x, kept, one.factors = yield from call.forward([x], one.own, turns, _groups(block, one, at))
+        x, kept = yield from call.forward([x], _groups(block, one, at), one.own, turns)
         one.come()
         if block.back:
             parked = park(call, kept)
@@ -184,13 +184,13 @@ def _back(
         state = block.kept[at]
         if state is None or found is None:
             return None
-        call, factors = block.calls[at], one.factors or []
+        call = block.calls[at]
         kept = fetched(call, unflattened(one.kept[at], state.names), state.parked)
         block.kept[at] = state._replace(parked=None)  # its host memory is for the next step
         one.kept[at] = []
         groups, sink = _groups(block, one, at), one.sink
         (found,), _ = yield from call.backward(
-            found, kept, factors, one.own, block.needs, (block.given,), turns, sink, groups
+            found, kept, groups, one.own, block.needs, (block.given,), turns, sink
         )
         if one.come():
             assert sink is not None
@@ -204,5 +204,5 @@ def _groups(block: BlockPass, one: BlockTensors, at: int) -> list[Group]:
     first, second = block.calls
     if one.groups is None or first is not second:
         one.groups = block.calls[at].groups(one.own, one.factors or ())
-        one.factors = [value for group in one.groups for value in group.factors]
+        one.factors = factors_of(one.groups)
     return one.groups

@@ -140,11 +140,7 @@ class FusedBlock(nn.Module):
         )
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
-        if (
-            self.spec.overlapped
-            and torch.is_grad_enabled()
-            and self.spec.unhalved(len(hidden), given) is None
-        ):
+        if self.spec.goes_in_halves(len(hidden), given):
             halved, tensors = self.halved(hidden, given)
             return self.result(Halves.apply([halved], hidden, *tensors), None)  # type: ignore[no-untyped-call]
         parts, memory = self.parts(), given.get(MEMORY)

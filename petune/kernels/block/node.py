@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from petune.errors import UsageError
-from petune.kernels.block.call import Call
+from petune.kernels.block.call import Call, factors_of
 from petune.kernels.block.steps import Values
 from petune.kernels.block.turns import alone
 from petune.kernels.memory.offload import Parked
@@ -40,7 +40,7 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (count, factors) = ctx.call, ctx.numbers
         saved = ctx.saved_tensors
-        tensors = saved[:count]
+        tensors, made = saved[:count], saved[count : count + factors]
         kept = unflattened(saved[count + factors :], ctx.names)
         kept = fetched(call, kept, ctx.parked)
         ctx.parked = None  # its host memory is for the next step, though the graph may live on
@@ -48,7 +48,7 @@ class Node(torch.autograd.Function):
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
         with torch.autocast(dy.device.type, enabled=False):
             found, grads = alone(
-                call.backward(rows_of(dy), kept, saved[count : count + factors], tensors, needs, given)
+                call.backward(rows_of(dy), kept, call.groups(tensors, made), tensors, needs, given)
             )
         own = [
             None if grad is None else grad.view(shape).to(dtype)
@@ -61,11 +61,12 @@ def forward(
     call: Call, inputs: Sequence[Tensor], tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, Values, list[Tensor | None]]:
     """`call.forward` of the program's inputs, hidden states [..., width] and a bias as it is, under any
-    autocast."""
+    autocast, and the factors of its groups."""
     names = call.spec.program.inputs
     rows = [one if name == "bias" else rows_of(one) for name, one in zip(names, inputs, strict=True)]
     with torch.autocast(inputs[0].device.type, enabled=False):
-        return alone(call.forward(rows, tensors))
+        groups = call.groups(tensors)
+        return *alone(call.forward(rows, groups, tensors)), factors_of(groups)
 
 
 def rows_of(x: Tensor) -> Tensor:

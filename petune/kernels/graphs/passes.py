@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from petune.kernels.block.call import Call
+from petune.kernels.block.call import Call, factors_of
 from petune.kernels.block.steps import Values
 from petune.kernels.block.turns import alone
 from petune.kernels.dispatch import Ops
@@ -70,8 +70,9 @@ class Passes:
             state = x
             if piece.gate is not None:
                 x = piece.gate.forward(state, piece.call.spec.ops)
-            x, kept, factors = alone(piece.call.forward([x, *others], piece.tensors))
-            self.kept.append((piece, factors, kept, state))
+            groups = piece.call.groups(piece.tensors)
+            x, kept = alone(piece.call.forward([x, *others], groups, piece.tensors))
+            self.kept.append((piece, factors_of(groups), kept, state))
         self.outlet.copy_(x)
 
     def backward(self) -> None:
@@ -82,8 +83,9 @@ class Passes:
             piece, factors, kept, state = self.kept.pop()
             if dx is None:
                 continue
+            groups = piece.call.groups(piece.tensors, factors)
             (dx, *others), grads = alone(
-                piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, piece.given)
+                piece.call.backward(dx, kept, groups, piece.tensors, piece.needs, piece.given)
             )
             sums = [_added(*one) for one in zip(sums, others, self.inlets[1:], strict=True)]
             found = [grad for grad in grads if grad is not None]

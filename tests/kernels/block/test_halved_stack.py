@@ -40,7 +40,7 @@ def _counted() -> list[int]:
         nodes.append(len(blocks))
         return made(ctx, blocks, *given)
 
-    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]
+    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]  # in its ranks alone
     return nodes
 
 
@@ -196,6 +196,7 @@ def _freed() -> list[tuple[int, int]]:
         found.append((len(behind), sum(ref() is not None for at in behind for ref in kept[at])))
         return back(self, *given)
 
+    # of a process that ends soon
     halves._held, Call.backward = noted, backward  # type: ignore[method-assign,assignment]
     batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
     runner.backward(batches, harness.total(one, 0))
