@@ -331,7 +331,8 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
     if shape.task != "causal":
         whole = {"size": world} if shape.task == "classify" else {"size": world, "vocabulary": True}
         staged = [ours("pp", total, **pipeline(8)) for total in (many, 8 * rows)]
-        return [one, dp, ours("galaxy", many, galaxy=whole), *staged]
+        cuts = [ours(name, total, **{name: whole}) for total in (many, 4 * many) for name in ("galaxy", "tp")]
+        return [one, made("one", "petune", 1, 4 * rows), dp, *cuts, *staged]
     jobs = [
         one,
         made("peft", "plain", 1, rows),

@@ -17,6 +17,7 @@ A head that is cut by vocabulary has a slice instead: what its loss needs of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol, Self, cast
 
 import torch
@@ -92,6 +93,11 @@ class Boundary(Protocol):
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The least of each number among the ranks, on all of them; for what they have to agree on."""
+        ...
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """What is said inside, at this boundary and all others of the same blocks, may become part of a
+        recording, which all ranks replay in the same order."""
         ...
 
 

@@ -15,6 +15,7 @@ of a boundary (petune.models.boundary); the model's own modules attend through t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, cast, runtime_checkable
 
@@ -98,6 +99,10 @@ class Exchange(Protocol):
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """As that of a boundary: the least of each number among the ranks."""
+        ...
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """As that of a boundary."""
         ...
 
 

@@ -95,7 +95,9 @@ class Wire(Protocol):
 
 class Edges(Protocol):
     """How calls enter and leave a stack that computes on other tensors inside: on some tokens of each row,
-    say."""
+    say. replays: whether recordings of the blocks, which are replayed, know what they are handed then."""
+
+    replays: bool
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """What the first block is handed by the one before, as it is inside, and where that lies in the
@@ -125,6 +127,11 @@ class Whole(Protocol):
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """Whether a pass that begins with `call` may go this way."""
+        ...
+
+    def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
+        """Tokens that it has room for, where a pass is to be computed as one of more tokens than it has; else
+        None. hidden: of all tokens, before they are cut across ranks."""
         ...
 
     def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
@@ -325,6 +332,10 @@ class Stack(nn.ModuleList):
                 " stack's edges"
             )
             raise UsageError(problem, remedy=remedy)
+
+    def room_for(self, hidden: Tensor, here: Running) -> int | None:
+        """See Whole; edges that cut tokens across ranks ask."""
+        return None if self.whole is None else self.whole.room_for(self, hidden, here)
 
     def _begin_ladder(self, ladder: Ladder, now: Pass, call: Call, arrived: Call | None) -> None:
         if arrived is not None:

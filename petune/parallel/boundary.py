@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -30,8 +31,9 @@ class _Among:
 
     @property
     def split_turns(self) -> bool:
-        """See Boundary: a sum whose terms are sent, and what they add up to."""
-        return self.engines is not None
+        """See Boundary: a sum whose terms are sent, and what they add up to; two ranks send no more than
+        terms."""
+        return self.engines is not None and self.link.terms > 1
 
     @property
     def link(self) -> Link:
@@ -44,6 +46,10 @@ class _Among:
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See Boundary."""
         return least_of(numbers, device, self.group)
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """See Boundary."""
+        return self.link.recorded()
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,9 @@ class WholeBoundary(_Among):
         return self
 
     def room_bytes(self, nbytes: int) -> tuple[int, int]:
-        """See Boundary. A sum lies beside its terms."""
-        return self.link.room_bytes(nbytes + nbytes // self.link.ranks)
+        """See Boundary. A sum lies beside its terms, but for that of two ranks."""
+        beside = nbytes // self.link.ranks if self.link.terms > 1 else 0
+        return self.link.room_bytes(nbytes + beside)
 
     def enter(self, x: Tensor) -> Tensor:
         """See Boundary."""
@@ -95,7 +102,7 @@ class SequenceBoundary(_Among):
 
     def room_bytes(self, nbytes: int) -> tuple[int, int]:
         """See Boundary. Every rank writes to the one with most tokens."""
-        return self.link.room_bytes(int(nbytes * self.largest * self.link.ranks))
+        return self.link.room_bytes(int(nbytes * self.largest * self.link.terms))
 
     def enter(self, x: Tensor) -> Tensor:
         """See Boundary."""

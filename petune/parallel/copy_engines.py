@@ -10,7 +10,8 @@ meeting lies between any two turns. A room that is too small is left for one at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -38,18 +39,53 @@ class CopyEngines(Linked):
         self.begin, self.before, self.behind = (self.driver.event() for _ in range(3))
         self.stream = self.driver.current()  # on which was spoken last
         self.room_bytes = self.turn = self.meetings = 0
+        self.every: Sequence[Tensor] = ()  # rooms of each rank
         self.open: End | None = None  # of what was said last, if it waits for who comes back
-        self.flags, self.flags_of = self._flags(self.ranks)
-        self.met = self.driver.meeting(
-            [self.flags_of[rank].data_ptr() + 4 * self.rank for rank in self.others],
-            [self.flags.data_ptr() + 4 * rank for rank in self.others],
+        self.flags, self.flags_of = self._flags(3 * self.ranks)
+        self.met, *self.met_again = (self._meeting(at) for at in range(3))
+        self.again: int | None = None  # meetings of the recording that is being made
+        self.held: list[Sequence[Tensor]] = []  # rooms of recordings
+
+    def _meeting(self, at: int) -> Callable[[int, int], None]:
+        """How streams meet by the flags of that number, which all but the first are put back."""
+        first = at * self.ranks
+        return self.driver.meeting(
+            [self.flags_of[rank].data_ptr() + 4 * (first + self.rank) for rank in self.others],
+            [self.flags.data_ptr() + 4 * (first + rank) for rank in self.others],
+            at > 0,
         )
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """What is said inside is part of a CUDA graph, if one is being captured. All ranks replay theirs in
+        the same order.
+
+        Its meetings cannot count, so they put their flags back, and take turns with two: who comes to a
+        meeting again has met the others at the next one since, who had put back theirs by then. So their
+        number is even. The first and the last keep the rooms apart from those of whatever is said before and
+        behind it.
+        """
+        if not self.driver.capturing():
+            yield
+            return
+        before, self.stream = self.stream, self.driver.current()
+        self.again = 0
+        try:
+            self._meet()
+            yield
+            for _ in range(2 - self.again % 2):
+                self._meet()
+            self.held.append(self.every)
+        finally:
+            self.stream, self.again = before, None
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks, which is rounded once; in the place of `x` where that is the caller's
         `own`."""
         x = x.contiguous()
         found = x if own else torch.empty_like(x)
+        if self.ranks == 2:
+            return self._add_other(Piece(0, x.data_ptr(), x.nbytes), x.nbytes, x, found)
         item, count = x.element_size(), -(-x.numel() // self.ranks)
         step = count * item
         sizes = [max(0, min(count, x.numel() - rank * count)) for rank in range(self.ranks)]
@@ -73,6 +109,12 @@ class CopyEngines(Linked):
         x = x.contiguous()
         rows, starts, widths = _columns(x, sizes)
         pitch, start = sum(widths), x.data_ptr()
+        own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
+        if self.ranks == 2:
+            (other,) = self.others
+            sent = Piece(0, start + starts[other], widths[other], rows, widths[other], pitch)
+            kept = x.narrow(1, sum(sizes[: self.rank]), sizes[self.rank])
+            return self._add_other(sent, rows * max(widths), kept, own)
         rooms = self._turn(self.ranks * rows * max(widths))
         self._copy(
             Piece(
@@ -86,10 +128,19 @@ class CopyEngines(Linked):
             for to in self.ranked
         )
         self._meet()
-        own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
         terms = self._view((self.ranks, own.numel()), x.dtype)
         self.end(partial(self._add, terms, own.view(-1)))
         return own
+
+    def _add_other(self, sent: Piece, most: int, kept: Tensor, found: Tensor) -> Tensor:
+        """`found`, the sum, rounded once, of what this rank has kept and the only other one has sent: one
+        meeting, and nothing of its own is copied. sent: to wherever it has room; most: bytes of the larger of
+        both messages."""
+        rooms = self._turn(most)
+        self._copy((sent._replace(to=rooms[self.others[0]]),))
+        self._meet()
+        self.end(partial(self._add_two, kept, self._view(kept.shape, kept.dtype), found))
+        return found
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """[b, own tokens, ...] -> [b, all tokens, ...]. sizes: tokens of each rank."""
@@ -168,10 +219,18 @@ class CopyEngines(Linked):
         ops = self.ops if out.dtype in DTYPES else reference_ops()
         ops.total(terms, out.dtype, out)
 
+    def _add_two(self, one: Tensor, other: Tensor, out: Tensor) -> None:
+        """Write the sum of two of one shape into `out`, rounded once."""
+        torch.add(one, other, out=out)
+
     def _meet(self) -> None:
         """Let the stream wait until those of all ranks have come as far."""
-        self.meetings += 1
-        self.met(self.stream, self.meetings)
+        if self.again is None:
+            self.meetings += 1
+            self.met(self.stream, self.meetings)
+        else:
+            self.met_again[self.again % 2](self.stream, 1)
+            self.again += 1
 
     def _copy(self, pieces: Iterable[Piece]) -> None:
         """Copies, side by side; the last one on the stream itself."""

@@ -76,19 +76,24 @@ class CudaDriver:
         """The stream waits until this number is there, or a later one."""
         self._check(self.library.cuStreamWaitValue32_v2(stream, address, number % 2**32, 0))
 
-    def meeting(self, writes: Sequence[int], waits: Sequence[int]) -> Callable[[int, int], None]:
+    def capturing(self) -> bool:
+        """Whether what is launched becomes part of a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def meeting(
+        self, writes: Sequence[int], waits: Sequence[int], back: bool = False
+    ) -> Callable[[int, int], None]:
         """A function of a stream and a number, which writes the number to the addresses `writes` and waits
-        until it is at `waits`, as `write` and `wait` do, in one call."""
-        words = (_Word * (len(writes) + len(waits)))(
-            *(_Word(operation=_WRITE, address=one) for one in writes),
-            *(_Word(operation=_WAIT, address=one) for one in waits),
-        )
-        count, call = len(words), self.library.cuStreamBatchMemOp_v2
+        until it is at `waits`, as `write` and `wait` do, in one call. back: then it writes 0 to `waits`."""
+        said = [(_WRITE, one) for one in writes] + [(_WAIT, one) for one in waits]
+        every = said + [(_WRITE, one) for one in waits if back]
+        words = (_Word * len(every))(*(_Word(operation=does, address=one) for does, one in every))
+        spoken, call = range(len(said)), self.library.cuStreamBatchMemOp_v2
 
         def meet(stream: int, number: int) -> None:
-            for word in words:
-                word.value = number % 2**32
-            self._check(call(stream, count, words, 0))
+            for at in spoken:
+                words[at].value = number % 2**32
+            self._check(call(stream, len(words), words, 0))
 
         return meet
 

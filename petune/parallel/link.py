@@ -8,6 +8,7 @@ what is said (figures: benchmarks/RESULTS.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +38,11 @@ class Link:
         if self.engines is not None:
             return self.engines.ranks
         return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def terms(self) -> int:
+        """Of a sum, those that copy engines bring to one rank: of two ranks the other's alone."""
+        return self.ranks if self.ranks > 2 else 1
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks; in the place of `x` where that is the caller's `own`."""
@@ -78,6 +84,10 @@ class Link:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         then(partial(put, rooms))
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """What is said inside may become part of a recording, which all ranks replay in the same order."""
+        return nullcontext() if self.engines is None else self.engines.recorded()
 
     def room_bytes(self, size: int, swapped: bool = False) -> tuple[int, int]:
         """Bytes that stand for messages which need so many, and bytes to come for them. swapped: they are

@@ -48,12 +48,19 @@ class HostDriver:
             assert time.monotonic() < until, "nobody came to a meeting"
             time.sleep(0)
 
-    def meeting(self, writes: Sequence[int], waits: Sequence[int]) -> Callable[[int, int], None]:
+    def capturing(self) -> bool:
+        return False
+
+    def meeting(
+        self, writes: Sequence[int], waits: Sequence[int], back: bool = False
+    ) -> Callable[[int, int], None]:
         def meet(stream: int, number: int) -> None:
             for address in writes:
                 self.write(stream, address, number)
             for address in waits:
                 self.wait(stream, address, number)
+            for address in waits if back else ():
+                self.write(stream, address, 0)
 
         return meet
 

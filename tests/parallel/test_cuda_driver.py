@@ -77,6 +77,14 @@ def test_a_meeting_is_one_call_that_writes_and_then_waits(library: Library) -> N
         assert ctypes.sizeof(words) == 3 * 48, "a union of six numbers of 64 bits"
 
 
+def test_a_meeting_that_comes_again_puts_back_what_it_has_waited_for(library: Library) -> None:
+    meet = CudaDriver(torch.device("cuda", 0)).meeting([64], [128, 132], back=True)
+    meet(STREAM, 1)
+    words = library.calls[-1][3]
+    found = [(word.operation, word.address, word.value) for word in words]
+    assert found == [(2, 64, 1), (1, 128, 1), (1, 132, 1), (2, 128, 0), (2, 132, 0)]
+
+
 def test_a_copy_is_one_call_where_rows_lie_side_by_side_or_not_too_far_apart(library: Library) -> None:
     driver = CudaDriver(torch.device("cuda", 0))
     driver.copy(Piece(100, 200, 0), STREAM)  # nothing

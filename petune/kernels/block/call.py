@@ -213,16 +213,6 @@ class Draws(NamedTuple):
         every = (*(draw for group in self.groups for draw in group), *self.drops, *self.bottlenecks)
         return [draw for draw in every if draw is not None]
 
-    def sides(self, across: Sequence[bool]) -> list[bool]:
-        """For each of `all`, whether it is drawn for the tokens of the memory; across: of each group."""
-        groups = [
-            side
-            for group, side in zip(self.groups, across, strict=True)
-            for draw in group
-            if draw is not None
-        ]
-        return groups + [False] * (len(self.all) - len(groups))
-
     def replaced(self, by: Iterator[Drop]) -> Draws:
         """Others in the places of `all`."""
         groups = tuple(tuple(draw and next(by) for draw in group) for group in self.groups)

@@ -4,13 +4,13 @@ dropout."""
 from __future__ import annotations
 
 from functools import cached_property
-from typing import cast
+from typing import Literal, cast
 
 from torch import Tensor
 
 from petune.kernels.block.call import Draws, Parts, Spec
 from petune.kernels.block.layout import Layout, places_of
-from petune.kernels.block.program import Drawing
+from petune.kernels.block.program import Drawing, Program
 from petune.rng.context import bound, running
 from petune.rng.dropout import Drop, draw, drop_of_heads
 
@@ -43,21 +43,41 @@ class Places:
             return places_of(read, self.layout.memory, read.shape[1])
 
 
+Side = Literal["own", "within", "across"]  # of the places of a draw
+
+
+def side_of(program: Program, how: Drawing) -> Side:
+    """The tokens for which something is drawn."""
+    if how.kind == "group" and program.across[how.at]:
+        return "across"
+    return "own" if how.within is None and how.head is None else "within"
+
+
+def sides(program: Program, draws: Draws) -> list[Side]:
+    """Those of each of `draws.all`."""
+    of = {(how.kind, how.at): side_of(program, how) for how in program.order}
+    every: list[tuple[Drop | None, Side]] = [
+        (one, of["group", at]) for at, group in enumerate(draws.groups) for one in group
+    ]
+    every += [(one, of["drop", at]) for at, one in enumerate(draws.drops)]
+    every += [(one, of["bottleneck", at]) for at, one in enumerate(draws.bottlenecks)]
+    return [side for one, side in every if one is not None]
+
+
 def drawn(spec: Spec, parts: Parts, places: Places) -> Draws:
     """The draws of a call in training, in the order in which the block's own forward draws."""
 
-    def one(p: float, how: Drawing, across: bool = False) -> Drop | None:
+    def one(p: float, how: Drawing) -> Drop | None:
         if not p:
             return None
-        if how.within is None and how.head is None:
-            return draw(places.across if across else places.own, p)
-        return part_of(spec, draw(places.across if across else places.within, p), how)
+        found = draw(getattr(places, side_of(program, how)), p)
+        return found if how.within is None and how.head is None else part_of(spec, found, how)
 
     program, chances, groups, drops, behind = spec.program, spec.probabilities, [], [], []
     for how in program.order:
         at = how.at
         if how.kind == "group":
-            groups.append(tuple(one(part.dropout, how, program.across[at]) for part in parts.groups[at]))
+            groups.append(tuple(one(part.dropout, how) for part in parts.groups[at]))
         elif how.kind == "bottleneck":
             part = parts.bottlenecks[at]
             behind.append(None if part.tensors is None else one(part.dropout, how))

@@ -45,6 +45,10 @@ class HalvedStack:
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
         )
 
+    def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
+        """See petune.models.stack.Whole."""
+        return None
+
     def __call__(
         self, stack: Stack, call: Arguments, here: Running, below: Tensor | None = None
     ) -> Arguments | None:

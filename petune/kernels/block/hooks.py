@@ -36,6 +36,19 @@ class Ready:
         )
 
 
+@dataclass(frozen=True)
+class Flattened:
+    """Whether the stack at `path` below an owner may be replayed on tokens that are cut across ranks: all
+    rows are cut as one then, so that the tokens of each rank lie in one piece."""
+
+    path: str
+
+    def __call__(self, owner: nn.Module) -> bool:
+        """Asked before the owner's forward, of blocks that are ready."""
+        stack = cast("Stack", owner.get_submodule(self.path))
+        return stack.whole is not None and cast("FusedBlock", stack.blocks[0]).spec.by_sequence
+
+
 def dense(block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Hook on a block's state: a weight packed with others is copied, as files hold dense tensors only, and
     accelerate takes tensors of one storage for one tensor."""
@@ -68,6 +81,8 @@ class NoCache:
 class InDtype:
     """Edges of a stack (petune.models.stack.Edges): under autocast a norm of the embeddings gives float32, as
     does an earlier stage that runs unfused, and blocks compute in a narrower dtype."""
+
+    replays = True
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """Hidden states in the dtype that autocast and the blocks compute in, where that is the same."""

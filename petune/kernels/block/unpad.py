@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from petune.kernels.block.hooks import Ready
+from petune.kernels.block.hooks import Flattened, Ready
 from petune.kernels.block.layout import MASKS, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, from_mask, from_positions, of_rows, pack, unpack
@@ -50,6 +50,8 @@ class Unpadded:
     `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask
     of them.
     """
+
+    replays = True
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """See petune.models.stack.Edges."""
@@ -123,7 +125,7 @@ def leave_padding_out(
             owner = next(module for module in model.modules() if stack in module.children())
         path = next(path for path, module in owner.named_modules() if module is stack)
         feeds = name == "encoder" and "decoder" in stacks
-        given = (model, owner, stack.rule.causal, Ready(path))
+        given = (model, owner, stack.rule.causal, Ready(path), Flattened(path))
         counted, packs, hides = stack.rule.counted, family.packs, stack.rule.hides
         found = FindSegments(*given, feeds=feeds, encoder=found, counted=counted, packs=packs, hides=hides)
         hooks += found.register(model, owner)
@@ -152,6 +154,7 @@ class FindSegments:
     - of which hidden states or attentions are recorded, as they would be recorded packed;
     - for which `ready`, asked with the owner, says that blocks would not attend within segments at this
       moment.
+    Where `flattened`, asked so too, says so, whole rows beside those of an encoder are segments as well.
 
     Padding is also computed, which is said once, where it may be read:
     - before or between the tokens of a row: a pooler reads the first place, and the loss of a token the place
@@ -168,6 +171,7 @@ class FindSegments:
         owner: nn.Module,
         causal: bool,
         ready: Callable[[nn.Module], bool] = lambda owner: True,
+        flattened: Callable[[nn.Module], bool] = lambda owner: False,
         *,
         feeds: bool = False,
         encoder: FindSegments | None = None,
@@ -175,7 +179,7 @@ class FindSegments:
         packs: bool = True,
         hides: bool = False,
     ) -> None:
-        self.causal, self.ready = causal, ready
+        self.causal, self.ready, self.flattened = causal, ready, flattened
         self.feeds, self.encoder, self.counted, self.packs = feeds, encoder, counted, packs
         self.hides = hides
         # what was said of a mask, by its version
@@ -211,6 +215,8 @@ class FindSegments:
         known = None
         if not self._left_alone(config, call) and self.ready(owner):
             known = self._both(config, call)
+            if known is not None and call.get(_ACROSS) is not None and self.flattened(owner):
+                known = _or_rows(known[0], _read(call)), _or_rows(known[1], call[_ACROSS])
         running().segments, running().memory = (None, None) if known is None else known
         if known is None:
             return None
@@ -273,7 +279,7 @@ class FindSegments:
         return self.last[2]
 
     def _found(self, config: Any, call: Call) -> Segments | str | None:
-        inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+        inputs = _read(call)
         if inputs is None:
             return "it has no tokens"
         (rows, tokens), mask = inputs.shape[:2], call.get("attention_mask")
@@ -325,6 +331,16 @@ class FindSegments:
             return None
         pad = getattr(config, "pad_token_id", None)
         return torch.ones_like(mask, dtype=torch.bool) if ids is None or pad is None else ids != pad
+
+
+def _read(call: Call) -> Any:
+    """What a call reads, [b, t, ...]: ids, or embeddings where they are given."""
+    return call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+
+
+def _or_rows(found: Segments | None, read: Tensor) -> Segments:
+    """The segments of what is read, [b, t, ...]: one for each row where there are none."""
+    return of_rows(len(read), read.shape[0] * read.shape[1], read.device) if found is None else found
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:

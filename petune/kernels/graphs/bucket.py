@@ -67,8 +67,8 @@ class Bucket:
         kind: tuple[Any, ...] = (),
         memory: Segments | None = None,
     ) -> Bucket:
-        """The bucket of hidden states of a `shape` [rows, tokens, ...], or [1, total, ...] in `segments`, and
-        of as many of a memory."""
+        """The bucket of hidden states of a `shape` [rows, tokens, ...] of all ranks, or [1, total, ...] in
+        `segments`, and of as many of a memory."""
         if segments is None:
             return cls(Size(shape[0] * shape[1], shape[1]), shape[0], False, kind)
         rows, (own, *others) = _rounded([segments] if memory is None else [segments, memory])

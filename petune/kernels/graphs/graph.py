@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import cast
+from typing import cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.call import Call, Draws, Parts
+from petune.kernels.block.drawing import Side, sides
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, of_rows
@@ -19,7 +20,7 @@ from petune.kernels.graphs.passes import Gate, Passes, Piece
 from petune.kernels.graphs.recorder import Recorder, Run
 from petune.kernels.graphs.weights import Learned
 from petune.models.stack import Call as Arguments
-from petune.rng.context import Running
+from petune.rng.context import Running, bound
 
 Meeting = tuple[Tensor, Tensor, float]
 
@@ -29,7 +30,9 @@ class Arrival:
     positions, None where blocks read none; the segments of both; the form of each attention; what drops out
     in each block; a bias by distance [heads, 2 longest - 1] that an earlier stage has handed on. trains:
     whether hidden states, the encoder's and the bias need gradients. meeting: on a ladder, what its gates mix
-    in, [levels, b, t, w], the gates [levels] and their temperature."""
+    in, [levels, b, t, w], the gates [levels] and their temperature. rooms: where the tokens are cut across
+    ranks, those for which each of them has room in the recording; held: rows that this rank has of them, for
+    all rows of the batch."""
 
     def __init__(
         self, call: Arguments, block: FusedBlock, here: Running, meeting: Meeting | None = None
@@ -40,7 +43,8 @@ class Arrival:
         turned = program.rotary
         self.angles = angles_of(call["position_embeddings"], program.sizes.head_dim) if turned else None
         self.segments, self.across = segments, across = _sides(hidden, memory, here)
-        longest = hidden.shape[1] if segments is None else segments.longest
+        tokens = sum(here.sizes) or hidden.shape[1]
+        longest = tokens if segments is None else segments.longest
         layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)
         self.backends, self.longest = block.forms(hidden, layout), layout.row
         self.bias = cast("Tensor | None", call.get(BIAS))
@@ -54,9 +58,10 @@ class Arrival:
             if self.angles is None
             else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
         )
-        self.bucket = Bucket.of(
-            hidden.shape, segments, (self.backends, hidden.dtype, self.trains, angles), across
-        )
+        self.rooms = here.rooms or here.sizes
+        kind = self.backends, hidden.dtype, self.trains, angles, self.rooms
+        self.bucket = Bucket.of((len(hidden), tokens), segments, kind, across)
+        self.held = len(hidden) * self.rooms[here.rank] if self.rooms else self.bucket.tokens
 
     def distances(self, block: FusedBlock, longest: int) -> Tensor | None:
         """The bias by distance up to `longest`, made of the table of the first block, or what was handed on
@@ -85,6 +90,7 @@ class Graph:
         self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned
     ) -> None:
         self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
+        self.rooms = arrival.rooms
         inlet, self.outlet, *rooms = rooms
         self.gates, self.meeting = list[Gate](), list[Tensor]()
         if arrival.meeting is not None:
@@ -103,21 +109,27 @@ class Graph:
         self.angles: tuple[Tensor, Tensor] | None = None
         if arrival.angles is not None:
             cos, sin = arrival.angles
-            rows = own.tokens if arrival.bucket.segmented else len(cos)
-            self.angles = cos.new_zeros(rows, cos.shape[1]), sin.new_zeros(rows, sin.shape[1])
-        self.places = [torch.zeros(len(room), dtype=torch.int64, device=device) for room in (inlet, *memory)]
+            # attention on own tokens reads the positions of those
+            segmented = len(inlet) if any(block.spec.exchanges) else own.tokens
+            places = segmented if arrival.bucket.segmented else len(cos)
+            self.angles = cos.new_zeros(places, cos.shape[1]), sin.new_zeros(places, sin.shape[1])
+        rows = len(inlet), own.tokens, *map(len, memory)
+        self.places = {
+            side: torch.zeros(count, dtype=torch.int64, device=device)
+            for side, count in zip(get_args(Side), rows, strict=False)
+        }
         self.bases = torch.zeros(sum(len(one.all) for one in arrival.draws), dtype=torch.int64, device=device)
         bases = iter(self.bases.split(1))
-        sides = [one.sides(block.spec.program.across) for one in arrival.draws]
+        every = [sides(block.spec.program, one) for one in arrival.draws]
         self.draws = [
             one.replaced(
                 draw._replace(numbers=self.places[side], base=next(bases))
-                for draw, side in zip(one.all, own, strict=True)
+                for draw, side in zip(one.all, of_one, strict=True)
             )
-            for one, own in zip(arrival.draws, sides, strict=True)
+            for one, of_one in zip(arrival.draws, every, strict=True)
         ]
         # which of all draws says where the tokens of a side are: those of a side say the same
-        self.telling = {side: at for at, side in enumerate(chain.from_iterable(sides))}
+        self.telling = {side: at for at, side in enumerate(chain.from_iterable(every))}
         self._forward: Run
         self._backward: Run
 
@@ -141,13 +153,14 @@ class Graph:
         """A block's call as it is recorded."""
         memory = self.bucket.memory
         layout = Layout(
-            self.bucket.rows,
+            1 if self.bucket.segmented else self.bucket.rows,
             self.bucket.own.longest,
             self.slots,
             None if memory is None else memory.longest,
             self.across,
         )
-        return block.call(parts, block.hows(layout, self.backends, draws), draws, self.angles)
+        with bound(sizes=self.rooms):
+            return block.call(parts, block.hows(layout, self.backends, draws), draws, self.angles)
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in
@@ -160,11 +173,10 @@ class Graph:
         """Take in where the tokens of the next batch are, and what is drawn for it."""
         for room, value in zip(self.angles or (), arrival.angles or (), strict=True):
             room[: len(value)].copy_(value)
-        sides = (
+        for slots, size, segments in (
             (self.slots, self.bucket.own, arrival.segments),
             (self.across, self.bucket.memory, arrival.across),
-        )
-        for slots, size, segments in sides:
+        ):
             if slots is not None and size is not None and segments is not None:
                 _send(size.starts(segments, self.bucket.rows - len(segments.lengths)), slots.starts)
         drawn = [draw for one in arrival.draws for draw in one.all]

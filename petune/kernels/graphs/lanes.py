@@ -50,6 +50,10 @@ class Lanes:
         lane = self._free()
         return lane is not None and lane.takes(stack, call)
 
+    def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
+        """See petune.models.stack.Whole."""
+        return self.lanes[0].room_for(stack, hidden, here)
+
     def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
         """See petune.models.stack.Whole."""
         lane = self._free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -62,8 +63,22 @@ class Passes:
         # factors stacked by the forward pass, what it keeps, and the state that met a gate
         self.kept: list[tuple[Piece, list[Tensor | None], Values, Tensor]] = []
 
+    def _said(self) -> AbstractContextManager[None]:
+        """Around what blocks say to other ranks, if they do."""
+        crossing = next((one for piece in self.pieces for one in piece.call.spec.crossings), None)
+        return nullcontext() if crossing is None else crossing.recorded()
+
     def forward(self) -> None:
         """What the backward pass needs of this rests here until it has run."""
+        with self._said():
+            self._ahead()
+
+    def backward(self) -> None:
+        """Gradients of what trains go into their rooms, those of the inputs into the inlets."""
+        with self._said():
+            self._back()
+
+    def _ahead(self) -> None:
         self.kept.clear()
         x, *others = self.inlets
         for piece in self.pieces:
@@ -75,8 +90,7 @@ class Passes:
             self.kept.append((piece, factors_of(groups), kept, state))
         self.outlet.copy_(x)
 
-    def backward(self) -> None:
-        """Gradients of what trains go into their rooms, those of the inputs into the inlets."""
+    def _back(self) -> None:
         dx: Tensor | None = self.outlet
         sums: list[Tensor | None] = [None for _ in self.inlets[1:]]
         while self.kept:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -21,6 +23,20 @@ class Recorder(Protocol):
         """Both passes again, over the memory they are recorded on. Raises RuntimeError where one cannot be
         recorded."""
         ...
+
+
+@contextmanager
+def _nothing_freed() -> Iterator[None]:
+    """Garbage is collected before and not during: graphs and memory of another model, which a capture forbids
+    to free, would end the process."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class CudaRecorder:
@@ -45,7 +61,8 @@ class CudaRecorder:
         with torch.cuda.device(self.device):
             forward()
             backward()
-            return self._captured(forward), self._captured(backward)
+            with _nothing_freed():
+                return self._captured(forward), self._captured(backward)
 
     def _captured(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()

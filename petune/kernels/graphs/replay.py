@@ -37,10 +37,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.call import Draws, Spec
 from petune.kernels.block.drawing import Places
-from petune.kernels.block.hooks import InDtype
 from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast
 from petune.kernels.block.module import FusedBlock, hooked
-from petune.kernels.block.unpad import Unpadded
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size
 from petune.kernels.graphs.graph import Arrival, Graph
@@ -84,7 +82,8 @@ class Graphs:
     ) -> None:
         self.make, self.beside, self.staged = make, beside, staged
         self.said: set[str] = set()
-        self.worth: dict[Bucket, bool] = {}  # whether a recording of it helps
+        self.worth: dict[tuple[Size, torch.dtype], bool] = {}  # whether a recording of such rows helps
+        self.failed: set[Bucket] = set()
         self.long: set[tuple[torch.Size, torch.dtype]] = set()  # of hidden states whose recording would not
         self.turn: Callable[[], Turn | None] = lambda: None
         self.calls = 0
@@ -122,7 +121,7 @@ class Graphs:
             and hidden.numel() > 0
             and call.get("attention_mask") is None
             and call.get("encoder_attention_mask") is None
-            and all(type(edges) in (Unpadded, InDtype) for edges in stack.edges)
+            and all(edges.replays for edges in stack.edges)
             and all(isinstance(block, FusedBlock) for _, block in self._numbered(stack))
             and not torch.compiler.is_compiling()
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
@@ -168,12 +167,16 @@ class Graphs:
         call = memory_in_autocast(call)
         # which the first one hands on
         later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}
-        if any(
-            block.declines(call["hidden_states"], later if at else call) for at, block in enumerate(blocks)
-        ):
-            return None  # a block that declines says so itself
+        with bound_to(here):
+            if any(
+                block.declines(call["hidden_states"], later if at else call)
+                for at, block in enumerate(blocks)
+            ):
+                return None  # a block that declines says so itself
         arrival = Arrival(call, blocks[0], here, meeting)
-        if not self._worthwhile(arrival, blocks[0].spec):
+        if here.sizes and arrival.segments is not None and not here.rooms:
+            return None  # the tokens of a recording would lie on other ranks
+        if not self._worthwhile(arrival.bucket.own, blocks[0].spec, arrival.hidden.device):
             if arrival.segments is None:
                 self.long.add((arrival.hidden.shape, arrival.hidden.dtype))
             return None
@@ -205,17 +208,29 @@ class Graphs:
             self.said.add(line)
             say(f"kernels: {line}")
 
-    def _worthwhile(self, arrival: Arrival, spec: Spec) -> bool:
-        """Whether launches bound such a block on such a batch, and a recording has not failed."""
-        bucket, device = arrival.bucket, arrival.hidden.device
-        if bucket not in self.worth:
+    def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
+        """See petune.models.stack.Whole: tokens in segments are laid in those of their bucket."""
+        blocks = self._numbered(stack)
+        if here.segments is None or not (torch.is_grad_enabled() and stack.training and blocks):
+            return None
+        if any(
+            exchange is not None and exchange.kind == "gather" for exchange in blocks[0][1].spec.exchanges
+        ):
+            return None  # which keys a rank sees follows from the segments
+        size = Bucket.of(hidden.shape, here.segments, memory=here.memory).own
+        return size.tokens if self._worthwhile(size, blocks[0][1].spec, hidden.device) else None
+
+    def _worthwhile(self, size: Size, spec: Spec, device: torch.device) -> bool:
+        """Whether launches bound such a block on rows of this size; on all ranks that share it."""
+        dtype = spec.computes_in(device.type)
+        if (key := (size, dtype)) not in self.worth:
             rates = block_cost.rates_of(
                 torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             )
-            work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), *bucket.own)
+            work = block_cost.forward(shape_of(spec, dtype), *size)
             bound = block_cost.LAUNCH_BOUND * (STAGED if self.staged else 1)
-            self.worth[bucket] = rates.seconds(work, bucket.own.longest) < bound
-        return self.worth[bucket]
+            self.worth[key] = _agreed(spec, rates.seconds(work, size.longest) < bound, device)
+        return self.worth[key]
 
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
         """The weights; recordings of others are forgotten."""
@@ -257,7 +272,8 @@ class Graphs:
     def _due(self, bucket: Bucket, graph: Graph | None) -> bool:
         """Whether a bucket that `graph` serves, or none, should have its own."""
         at_once = graph is None and bucket.segmented
-        return bucket not in self.graphs and (at_once or self.lost[bucket] > RECORDING)
+        new = bucket not in self.graphs and bucket not in self.failed
+        return new and (at_once or self.lost[bucket] > RECORDING)
 
     def _has_room(self) -> bool:
         """Whether there may be one recording more, now that one which has not been used for long may have
@@ -273,17 +289,19 @@ class Graphs:
     def _recorded(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
         """A new recording; None, and never another try for this bucket, where it fails."""
         assert self.recorder is not None
-        bucket = arrival.bucket
+        bucket, spec = arrival.bucket, blocks[0].spec
         graph = Graph(arrival, blocks[0], self._rooms(arrival), self.learned)
         graph.place(arrival)  # kernels are tried on lengths that occur
+        problem: str | None = None
         try:
             graph.record(self.recorder, self._pieces(graph, blocks))
         except RuntimeError as error:
-            self.worth[bucket] = False
-            first = str(error).partition("\n")[0]
+            problem = str(error).partition("\n")[0]
+        if not _agreed(spec, problem is None, arrival.hidden.device):
+            self.failed.add(bucket)
             self._say(
                 f"{name} runs block by block on {bucket.tokens} tokens: they could not be recorded as CUDA"
-                f" graphs: {first}"
+                f" graphs: {problem or 'see the message of another rank'}"
             )
             return None
         self._say(
@@ -297,29 +315,29 @@ class Graphs:
         """Inlet, outlet and, where there is one, the inlet of the memory; recordings of about the same size
         share them, as they share the rest of their memory."""
         bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
-        rooms = [self._room(name, hidden, bucket.own) for name in ("inlet", "outlet")]
+        rooms = [self._room(name, hidden, arrival.held) for name in ("inlet", "outlet")]
         if arrival.meeting is not None:
-            rooms.append(self._levels(arrival.meeting[0], bucket.own))
+            rooms.append(self._levels(arrival.meeting[0], arrival.held))
         return (
             rooms
             if memory is None or bucket.memory is None
-            else [*rooms, self._room("memory", memory, bucket.memory)]
+            else [*rooms, self._room("memory", memory, bucket.memory.tokens)]
         )
 
-    def _room(self, name: str, like: Tensor, size: Size) -> Tensor:
-        most = 1 << (size.tokens - 1).bit_length()
+    def _room(self, name: str, like: Tensor, tokens: int) -> Tensor:
+        most = 1 << (tokens - 1).bit_length()
         key = name, most, like.dtype
         if key not in self.rooms:
             self.rooms[key] = like.detach().new_zeros(most, like.shape[-1])
-        return self.rooms[key][: size.tokens]
+        return self.rooms[key][:tokens]
 
-    def _levels(self, like: Tensor, size: Size) -> Tensor:
+    def _levels(self, like: Tensor, tokens: int) -> Tensor:
         """`_room` for each of several levels."""
-        most = 1 << (size.tokens - 1).bit_length()
+        most = 1 << (tokens - 1).bit_length()
         key = "levels", most, like.dtype
         if key not in self.rooms:
             self.rooms[key] = like.detach().new_zeros(len(like), most, like.shape[-1])
-        return self.rooms[key][:, : size.tokens]
+        return self.rooms[key][:, :tokens]
 
     def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[Piece]:
         """The blocks with their weights, as they are recorded."""
@@ -358,11 +376,17 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
     return None
 
 
+def _agreed(spec: Spec, found: bool, device: torch.device) -> bool:
+    """Whether all ranks that share such a block have found so: they must say the same inside of it."""
+    return found if spec.peers is None else bool(spec.peers.least([int(found)], device)[0])
+
+
 def _drawn(
     name: str, numbered: Sequence[tuple[int, FusedBlock]], weights: Weights, arrival: Arrival, here: Running
 ) -> list[Draws]:
     """What drops out in each block, as if each ran by itself at its site."""
-    layout = Layout.of(arrival.hidden, arrival.memory)
+    with bound_to(here):
+        layout = Layout.of(arrival.hidden, arrival.memory, cut=bool(arrival.rooms))
     found, places = [], Places(layout, arrival.hidden, arrival.memory)
     for (number, block), parts in zip(numbered, weights.parts, strict=True):
         with bound_to(replace(here, site=f"{name}.{number}", drawn=0)):

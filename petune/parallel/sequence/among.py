@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -98,6 +99,10 @@ class Among(ABC):
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See petune.models.exchange.Exchange."""
         return least_of(numbers, device, self.group)
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """See petune.models.exchange.Exchange."""
+        return self.link.recorded()
 
     def _sizes(self) -> Sizes:
         """Tokens per rank of this call. Raises DistributedError when they are for other ranks than the group

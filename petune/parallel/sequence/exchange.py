@@ -48,7 +48,7 @@ class Gather(Among):
 
     def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
         """See petune.models.exchange.Exchange. Every rank writes to the one with most tokens."""
-        return self.link.room_bytes(self._largest(2 * keys) * self.link.ranks)
+        return self.link.room_bytes(self._largest(2 * keys) * self.link.terms)
 
     def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """See petune.models.exchange.Crossed."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from petune.models.stack import Call, Stack
 from petune.models.transition import transition
 from petune.models.tuned_linear import TunedLayer
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
-from petune.parallel.collectives import Group, alone, copy, gather_shared, split_shared
+from petune.parallel.collectives import Group, Sizes, alone, copy, gather_shared, split_shared
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import Cut, apportion
@@ -317,6 +318,7 @@ class StackEdges(Shared):
     """How a call enters and leaves a stack: where the connection is cut by sequence, each rank takes its
     tokens and gives them back."""
 
+    replays = True
     plan: Cut
     group: dist.ProcessGroup
     rank: int
@@ -331,12 +333,25 @@ class StackEdges(Shared):
             raise UsageError(
                 "a sequence cut across ranks needs a token for each", found=found, remedy="pad the batch"
             )
-        sizes = apportion(length, self.plan.sequence)
-        here = replace(here, sizes=sizes, token=sum(sizes[: self.rank]))
+        sizes, rooms = self._sizes(length, stack.room_for(carry["hidden_states"], here))
+        here = replace(here, sizes=sizes, rank=self.rank, rooms=rooms, token=sum(sizes[: self.rank]))
         carry = carry | {"hidden_states": self.part(carry["hidden_states"], here)}
         if self.plan.attention == "sequence":
             carry |= self._bias(stack, stack.numbered[0][1], carry, length)
         return carry, here
+
+    def _sizes(self, length: int, room: int | None) -> tuple[Sizes, Sizes]:
+        """(tokens of each rank, those for which it has room in a recording of so many). Rooms are filled from
+        the first on, so that what ranks gather there lies in one piece; each has to get some."""
+        if room is not None:
+            rooms = apportion(room, self.plan.sequence)
+            sizes = tuple(
+                min(end, length) - min(end - room, length)
+                for room, end in zip(rooms, accumulate(rooms), strict=True)
+            )
+            if all(sizes):
+                return sizes, rooms
+        return apportion(length, self.plan.sequence), ()
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
         """See petune.models.stack.Edges: own positions for attention that works on own tokens; a ladder takes

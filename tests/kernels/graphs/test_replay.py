@@ -23,7 +23,7 @@ from petune.kernels.configs import BaseDtype, MemoryConfig, Rung
 from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay
-from petune.kernels.graphs.bucket import Bucket
+from petune.kernels.graphs.bucket import Size
 from petune.kernels.graphs.lanes import Lanes
 from petune.kernels.graphs.recorder import CudaRecorder
 from petune.kernels.graphs.replay import Graphs, ungraph
@@ -428,9 +428,8 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     shape = BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
     monkeypatch.setattr(replay, "shape_of", lambda spec, dtype: shape)
     monkeypatch.setattr(block_cost, "rates_of", lambda name: block_cost.H200)
-    hidden = torch.empty(1, tokens, 1)
-    arrival: Any = SimpleNamespace(hidden=hidden, bucket=Bucket.of(hidden.shape, None))
-    assert Graphs()._worthwhile(arrival, None) is replays  # type: ignore[arg-type]
+    spec: Any = SimpleNamespace(computes_in=lambda kind: torch.bfloat16, peers=None)
+    assert Graphs()._worthwhile(Size(tokens, tokens), spec, torch.device("cpu")) is replays
 
 
 # ------------------------------------------------------------------ when weights change

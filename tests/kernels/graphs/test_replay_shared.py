@@ -1,0 +1,177 @@
+"""Blocks that ranks share, cut by heads and columns, are replayed from recordings and train as one process
+does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from petune.kernels import fuse
+from petune.kernels.configs import MemoryConfig
+from petune.kernels.graphs import bucket as buckets
+from petune.kernels.graphs import replay
+from petune.kernels.graphs.bucket import Bucket
+from petune.kernels.graphs.lanes import Lanes
+from petune.kernels.graphs.replay import Graphs
+from petune.kernels.memory import block_cost
+from petune.parallel.collectives import Sizes
+from petune.parallel.tensor.hooks import StackEdges
+from tests.kernels.replays import Again
+from tests.parallel import harness
+from tests.parallel.cells import case
+from tests.parallel.harness import Case, Trace, compare, oracle
+from tests.parallel.plans import BACKENDS, COMPOSED, overlapping
+from tests.pool import run
+
+WHOLE = MemoryConfig("all", offload="none")
+FAMILIES = ["bert-classify", "t5-seq2seq", "bart-seq2seq", "llama-causal"]
+
+
+class Rank:
+    """This process as a rank whose blocks are replayed, on a device whose launches bound them."""
+
+    def __init__(self, quantum: int) -> None:
+        self.recorder, self.said = Again(), list[str]()
+        self.graphs: list[Graphs] = []
+        buckets.QUANTUM = quantum  # which tiny batches can tell apart
+        replay.RECORDING = 0
+        replay.say = self.said.append  # type: ignore[attr-defined, assignment]
+        real, fast = fuse._recordable, SimpleNamespace(name="triton")
+        fuse._recordable = lambda model, stack, specs, plan: real(
+            model, stack, specs, cast("Any", SimpleNamespace(ops=fast, memory=plan.memory))
+        )
+        fuse.recorded = self._made  # type: ignore[attr-defined]
+
+    def _made(self, most: int, staged: bool) -> Any:
+        def one() -> Graphs:
+            self.graphs.append(Graphs(lambda device: self.recorder, staged=staged))
+            return self.graphs[-1]
+
+        return one() if most == 1 else Lanes(most, one)
+
+
+def replayed(one: Case, limit: float, quantum: int = 4, bound: float = 1.0) -> dict[str, Any]:
+    """The trace of steps on a rank, in a process that ends soon, and what was replayed there."""
+    block_cost.LAUNCH_BOUND = bound
+    rank = Rank(quantum)
+    cuts: set[tuple[Sizes, Sizes]] = set()
+    made = StackEdges._sizes
+
+    def cut(self: StackEdges, length: int, room: int | None) -> tuple[Sizes, Sizes]:
+        cuts.add(found := made(self, length, room))
+        return found
+
+    StackEdges._sizes = cut  # type: ignore[method-assign]
+    trace = harness._steps(one, limit)
+    return {
+        "trace": trace,
+        "replays": (rank.recorder.forwards, rank.recorder.backwards),
+        "said": rank.said,
+        "cuts": cuts,
+        "buckets": [bucket for graphs in rank.graphs for bucket in graphs.graphs],
+    }
+
+
+def checked(one: Case, *how: Any) -> list[dict[str, Any]]:
+    """Compare with one process; what each rank has replayed."""
+    expected = oracle(one)
+    found = run(one.plan.world, replayed, one, expected.norms[0] / 2, *how, timeout=90)
+    compare([Trace(**rank["trace"]) for rank in found], expected, one)
+    return found
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("backend", ["tp", "galaxy", "galaxy2"])
+@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
+def test_shared_blocks_train_replayed_as_in_one_process(method: str, backend: str, name: str) -> None:
+    one = case(name, method, BACKENDS[backend](name, 2), passes=(5, 5), blocks=WHOLE)
+    for rank in checked(one):
+        passes = len(one.passes) * one.steps * (2 if "seq2seq" in name else 1)
+        assert rank["replays"] == (passes, passes)
+        assert any("runs as CUDA graphs" in line for line in rank["said"])
+
+
+@pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
+@pytest.mark.parametrize(
+    ("backend", "replays"), [("sp-ulysses", 4), ("sp-gather", 2), ("cut", 2), ("sp-ring", 0)]
+)
+def test_tokens_that_ranks_exchange_are_replayed_where_the_recording_says_which(
+    backend: str, replays: int, name: str
+) -> None:
+    """Which keys a rank gathers of segments depends on their lengths; those of a ring travel."""
+    one = case(name, "lora", BACKENDS[backend](name, 2), passes=(5, 5), dropout=0.1, blocks=WHOLE)
+    if backend == "sp-ring":
+        one = replace(one, dropout=0.0)
+    assert [rank["replays"] for rank in checked(one)] == [(replays, replays)] * 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_drops_out_of_shared_blocks_is_drawn_as_in_one_process(name: str) -> None:
+    one = case(name, "lora", BACKENDS["galaxy"](name, 2), dropout=0.1, blocks=WHOLE)
+    assert all(min(rank["replays"]) > 0 for rank in checked(one))
+
+
+@pytest.mark.parametrize("composed", ["tp x pp", "galaxy x pp", "dp x galaxy"])
+def test_shared_blocks_of_stages_and_replicas_are_replayed(composed: str) -> None:
+    one = case("bert-classify", "lora", COMPOSED[composed]("bert-classify"), blocks=WHOLE)
+    assert all(min(rank["replays"]) > 0 for rank in checked(one))
+
+
+def test_tokens_are_cut_where_those_of_the_recording_are() -> None:
+    """So that ranks gather them in one piece; the last rank gets fewer."""
+    one = case("bert-classify", "lora", BACKENDS["galaxy"]("bert-classify", 2), blocks=WHOLE)
+    for rank in checked(one):
+        laid = [(sizes, rooms) for sizes, rooms in rank["cuts"] if rooms]
+        assert {rooms for _, rooms in laid} == {
+            bucket.kind[-1] for bucket in rank["buckets"] if bucket.segmented
+        }
+        assert all(first == room and 0 < last < most for (first, last), (room, most) in laid)
+
+
+def test_ranks_that_would_get_no_tokens_go_block_by_block() -> None:
+    one = case("bert-classify", "lora", BACKENDS["galaxy"]("bert-classify", 2), passes=(3, 5), blocks=WHOLE)
+    for rank in checked(one, 512):
+        assert not any(bucket.segmented for bucket in rank["buckets"])
+        assert not any(rooms for _, rooms in rank["cuts"])
+
+
+def test_long_rows_are_cut_evenly_and_run_block_by_block() -> None:
+    one = case("bert-classify", "lora", BACKENDS["galaxy"]("bert-classify", 2), blocks=WHOLE)
+    for rank in checked(one, 4, 0.0):
+        assert rank["replays"] == (0, 0)
+        assert not any(rooms for _, rooms in rank["cuts"])
+
+
+def one_fails(one: Case, limit: float) -> dict[str, Any]:
+    """On the second rank nothing can be recorded."""
+    if torch.distributed.get_rank() == 1:
+        Again.error = RuntimeError("no room")
+    return replayed(one, limit)
+
+
+@pytest.mark.parametrize("backend", ["tp", "galaxy"])
+def test_a_recording_that_fails_on_one_rank_is_made_on_none(backend: str) -> None:
+    one = case("bert-classify", "lora", BACKENDS[backend]("bert-classify", 2), blocks=WHOLE)
+    expected = oracle(one)
+    found = run(2, one_fails, one, expected.norms[0] / 2, timeout=90)
+    compare([Trace(**rank["trace"]) for rank in found], expected, one)
+    assert [rank["buckets"] for rank in found] == [[], []]
+    reasons = [{line.rpartition(": ")[2] for line in rank["said"]} for rank in found]
+    assert reasons == [{"see the message of another rank"}, {"no room"}]
+
+
+def test_halves_go_where_launches_do_not_bind_and_recordings_where_they_do() -> None:
+    plan = overlapping("galaxy")("llama-causal", 2)
+    one = case("llama-causal", "lora", plan, passes=(4,), blocks=WHOLE)
+    assert all(min(rank["replays"]) > 0 for rank in checked(replace(one, steps=3)))
+    assert all(rank["replays"] == (0, 0) for rank in checked(one, 4, 0.0))
+
+
+def test_a_bucket_of_rows_that_are_cut_is_of_all_their_tokens() -> None:
+    whole = Bucket.of((2, 8), None, ((5, 3),))
+    assert (whole.own.tokens, whole.own.longest, whole.rows) == (16, 8, 2)
