@@ -31,7 +31,7 @@ from petune.parallel.pipeline.schedule import Pipeline
 from petune.parallel.placement import Place, Placement, parts_of, place_of
 from petune.parallel.plan import apportion
 from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_losses
-from petune.rng.context import Running, bound, moved, twins
+from petune.rng.context import Running, bound, bound_to, moved, twins
 from petune.rng.dropout import drawing
 
 T = TypeVar("T")
@@ -197,13 +197,15 @@ class Runner:
         batch, host = moved(batch, self.mesh.device)
         objective = self.objective
         if objective.pieces is not None:
-            return backward_in_pieces(self.model, batch, objective, objective.pieces, total, key) / total
+            with bound(host=twins(batch, host)):
+                return backward_in_pieces(self.model, batch, objective, objective.pieces, total, key) / total
         here = Running(rows=batch.get("rows"), key=key, host=twins(batch, host))
         with drawing(here), objective.autocast():
             loss = objective.fused_loss(self.model, batch, trained)
             outputs = objective.forward(self.model, batch) if loss is None else None
         if outputs is not None:
-            loss = objective.loss(outputs, batch)
+            with bound_to(here):
+                loss = objective.loss(outputs, batch)
         assert loss is not None
         if self.streamed is None or bool(loss.isfinite()):
             (loss / total).backward()

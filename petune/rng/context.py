@@ -30,7 +30,9 @@ class Running:
 
     rows: [batch] int64, the number of each row within the optimizer step, or None outside training. key: what
     the step's dropout is drawn from. site: names the place in the model, `stack.block`; drawn counts the
-    dropouts of that site so far. sizes: tokens per rank of the tp axis when the sequence is cut, else empty.
+    dropouts of that site so far. sizes: tokens per rank of the tp axis when the sequence is cut, else empty;
+    rank: which of them this is; rooms: tokens for which each has room where a recording may be replayed, else
+    empty.
     token, feature: the place in the whole sequence and in the whole last dim of the first element that is
     held here. segments: which tokens of a padded or packed batch are kept and attend to each other
     (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the
@@ -44,6 +46,8 @@ class Running:
     site: str = ""
     drawn: int = 0
     sizes: tuple[int, ...] = ()
+    rank: int = 0
+    rooms: tuple[int, ...] = ()
     token: int = 0
     feature: int = 0
     segments: Any = None
@@ -91,6 +95,16 @@ def on_host(tensor: Tensor) -> Tensor:
         if given is tensor and host.shape == tensor.shape and versions == (given._version, host._version):
             return host
     return tensor
+
+
+def chosen(values: Tensor, kept: Tensor) -> Tensor:
+    """The entries [n, ...] of `values` [..., ...] where `kept`, a mask of its first dims, holds. Where only
+    the host has the mask, nothing waits for the device."""
+    if kept.device == values.device:
+        return values[kept]
+    places = kept.nonzero().T.contiguous()
+    places = (places.pin_memory() if values.is_cuda else places).to(values.device, non_blocking=True)
+    return values[places.unbind()]
 
 
 def moved(batch: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -17,6 +17,7 @@ from petune.errors import RecipeError, TrainingFault
 from petune.models import family_of
 from petune.parallel import Batch, Outputs
 from petune.recipe import Recipe
+from petune.rng.context import chosen, on_host
 from petune.tasks import METRICS, Example, Scorer, Task, collate
 from petune.tasks.embed_loss import EmbeddingScorer
 from petune.tasks.examples import MASKED
@@ -81,10 +82,10 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
     """Logits and batch without the rows that only fill it up, which have the number -1."""
     rows = batch.get("rows")
-    if rows is None or bool((rows >= 0).all()):
+    kept = None if rows is None else on_host(rows) >= 0
+    if kept is None or bool(kept.all()):
         return logits, batch
-    kept = rows >= 0
-    return logits[kept], {name: value[kept] for name, value in batch.items()}
+    return chosen(logits, kept), {name: chosen(value, kept) for name, value in batch.items()}
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

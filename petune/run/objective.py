@@ -16,9 +16,10 @@ from petune.parallel.collectives import all_sum_, gather_dim, gather_seq
 from petune.parallel.objective import Pieces
 from petune.run.balance import Balance
 from petune.run.evaluate import outputs_of, real_rows
-from petune.tasks import Task, loss_sum, trained_positions
+from petune.tasks import Task, count, trained_positions
 from petune.tasks.configs import EmbedConfig, PreferConfig, RerankConfig
 from petune.tasks.embed_loss import alone, contrastive, pooled
+from petune.tasks.loss import cross_entropy_sum
 from petune.tasks.prefer_loss import judged, judged_texts, token_losses, trained_tokens
 from petune.tasks.rerank_loss import passage_scores, ranking_losses
 
@@ -144,8 +145,9 @@ def objective_of(
         return outputs_of(model, batch)
 
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
-        found, trained = loss_sum(*real_rows(outputs.logits, batch), task.name, weights)
-        return found if balance is None else found + balance(outputs, batch, int(trained))
+        logits, rows = real_rows(outputs.logits, batch)
+        found = cross_entropy_sum(logits, rows, task.name, weights)
+        return found if balance is None else found + balance(outputs, batch, int(count(rows, weights)))
 
     def finish(losses: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         return losses.sum() + (0 if balance is None else balance(outputs, batch, len(losses)))

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from petune.errors import UsageError, nearest
+from petune.rng.context import chosen, on_host
 from petune.tasks.examples import MASKED, Example
 
 
 def count(batch: Mapping[str, Tensor], class_weights: Tensor | None = None, texts: int = 1) -> float:
     """What the loss of this batch is divided by: its trained tokens; its rows for classify, or the sum of
     their class weights; its examples where one is several `texts`."""
-    labels = batch["labels"]
+    labels = on_host(batch["labels"])
     if texts > 1:
         return len(labels) / texts
     if labels.dim() == 1:
@@ -41,21 +42,27 @@ def loss_sum(
     logits: [batch, classes] (classify) or [batch, sequence, vocabulary]; a decoder's are shifted here.
     class_weights: [classes]. A batch without a trained label gives 0 with gradients of 0.
     """
-    labels = batch["labels"].to(logits.device)
-    chosen, gold = trained_positions(logits, labels, task)
-    wide = chosen if chosen.dtype == torch.float64 else chosen.float()
+    return cross_entropy_sum(logits, batch, task, class_weights), count(batch, class_weights)
+
+
+def cross_entropy_sum(
+    logits: Tensor, batch: Mapping[str, Tensor], task: str, class_weights: Tensor | None = None
+) -> Tensor:
+    """The sum of `loss_sum`, without the count, for which a host may have to wait."""
+    trained, gold = trained_positions(logits, batch["labels"].to(logits.device), task)
+    wide = trained if trained.dtype == torch.float64 else trained.float()
     weights = None if class_weights is None else class_weights.to(device=wide.device, dtype=wide.dtype)
-    return cross_entropy(wide, gold, weight=weights, reduction="sum"), count(batch, class_weights)
+    return cross_entropy(wide, gold, weight=weights, reduction="sum")
 
 
 def trained_positions(logits: Tensor, labels: Tensor, task: str) -> tuple[Tensor, Tensor]:
     """The logits [n, classes or vocabulary] and labels [n] that count, a decoder's shifted by one."""
     if labels.dim() == 1:
         return logits, labels
+    trained = on_host(labels) != MASKED
     if task in ("causal", "chat", "prefer"):
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    trained = labels != MASKED
-    return logits[trained], labels[trained]
+        logits, labels, trained = logits[:, :-1], labels[:, 1:], trained[:, 1:]
+    return chosen(logits, trained), chosen(labels, trained)
 
 
 def class_weights(

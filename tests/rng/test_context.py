@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 import torch
 
-from petune.rng.context import Running, bound, bound_to, moved, on_host, running, twins
+from petune.rng.context import Running, bound, bound_to, chosen, moved, on_host, running, twins
 
 
 def test_outside_any_call_nothing_is_known() -> None:
@@ -117,3 +117,14 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     batch = {"ids": torch.zeros(2, 3)}
     there, here = moved(batch, torch.device("cpu"))
     assert there["ids"] is batch["ids"] and here == {}
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_entries_are_chosen_by_a_mask_of_the_host_without_asking_the_device(known: bool) -> None:
+    values = torch.randn(3, 4, 2, requires_grad=True)
+    kept = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
+    there = torch.empty_like(values, device="meta") if known else values
+    found = chosen(there, kept)
+    assert found.shape == (5, 2) and found.device == there.device
+    if not known:
+        assert torch.equal(found, values[kept])

@@ -7,7 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from petune.errors import UsageError
-from petune.tasks import class_weights, collate, count, loss_sum
+from petune.rng.context import bound, twins
+from petune.run.evaluate import real_rows
+from petune.tasks import class_weights, collate, count, loss_sum, trained_positions
 from petune.tasks.examples import MASKED, Example
 
 
@@ -87,3 +89,24 @@ def test_balanced_weights_give_each_class_the_same_say() -> None:
         class_weights("balanced", [Example([5], [0], "d:1", 1)], ("a", "b"))
     with pytest.raises(UsageError, match=r"class_weights\.bee"):
         class_weights({"bee": 5}, rows, ("a", "b"))
+
+
+@pytest.mark.parametrize("task", ["causal", "seq2seq", "classify"])
+def test_a_loss_asks_the_host_alone_where_it_knows_the_labels(task: str) -> None:
+    """A meta device has no values to ask for."""
+    labels = torch.tensor([1, 0]) if task == "classify" else torch.tensor([[1, -100, 2], [-100, 2, -100]])
+    there = {"labels": labels.to("meta")}
+    logits = torch.empty(*labels.shape, 5, device="meta")
+    with bound(host=twins(there, {"labels": labels})):
+        total, trained = loss_sum(logits, there, task)
+        chosen, gold = trained_positions(logits, there["labels"], task)
+    assert total.shape == () and trained == {"classify": 2}.get(task, 3)
+    assert len(chosen) == len(gold) == {"causal": 2, "seq2seq": 3, "classify": 2}[task]
+
+
+def test_rows_that_fill_a_batch_are_left_out_without_asking_the_device() -> None:
+    rows = torch.tensor([4, -1, 2])
+    there = {"rows": rows.to("meta"), "labels": torch.empty(3, device="meta")}
+    with bound(host=twins(there, {"rows": rows})):
+        logits, kept = real_rows(torch.empty(3, 5, device="meta"), there)
+    assert [len(value) for value in (logits, *kept.values())] == [2, 2, 2]
