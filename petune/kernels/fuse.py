@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
-from petune.kernels.block.halved_stack import HalvedStack
 from petune.kernels.block.hooks import InDtype, NoCache, dense
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
@@ -28,9 +27,8 @@ from petune.kernels.block.specs import spec_of
 from petune.kernels.block.unpad import Unpadded, leave_padding_out, owner_of
 from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
-from petune.kernels.graphs.lanes import recorded
 from petune.kernels.graphs.replay import Graphs, ungraph
-from petune.kernels.graphs.ways import Ways
+from petune.kernels.graphs.ways import way_through
 from petune.kernels.head.hooks import fuse_head, unfuse_head
 from petune.kernels.memory.offload import Store
 from petune.kernels.memory.policy_hook import GIB, Governor
@@ -39,7 +37,7 @@ from petune.log import say
 from petune.models.frozen_weight import QuantisedWeight, bytes_in
 from petune.models.sharded import shards_of
 from petune.models.spec import Family
-from petune.models.stack import Stack, Whole, disown_stacks, ends_here, own_stacks, stacks_in, unownable
+from petune.models.stack import Stack, disown_stacks, ends_here, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, linear_of
 
 
@@ -271,22 +269,19 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
     stack.edges.append(InDtype())
-    ways: list[Whole] = []
-    if stack.ladder is None and _recordable(model, stack, specs, plan):
-        ways.append(recorded(math.ceil(plan.in_flight * len(plan.models)), stack.wire is not None))
-    if specs[0].overlapped:
-        ways.append(HalvedStack())
-    stack.whole = Ways(ways) if len(ways) > 1 else next(iter(ways), None)
+    records = stack.ladder is None and _recordable(model, specs, plan)
+    passes = math.ceil(plan.in_flight * len(plan.models)) if records else 0
+    stack.whole = way_through(passes, stack.wire is not None, specs[0].overlapped)
     return None
 
 
-def _recordable(model: nn.Module, stack: Stack, specs: Sequence[Spec], plan: Plan) -> bool:
+def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
     """Whether blocks may run as CUDA graphs: these have fixed addresses, have no keys that travel while they
     attend, and tell nobody who is sent where."""
-    exchanges = (one for spec in specs for one in spec.exchanges if one is not None)
-    fixed = shards_of(model) is None and not any(spec.mixtures for spec in specs)
-    fixed = fixed and all(one.kind in ("gather", "ulysses") for one in exchanges)
-    return plan.ops.name == "triton" and plan.memory.stream == "none" and fixed
+    exchanges = [one for spec in specs for one in spec.exchanges if one is not None]
+    travels = any(one.kind not in ("gather", "ulysses") for one in exchanges)
+    moves = plan.memory.stream != "none" or shards_of(model) is not None
+    return plan.ops.name == "triton" and not (travels or moves or any(spec.mixtures for spec in specs))
 
 
 def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
@@ -300,8 +295,7 @@ def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> 
         return specs
     _hooks_of(model).extend(_exchange_classes(ladder.numbered, specs, plan))
     ladder.ops = plan.ops
-    cut = specs[0].peers is not None
-    if stack.wire is None and not cut and _recordable(model, stack, specs, plan):
+    if stack.wire is None and specs[0].peers is None and _recordable(model, specs, plan):
         stack.whole = Graphs(beside=True)
     return None
 

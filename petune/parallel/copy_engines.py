@@ -233,9 +233,11 @@ class CopyEngines(Linked):
             self.again += 1
 
     def _copy(self, pieces: Iterable[Piece]) -> None:
-        """Copies, side by side; the last one on the stream itself."""
+        """Copies, side by side; the last one on the stream itself. Of two in a recording, whose messages are
+        small, the second takes less time than going apart and coming together."""
         driver, current, every = self.driver, self.stream, list(pieces)
-        beside = list(zip(every[:-1], self.sides, strict=False))
+        few = self.again is not None and len(every) == 2
+        beside = [] if few else list(zip(every[:-1], self.sides, strict=False))
         if beside:
             driver.record(self.begin, current)
         for piece, (stream, event) in beside:

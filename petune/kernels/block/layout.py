@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from petune.kernels.block.varlen import Segments, of_rows
+from petune.kernels.block.varlen import Segments, each_row
 from petune.rng.context import running
 from petune.rng.dropout import places
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
             return cls(len(hidden), longest, segments)
         kept: Segments | None = running().memory
         if kept is None and segments is not None:
-            kept = of_rows(len(memory), memory.shape[0] * memory.shape[1], memory.device)
+            kept = each_row(memory)
         return cls(len(hidden), longest, segments, memory.shape[1] if kept is None else kept.longest, kept)
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from petune.kernels.block.hooks import Flattened, Ready
 from petune.kernels.block.layout import MASKS, NO_MASK
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.varlen import Segments, from_mask, from_positions, of_rows, pack, unpack
+from petune.kernels.block.varlen import Segments, each_row, from_mask, from_positions, pack, unpack
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
 from petune.models.sharded import shards_of
@@ -212,11 +212,10 @@ class FindSegments:
         """Bind what the call's mask or positions say, and take the mask away where it is said."""
         call = dict(zip(self.arguments, args, strict=False)) | kwargs
         config = getattr(owner, "config", None)
-        known = None
-        if not self._left_alone(config, call) and self.ready(owner):
-            known = self._both(config, call)
-            if known is not None and call.get(_ACROSS) is not None and self.flattened(owner):
-                known = _or_rows(known[0], _read(call)), _or_rows(known[1], call[_ACROSS])
+        alone = self._left_alone(config, call) or not self.ready(owner)
+        known = None if alone else self._both(config, call)
+        if known is not None and call.get(_ACROSS) is not None and self.flattened(owner):
+            known = known[0] or each_row(_read(call)), known[1] or each_row(call[_ACROSS])
         running().segments, running().memory = (None, None) if known is None else known
         if known is None:
             return None
@@ -300,7 +299,7 @@ class FindSegments:
         elif positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
             found = _there(from_positions(on_host(positions).expand(rows, -1)), inputs.device)
         if found is None and self.causal and _masks_whole_rows(config, tokens):
-            return of_rows(rows, rows * tokens, inputs.device)
+            return each_row(inputs)
         return found
 
     def _from_mask(
@@ -336,11 +335,6 @@ class FindSegments:
 def _read(call: Call) -> Any:
     """What a call reads, [b, t, ...]: ids, or embeddings where they are given."""
     return call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
-
-
-def _or_rows(found: Segments | None, read: Tensor) -> Segments:
-    """The segments of what is read, [b, t, ...]: one for each row where there are none."""
-    return of_rows(len(read), read.shape[0] * read.shape[1], read.device) if found is None else found
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:

@@ -100,6 +100,11 @@ def of_rows(rows: int, total: int, device: torch.device) -> Segments:
     return Segments(starts, (length,) * rows, None, (rows, length))
 
 
+def each_row(x: Tensor) -> Segments:
+    """One segment for each row of `x` [b, t, ...]."""
+    return of_rows(len(x), x.shape[0] * x.shape[1], x.device)
+
+
 def paired(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], ...]:
     """Segments that attend one to one, those of the same two lengths together: (their queries [n, q], their
     keys [n, k]), int64."""

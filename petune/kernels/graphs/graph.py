@@ -14,7 +14,7 @@ from petune.kernels.block.call import Call, Draws, Parts
 from petune.kernels.block.drawing import Side, sides
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.varlen import Segments, of_rows
+from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
 from petune.kernels.graphs.passes import Gate, Passes, Piece
 from petune.kernels.graphs.recorder import Recorder, Run
@@ -76,7 +76,7 @@ def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segmen
     if memory is None:
         return here.segments, None
     both = (here.segments, hidden), (here.memory, memory)
-    own, across = (given or of_rows(len(x), x.shape[0] * x.shape[1], x.device) for given, x in both)
+    own, across = (given or each_row(x) for given, x in both)
     return own, across
 
 

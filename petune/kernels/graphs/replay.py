@@ -213,12 +213,11 @@ class Graphs:
         blocks = self._numbered(stack)
         if here.segments is None or not (torch.is_grad_enabled() and stack.training and blocks):
             return None
-        if any(
-            exchange is not None and exchange.kind == "gather" for exchange in blocks[0][1].spec.exchanges
-        ):
+        spec = blocks[0][1].spec
+        if any(one is not None and one.kind == "gather" for one in spec.exchanges):
             return None  # which keys a rank sees follows from the segments
         size = Bucket.of(hidden.shape, here.segments, memory=here.memory).own
-        return size.tokens if self._worthwhile(size, blocks[0][1].spec, hidden.device) else None
+        return size.tokens if self._worthwhile(size, spec, hidden.device) else None
 
     def _worthwhile(self, size: Size, spec: Spec, device: torch.device) -> bool:
         """Whether launches bound such a block on rows of this size; on all ranks that share it."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from petune.kernels.block.halved_stack import HalvedStack
+from petune.kernels.graphs.lanes import recorded
 from petune.models.stack import Call, Stack, Whole
 from petune.rng.context import Running
 
@@ -31,3 +33,12 @@ class Ways:
         """See petune.models.stack.Whole."""
         gone = (way(stack, call, here, below) for way in self.every if way.takes(stack, call))
         return next((advanced for advanced in gone if advanced is not None), None)
+
+
+def way_through(passes: int, staged: bool, overlapped: bool) -> Whole | None:
+    """The way through all blocks of a stack, None where they run one by one. passes: those that may be on the
+    way at once as recordings, 0 for none; staged: see Graphs; overlapped: whether ranks hide what they say
+    behind another half."""
+    ways: list[Whole] = [recorded(passes, staged)] if passes else []
+    ways += [HalvedStack()] if overlapped else []
+    return Ways(ways) if len(ways) > 1 else next(iter(ways), None)

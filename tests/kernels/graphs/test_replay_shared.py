@@ -13,7 +13,7 @@ import torch
 from petune.kernels import fuse
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.graphs import bucket as buckets
-from petune.kernels.graphs import replay
+from petune.kernels.graphs import replay, ways
 from petune.kernels.graphs.bucket import Bucket
 from petune.kernels.graphs.lanes import Lanes
 from petune.kernels.graphs.replay import Graphs
@@ -41,10 +41,10 @@ class Rank:
         replay.RECORDING = 0
         replay.say = self.said.append  # type: ignore[attr-defined, assignment]
         real, fast = fuse._recordable, SimpleNamespace(name="triton")
-        fuse._recordable = lambda model, stack, specs, plan: real(
-            model, stack, specs, cast("Any", SimpleNamespace(ops=fast, memory=plan.memory))
+        fuse._recordable = lambda model, specs, plan: real(
+            model, specs, cast("Any", SimpleNamespace(ops=fast, memory=plan.memory))
         )
-        fuse.recorded = self._made  # type: ignore[attr-defined]
+        ways.recorded = self._made  # type: ignore[attr-defined]
 
     def _made(self, most: int, staged: bool) -> Any:
         def one() -> Graphs:
