@@ -95,7 +95,7 @@ class Wire(Protocol):
 
 class Edges(Protocol):
     """How calls enter and leave a stack that computes on other tensors inside: on some tokens of each row,
-    say. replays: whether recordings of the blocks, which are replayed, know what they are handed then."""
+    say. replays: whether blocks inside these edges may be replayed from recordings."""
 
     replays: bool
 

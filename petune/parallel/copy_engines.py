@@ -44,7 +44,7 @@ class CopyEngines(Linked):
         self.flags, self.flags_of = self._flags(3 * self.ranks)
         self.met, *self.met_again = (self._meeting(at) for at in range(3))
         self.again: int | None = None  # meetings of the recording that is being made
-        self.held: list[Sequence[Tensor]] = []  # rooms of recordings
+        self.recordings: list[Sequence[Tensor]] = []  # whose rooms they use
 
     def _meeting(self, at: int) -> Callable[[int, int], None]:
         """How streams meet by the flags of that number, which all but the first are put back."""
@@ -68,16 +68,17 @@ class CopyEngines(Linked):
         if not self.driver.capturing():
             yield
             return
-        before, self.stream = self.stream, self.driver.current()
-        self.again = 0
+        before = self.stream, self.turn
+        self.stream, self.again = self.driver.current(), 0
         try:
             self._meet()
             yield
             for _ in range(2 - self.again % 2):
                 self._meet()
-            self.held.append(self.every)
-        finally:
-            self.stream, self.again = before, None
+            if not any(rooms is self.every for rooms in self.recordings):
+                self.recordings.append(self.every)
+        finally:  # nothing was said yet, and it may have failed on one rank
+            (self.stream, self.turn), self.again = before, None
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks, which is rounded once; in the place of `x` where that is the caller's

@@ -31,7 +31,7 @@ class Running:
     rows: [batch] int64, the number of each row within the optimizer step, or None outside training. key: what
     the step's dropout is drawn from. site: names the place in the model, `stack.block`; drawn counts the
     dropouts of that site so far. sizes: tokens per rank of the tp axis when the sequence is cut, else empty;
-    rank: which of them this is; rooms: tokens for which each has room where a recording may be replayed, else
+    rank: which of them this is; laid: tokens of each rank in the recording in which this call's may lie, else
     empty.
     token, feature: the place in the whole sequence and in the whole last dim of the first element that is
     held here. segments: which tokens of a padded or packed batch are kept and attend to each other
@@ -47,7 +47,7 @@ class Running:
     drawn: int = 0
     sizes: tuple[int, ...] = ()
     rank: int = 0
-    rooms: tuple[int, ...] = ()
+    laid: tuple[int, ...] = ()
     token: int = 0
     feature: int = 0
     segments: Any = None

@@ -38,8 +38,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Flattened:
-    """Whether the stack at `path` below an owner may be replayed on tokens that are cut across ranks: all
-    rows are cut as one then, so that the tokens of each rank lie in one piece."""
+    """Whether the stack at `path` below an owner has a way through all its blocks, on tokens that are cut
+    across ranks: all rows are cut as one then, so that in a recording each rank's lie in one piece."""
 
     path: str
 

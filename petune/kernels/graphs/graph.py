@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import cast, get_args
 
@@ -11,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.call import Call, Draws, Parts
-from petune.kernels.block.drawing import Side, sides
+from petune.kernels.block.drawing import Places, Side, sides
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
 from petune.kernels.graphs.passes import Gate, Passes, Piece
 from petune.kernels.graphs.recorder import Recorder, Run
-from petune.kernels.graphs.weights import Learned
+from petune.kernels.graphs.weights import Learned, Weights
 from petune.models.stack import Call as Arguments
-from petune.rng.context import Running, bound
+from petune.rng.context import Running, bound, bound_to
 
 Meeting = tuple[Tensor, Tensor, float]
 
@@ -30,9 +31,8 @@ class Arrival:
     positions, None where blocks read none; the segments of both; the form of each attention; what drops out
     in each block; a bias by distance [heads, 2 longest - 1] that an earlier stage has handed on. trains:
     whether hidden states, the encoder's and the bias need gradients. meeting: on a ladder, what its gates mix
-    in, [levels, b, t, w], the gates [levels] and their temperature. rooms: where the tokens are cut across
-    ranks, those for which each of them has room in the recording; held: rows that this rank has of them, for
-    all rows of the batch."""
+    in, [levels, b, t, w], the gates [levels] and their temperature. laid: where the tokens are cut across
+    ranks, those that each has in the recording; inlet: rows of hidden states there, [m, w]."""
 
     def __init__(
         self, call: Arguments, block: FusedBlock, here: Running, meeting: Meeting | None = None
@@ -58,10 +58,10 @@ class Arrival:
             if self.angles is None
             else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
         )
-        self.rooms = here.rooms or here.sizes
-        kind = self.backends, hidden.dtype, self.trains, angles, self.rooms
+        self.laid = here.laid or here.sizes
+        kind = self.backends, hidden.dtype, self.trains, angles, self.laid
         self.bucket = Bucket.of((len(hidden), tokens), segments, kind, across)
-        self.held = len(hidden) * self.rooms[here.rank] if self.rooms else self.bucket.tokens
+        self.inlet = len(hidden) * self.laid[here.rank] if self.laid else self.bucket.tokens
 
     def distances(self, block: FusedBlock, longest: int) -> Tensor | None:
         """The bias by distance up to `longest`, made of the table of the first block, or what was handed on
@@ -80,6 +80,19 @@ def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segmen
     return own, across
 
 
+def drawn(
+    name: str, numbered: Sequence[tuple[int, FusedBlock]], weights: Weights, arrival: Arrival, here: Running
+) -> list[Draws]:
+    """What drops out in each block, as if each ran by itself at its site."""
+    with bound_to(here):
+        layout = Layout.of(arrival.hidden, arrival.memory, cut=bool(arrival.laid))
+    found, places = [], Places(layout, arrival.hidden, arrival.memory)
+    for (number, block), parts in zip(numbered, weights.parts, strict=True):
+        with bound_to(replace(here, site=f"{name}.{number}", drawn=0)):
+            found.append(block.draws(parts, places))
+    return found
+
+
 class Graph:
     """A recording of both passes for one bucket, and the buffers it reads and writes. used: the call of the
     stack that used it last."""
@@ -90,7 +103,7 @@ class Graph:
         self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned
     ) -> None:
         self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
-        self.rooms = arrival.rooms
+        self.laid = arrival.laid
         inlet, self.outlet, *rooms = rooms
         self.gates, self.meeting = list[Gate](), list[Tensor]()
         if arrival.meeting is not None:
@@ -110,13 +123,19 @@ class Graph:
         if arrival.angles is not None:
             cos, sin = arrival.angles
             # attention on own tokens reads the positions of those
-            segmented = len(inlet) if any(block.spec.exchanges) else own.tokens
-            places = segmented if arrival.bucket.segmented else len(cos)
-            self.angles = cos.new_zeros(places, cos.shape[1]), sin.new_zeros(places, sin.shape[1])
-        rows = len(inlet), own.tokens, *map(len, memory)
+            turned = len(inlet) if any(block.spec.exchanges) else own.tokens
+            turned = turned if arrival.bucket.segmented else len(cos)
+            self.angles = cos.new_zeros(turned, cos.shape[1]), sin.new_zeros(turned, sin.shape[1])
+        self._draw(arrival, block, (len(inlet), own.tokens, *map(len, memory)))
+        self._forward: Run
+        self._backward: Run
+
+    def _draw(self, arrival: Arrival, block: FusedBlock, counts: Sequence[int]) -> None:
+        """Make room for what is drawn. counts: tokens of each `Side`."""
+        device = self.outlet.device
         self.places = {
             side: torch.zeros(count, dtype=torch.int64, device=device)
-            for side, count in zip(get_args(Side), rows, strict=False)
+            for side, count in zip(get_args(Side), counts, strict=False)
         }
         self.bases = torch.zeros(sum(len(one.all) for one in arrival.draws), dtype=torch.int64, device=device)
         bases = iter(self.bases.split(1))
@@ -130,8 +149,6 @@ class Graph:
         ]
         # which of all draws says where the tokens of a side are: those of a side say the same
         self.telling = {side: at for at, side in enumerate(chain.from_iterable(every))}
-        self._forward: Run
-        self._backward: Run
 
     def _meet(self, below: Tensor, meeting: Meeting) -> None:
         """Make the gates of a ladder, beside `below` [levels, m, w]."""
@@ -159,7 +176,7 @@ class Graph:
             None if memory is None else memory.longest,
             self.across,
         )
-        with bound(sizes=self.rooms):
+        with bound(sizes=self.laid):
             return block.call(parts, block.hows(layout, self.backends, draws), draws, self.angles)
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:

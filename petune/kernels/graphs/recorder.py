@@ -9,7 +9,13 @@ from typing import Protocol
 
 import torch
 
+from petune.errors import PetuneError
+
 Run = Callable[[], None]
+
+
+class NotRecorded(RuntimeError):
+    """A pass that has run cannot be recorded."""
 
 
 class Recorder(Protocol):
@@ -20,8 +26,8 @@ class Recorder(Protocol):
         ...
 
     def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
-        """Both passes again, over the memory they are recorded on. Raises RuntimeError where one cannot be
-        recorded."""
+        """Both passes again, over the memory they are recorded on. Raises NotRecorded where one cannot be
+        recorded, and what the passes raise where they are tried."""
         ...
 
 
@@ -66,6 +72,11 @@ class CudaRecorder:
 
     def _captured(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except (RuntimeError, PetuneError) as error:
+            raise NotRecorded(str(error)) from error
         return graph.replay

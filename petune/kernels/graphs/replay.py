@@ -28,23 +28,21 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from petune.kernels.block.call import Draws, Spec
-from petune.kernels.block.drawing import Places
-from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast
+from petune.kernels.block.call import Spec
+from petune.kernels.block.layout import BIAS, memory_in_autocast
 from petune.kernels.block.module import FusedBlock, hooked
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size
-from petune.kernels.graphs.graph import Arrival, Graph
+from petune.kernels.graphs.graph import Arrival, Graph, drawn
 from petune.kernels.graphs.node import Node, Turn
 from petune.kernels.graphs.passes import Gate, Piece
-from petune.kernels.graphs.recorder import CudaRecorder, Recorder
+from petune.kernels.graphs.recorder import CudaRecorder, NotRecorded, Recorder
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of
@@ -84,6 +82,7 @@ class Graphs:
         self.said: set[str] = set()
         self.worth: dict[tuple[Size, torch.dtype], bool] = {}  # whether a recording of such rows helps
         self.failed: set[Bucket] = set()
+        self.declined: set[Size] = set()  # that ran block by block when last seen
         self.long: set[tuple[torch.Size, torch.dtype]] = set()  # of hidden states whose recording would not
         self.turn: Callable[[], Turn | None] = lambda: None
         self.calls = 0
@@ -174,10 +173,8 @@ class Graphs:
             ):
                 return None  # a block that declines says so itself
         arrival = Arrival(call, blocks[0], here, meeting)
-        if here.sizes and arrival.segments is not None and not here.rooms:
-            return None  # the tokens of a recording would lie on other ranks
         if not self._worthwhile(arrival.bucket.own, blocks[0].spec, arrival.hidden.device):
-            if arrival.segments is None:
+            if arrival.segments is None and not here.sizes:  # own tokens do not say how many there are
                 self.long.add((arrival.hidden.shape, arrival.hidden.dtype))
             return None
         weights = self._current(blocks)
@@ -185,8 +182,13 @@ class Graphs:
         reason = _reason(blocks, arrival, weights) or self.recorder.refusal()
         if reason is not None:
             self._say(f"{name} runs block by block, not as CUDA graphs: {reason}")
+        if reason is not None or arrival.bucket in self.failed:
+            self.declined.add(arrival.bucket.own)
             return None
-        arrival.draws = _drawn(name, numbered, weights, arrival, here) if weights.drops else weights.undrawn
+        self.declined.discard(arrival.bucket.own)
+        if here.sizes and arrival.segments is not None and not here.laid:
+            return None  # the tokens of a recording would lie on other ranks
+        arrival.draws = drawn(name, numbered, weights, arrival, here) if weights.drops else weights.undrawn
         graph = self._graph(name, blocks, arrival)
         if graph is None:
             return None
@@ -211,13 +213,18 @@ class Graphs:
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
         """See petune.models.stack.Whole: tokens in segments are laid in those of their bucket."""
         blocks = self._numbered(stack)
-        if here.segments is None or not (torch.is_grad_enabled() and stack.training and blocks):
+        if (
+            self.beside
+            or here.segments is None
+            or not (torch.is_grad_enabled() and stack.training and blocks)
+        ):
             return None
         spec = blocks[0][1].spec
         if any(one is not None and one.kind == "gather" for one in spec.exchanges):
             return None  # which keys a rank sees follows from the segments
         size = Bucket.of(hidden.shape, here.segments, memory=here.memory).own
-        return size.tokens if self._worthwhile(size, spec, hidden.device) else None
+        worth = size not in self.declined and self._worthwhile(size, spec, hidden.device)
+        return size.tokens if worth else None
 
     def _worthwhile(self, size: Size, spec: Spec, device: torch.device) -> bool:
         """Whether launches bound such a block on rows of this size; on all ranks that share it."""
@@ -295,6 +302,8 @@ class Graphs:
         try:
             graph.record(self.recorder, self._pieces(graph, blocks))
         except RuntimeError as error:
+            if spec.peers is not None and not isinstance(error, NotRecorded):
+                raise  # of the trial: what other ranks say then has no answer
             problem = str(error).partition("\n")[0]
         if not _agreed(spec, problem is None, arrival.hidden.device):
             self.failed.add(bucket)
@@ -314,9 +323,9 @@ class Graphs:
         """Inlet, outlet and, where there is one, the inlet of the memory; recordings of about the same size
         share them, as they share the rest of their memory."""
         bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
-        rooms = [self._room(name, hidden, arrival.held) for name in ("inlet", "outlet")]
+        rooms = [self._room(name, hidden, arrival.inlet) for name in ("inlet", "outlet")]
         if arrival.meeting is not None:
-            rooms.append(self._levels(arrival.meeting[0], arrival.held))
+            rooms.append(self._levels(arrival.meeting[0], arrival.inlet))
         return (
             rooms
             if memory is None or bucket.memory is None
@@ -378,19 +387,6 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
 def _agreed(spec: Spec, found: bool, device: torch.device) -> bool:
     """Whether all ranks that share such a block have found so: they must say the same inside of it."""
     return found if spec.peers is None else bool(spec.peers.least([int(found)], device)[0])
-
-
-def _drawn(
-    name: str, numbered: Sequence[tuple[int, FusedBlock]], weights: Weights, arrival: Arrival, here: Running
-) -> list[Draws]:
-    """What drops out in each block, as if each ran by itself at its site."""
-    with bound_to(here):
-        layout = Layout.of(arrival.hidden, arrival.memory, cut=bool(arrival.rooms))
-    found, places = [], Places(layout, arrival.hidden, arrival.memory)
-    for (number, block), parts in zip(numbered, weights.parts, strict=True):
-        with bound_to(replace(here, site=f"{name}.{number}", drawn=0)):
-            found.append(block.draws(parts, places))
-    return found
 
 
 def ungraph(model: nn.Module) -> None:

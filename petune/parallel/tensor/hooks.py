@@ -333,24 +333,24 @@ class StackEdges(Shared):
             raise UsageError(
                 "a sequence cut across ranks needs a token for each", found=found, remedy="pad the batch"
             )
-        sizes, rooms = self._sizes(length, stack.room_for(carry["hidden_states"], here))
-        here = replace(here, sizes=sizes, rank=self.rank, rooms=rooms, token=sum(sizes[: self.rank]))
+        sizes, laid = self._sizes(length, stack.room_for(carry["hidden_states"], here))
+        here = replace(here, sizes=sizes, rank=self.rank, laid=laid, token=sum(sizes[: self.rank]))
         carry = carry | {"hidden_states": self.part(carry["hidden_states"], here)}
         if self.plan.attention == "sequence":
             carry |= self._bias(stack, stack.numbered[0][1], carry, length)
         return carry, here
 
     def _sizes(self, length: int, room: int | None) -> tuple[Sizes, Sizes]:
-        """(tokens of each rank, those for which it has room in a recording of so many). Rooms are filled from
-        the first on, so that what ranks gather there lies in one piece; each has to get some."""
+        """(tokens of each rank, those that it has in a recording with room for so many). Ranks are filled
+        from the first on, so that what they gather there lies in one piece; each has to get some."""
         if room is not None:
-            rooms = apportion(room, self.plan.sequence)
+            laid = apportion(room, self.plan.sequence)
             sizes = tuple(
-                min(end, length) - min(end - room, length)
-                for room, end in zip(rooms, accumulate(rooms), strict=True)
+                min(end, length) - min(end - own, length)
+                for own, end in zip(laid, accumulate(laid), strict=True)
             )
             if all(sizes):
-                return sizes, rooms
+                return sizes, laid
         return apportion(length, self.plan.sequence), ()
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:

@@ -10,17 +10,25 @@ from typing import Any, cast
 import pytest
 import torch
 
+import petune
 from petune.kernels import fuse
+from petune.kernels.block.varlen import from_mask
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay, ways
 from petune.kernels.graphs.bucket import Bucket
 from petune.kernels.graphs.lanes import Lanes
+from petune.kernels.graphs.recorder import NotRecorded
 from petune.kernels.graphs.replay import Graphs
 from petune.kernels.memory import block_cost
+from petune.models import family_of
 from petune.parallel.collectives import Sizes
+from petune.parallel.plan import apportion
 from petune.parallel.tensor.hooks import StackEdges
-from tests.kernels.replays import Again
+from petune.rng.context import Running
+from tests.kernels.replays import Again, stacks
+from tests.kernels.replays import replayed as replayed_anew
+from tests.methods.zoo import VOCAB, tiny
 from tests.parallel import harness
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, Trace, compare, oracle
@@ -58,11 +66,11 @@ def replayed(one: Case, limit: float, quantum: int = 4, bound: float = 1.0) -> d
     """The trace of steps on a rank, in a process that ends soon, and what was replayed there."""
     block_cost.LAUNCH_BOUND = bound
     rank = Rank(quantum)
-    cuts: set[tuple[Sizes, Sizes]] = set()
+    cuts: set[tuple[int | None, Sizes, Sizes]] = set()
     made = StackEdges._sizes
 
     def cut(self: StackEdges, length: int, room: int | None) -> tuple[Sizes, Sizes]:
-        cuts.add(found := made(self, length, room))
+        cuts.add((room, *(found := made(self, length, room))))
         return found
 
     StackEdges._sizes = cut  # type: ignore[method-assign]
@@ -72,6 +80,7 @@ def replayed(one: Case, limit: float, quantum: int = 4, bound: float = 1.0) -> d
         "replays": (rank.recorder.forwards, rank.recorder.backwards),
         "said": rank.said,
         "cuts": cuts,
+        "long": any(graphs.long for graphs in rank.graphs),
         "buckets": [bucket for graphs in rank.graphs for bucket in graphs.graphs],
     }
 
@@ -126,32 +135,66 @@ def test_tokens_are_cut_where_those_of_the_recording_are() -> None:
     """So that ranks gather them in one piece; the last rank gets fewer."""
     one = case("bert-classify", "lora", BACKENDS["galaxy"]("bert-classify", 2), blocks=WHOLE)
     for rank in checked(one):
-        laid = [(sizes, rooms) for sizes, rooms in rank["cuts"] if rooms]
-        assert {rooms for _, rooms in laid} == {
+        cuts = [(sizes, laid) for _, sizes, laid in rank["cuts"] if laid]
+        assert cuts
+        assert {laid for _, laid in cuts} == {
             bucket.kind[-1] for bucket in rank["buckets"] if bucket.segmented
         }
-        assert all(first == room and 0 < last < most for (first, last), (room, most) in laid)
+        assert all(first == room and 0 < last < most for (first, last), (room, most) in cuts)
+
+
+@pytest.mark.parametrize(
+    ("shares", "length", "room", "expected"),
+    [
+        ((3, 2, 1), 50, 60, ((30, 20, 0), (30, 20, 10))),
+        ((3, 2, 1), 57, 60, ((30, 20, 7), (30, 20, 10))),
+        ((1, 1), 60, 60, ((30, 30), (30, 30))),
+        ((1, 1), 61, None, ((31, 30), ())),
+    ],
+)
+def test_ranks_are_filled_from_the_first_on(
+    shares: Sizes, length: int, room: int | None, expected: tuple[Sizes, Sizes]
+) -> None:
+    edges = StackEdges(cast("Any", SimpleNamespace(sequence=shares)), cast("Any", None), 0)
+    if not all(expected[0]):  # nobody may be left without tokens
+        expected = (apportion(length, shares), ())
+    assert edges._sizes(length, room) == expected
 
 
 def test_ranks_that_would_get_no_tokens_go_block_by_block() -> None:
     one = case("bert-classify", "lora", BACKENDS["galaxy"]("bert-classify", 2), passes=(3, 5), blocks=WHOLE)
     for rank in checked(one, 512):
         assert not any(bucket.segmented for bucket in rank["buckets"])
-        assert not any(rooms for _, rooms in rank["cuts"])
+        assert any(room is not None for room, _, _ in rank["cuts"])
+        assert not any(laid for _, _, laid in rank["cuts"])
 
 
 def test_long_rows_are_cut_evenly_and_run_block_by_block() -> None:
     one = case("bert-classify", "lora", BACKENDS["galaxy"]("bert-classify", 2), blocks=WHOLE)
     for rank in checked(one, 4, 0.0):
         assert rank["replays"] == (0, 0)
-        assert not any(rooms for _, rooms in rank["cuts"])
+        assert not any(room is not None for room, _, _ in rank["cuts"])
+        assert not rank["long"], "as many own tokens may be those of rows that are not"
 
 
 def one_fails(one: Case, limit: float) -> dict[str, Any]:
     """On the second rank nothing can be recorded."""
     if torch.distributed.get_rank() == 1:
-        Again.error = RuntimeError("no room")
+        Again.error = NotRecorded("no room")
     return replayed(one, limit)
+
+
+def trial_fails(one: Case, limit: float) -> str:
+    """On both ranks blocks cannot even be tried."""
+    Again.error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as raised:
+        replayed(one, limit)
+    return str(raised.value)
+
+
+def test_a_trial_that_fails_ends_the_run_as_others_wait_for_its_answer() -> None:
+    one = case("bert-classify", "lora", BACKENDS["tp"]("bert-classify", 2), blocks=WHOLE)
+    assert run(2, trial_fails, one, oracle(one).norms[0] / 2) == ["out of memory"] * 2
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])
@@ -175,3 +218,29 @@ def test_halves_go_where_launches_do_not_bind_and_recordings_where_they_do() -> 
 def test_a_bucket_of_rows_that_are_cut_is_of_all_their_tokens() -> None:
     whole = Bucket.of((2, 8), None, ((5, 3),))
     assert (whole.own.tokens, whole.own.longest, whole.rows) == (16, 8, 2)
+
+
+def test_there_is_no_room_for_sizes_that_were_declined_until_they_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_cost, "LAUNCH_BOUND", 1.0)
+    model = tiny("bert-classify").train()
+    petune.wrap(model, method="lora", r=2, kernels="off")
+    assert fuse.fuse(model, family_of(model), "reference")
+    replayed_anew(model)
+    (stack,) = stacks(model)
+    lengths = torch.tensor([9, 4, 7])
+    mask = (torch.arange(9)[None] < lengths[:, None]).long()
+    ids = torch.randint(3, VOCAB, (3, 9))
+    hidden, here = torch.empty(1, 20, 32), Running(segments=from_mask(mask))
+
+    def room() -> int | None:
+        model(input_ids=ids * mask, attention_mask=mask, labels=torch.zeros(3, dtype=torch.long))
+        return stack.room_for(hidden, here)
+
+    expected = room()
+    assert expected is not None and expected > 20
+    with monkeypatch.context() as patched:
+        patched.setattr(replay, "_reason", lambda *given: "for a test")
+        assert room() is None
+    assert room() == expected
