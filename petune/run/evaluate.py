@@ -82,8 +82,7 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
     """Logits and batch without the rows that only fill it up, which have the number -1."""
     rows = batch.get("rows")
-    kept = None if rows is None else on_host(rows) >= 0
-    if kept is None or bool(kept.all()):
+    if rows is None or bool((kept := on_host(rows) >= 0).all()):
         return logits, batch
     return chosen(logits, kept), {name: chosen(value, kept) for name, value in batch.items()}
 

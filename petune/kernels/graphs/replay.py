@@ -15,6 +15,9 @@ Addresses are part of a recording, values are not: weights may be trained, and L
 them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
 and a word for each draw. Tensors that are moved or replaced make all recordings void.
 
+Of blocks that ranks share what they say is recorded too, so all of them replay the same, and each decision
+here is the same on all. Where tokens are cut across ranks they are laid in the bucket's before (`room_for`).
+
 Of a ladder beside blocks that are known all levels are recorded, each behind its gate. What the gates mix in
 is one more inlet, [levels, m, w], and the gates themselves are another.
 
