@@ -276,12 +276,12 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
 
 
 def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
-    """Whether blocks may run as CUDA graphs: these have fixed addresses, have no keys that travel while they
-    attend, and tell nobody who is sent where."""
-    exchanges = [one for spec in specs for one in spec.exchanges if one is not None]
-    travels = any(one.kind not in ("gather", "ulysses") for one in exchanges)
-    moves = plan.memory.stream != "none" or shards_of(model) is not None
-    return plan.ops.name == "triton" and not (travels or moves or any(spec.mixtures for spec in specs))
+    """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, and
+    what they say to other ranks can be part of one."""
+    fixed = plan.memory.stream == "none" and shards_of(model) is None
+    told = any(spec.mixtures for spec in specs)
+    says = all(crossing.recordable for spec in specs for crossing in spec.crossings)
+    return plan.ops.name == "triton" and fixed and not told and says
 
 
 def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:

@@ -95,6 +95,11 @@ class Boundary(Protocol):
         """The least of each number among the ranks, on all of them; for what they have to agree on."""
         ...
 
+    @property
+    def recordable(self) -> bool:
+        """Whether what is said here may be part of a recording."""
+        ...
+
     def recorded(self) -> AbstractContextManager[None]:
         """What is said inside, at this boundary and all others of the same blocks, may become part of a
         recording, which all ranks replay in the same order."""

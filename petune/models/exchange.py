@@ -101,6 +101,11 @@ class Exchange(Protocol):
         """As that of a boundary: the least of each number among the ranks."""
         ...
 
+    @property
+    def recordable(self) -> bool:
+        """As that of a boundary."""
+        ...
+
     def recorded(self) -> AbstractContextManager[None]:
         """As that of a boundary."""
         ...

@@ -47,6 +47,11 @@ class _Among:
         """See Boundary."""
         return least_of(numbers, device, self.group)
 
+    @property
+    def recordable(self) -> bool:
+        """See Boundary."""
+        return self.link.recordable
+
     def recorded(self) -> AbstractContextManager[None]:
         """See Boundary."""
         return self.link.recorded()

@@ -19,6 +19,7 @@ from torch import Tensor
 from petune.kernels.block.turns import then
 from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes
 from petune.parallel.copy_engines import CopyEngines
+from petune.parallel.launch.lasting import LastingGroup
 
 LARGE = 2**20  # bytes of a message from which copy engines pay
 
@@ -84,6 +85,12 @@ class Link:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         then(partial(put, rooms))
+
+    @property
+    def recordable(self) -> bool:
+        """Whether what is said may be part of a recording, which knows a group as it is now: not where ranks
+        may be replaced."""
+        return not isinstance(self.group, LastingGroup)
 
     def recorded(self) -> AbstractContextManager[None]:
         """What is said inside may become part of a recording, which all ranks replay in the same order."""

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from petune.kernels.configs import MemoryConfig
+from petune.parallel.boundary import SequenceBoundary, WholeBoundary
 from petune.parallel.copy_engines import CopyEngines
+from petune.parallel.launch.lasting import LastingGroup
+from petune.parallel.sequence.exchange import Gather, Ring, Ulysses
 from tests.parallel import harness
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, Trace, compare, oracle
@@ -65,3 +69,17 @@ def test_ranks_that_talk_by_copy_engines_train_as_one_process(
     found = run(2, _steps, one, expected.norms[0] / 2, tmp_path, timeout=90)
     compare([Trace(**rank["trace"]) for rank in found], expected, one)
     assert all(rank["said"] == SAYS[backend] for rank in found)
+
+
+def _recordable() -> list[bool]:
+    world = dist.group.WORLD
+    assert world is not None
+    groups = world, LastingGroup(world)
+    made: list[Any] = [kind(group) for kind in (WholeBoundary, SequenceBoundary) for group in groups]
+    made += [kind(group, 0) for kind in (Gather, Ulysses, Ring) for group in groups]
+    return [one.recordable for one in made]
+
+
+def test_what_ranks_say_that_may_be_replaced_is_no_part_of_a_recording() -> None:
+    """A recording would go on with the connections of the lost one."""
+    assert run(2, _recordable) == [[True, False] * 4 + [False] * 2] * 2

@@ -100,6 +100,11 @@ class Among(ABC):
         """See petune.models.exchange.Exchange."""
         return least_of(numbers, device, self.group)
 
+    @property
+    def recordable(self) -> bool:
+        """See petune.models.exchange.Exchange."""
+        return self.link.recordable
+
     def recorded(self) -> AbstractContextManager[None]:
         """See petune.models.exchange.Exchange."""
         return self.link.recorded()

@@ -115,6 +115,7 @@ class Cross:
     kind: ClassVar[ExchangeKind] = "cross"
     overlapped: ClassVar[bool] = False
     split_turns: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False  # of which rows own queries are, follows from all lengths
     index: int
     shares: Sizes = ()
     sizes: Sizes = ()
@@ -252,6 +253,7 @@ class Ring(Among):
     is not possible here."""
 
     kind = "ring"
+    recordable = False  # its transfers are under way while kernels run
 
     def attend(
         self,
