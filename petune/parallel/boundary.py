@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from petune.models.boundary import Connection
-from petune.parallel.collectives import COPY, REDUCE, Group, Sizes, least_of
+from petune.parallel.collectives import COPY, REDUCE, Group, Sizes
 from petune.parallel.copy_engines import CopyEngines
-from petune.parallel.link import Link
+from petune.parallel.link import Crossing
 from petune.rng.context import running
 
 
 @dataclass(frozen=True)
-class _Among:
+class _Among(Crossing):
     """Among the ranks of `group`. A copy of the model has the same one, as a process group cannot be copied.
     largest: the largest share of all tokens that one of them has beyond it."""
 
@@ -35,26 +32,8 @@ class _Among:
         terms."""
         return self.engines is not None and self.link.terms > 1
 
-    @property
-    def link(self) -> Link:
-        """How they talk."""
-        return Link(self.group, self.engines, self.overlapped)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """See Boundary."""
-        return least_of(numbers, device, self.group)
-
-    @property
-    def recordable(self) -> bool:
-        """See Boundary."""
-        return self.link.recordable
-
-    def recorded(self) -> AbstractContextManager[None]:
-        """See Boundary."""
-        return self.link.recorded()
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class CopyEngines(Linked):
         rooms = self._turn(most)
         self._copy((sent._replace(to=rooms[self.others[0]]),))
         self._meet()
-        self.end(partial(self._add_two, kept, self._view(kept.shape, kept.dtype), found))
+        self.end(partial(torch.add, kept, self._view(kept.shape, kept.dtype), out=found))
         return found
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -219,10 +219,6 @@ class CopyEngines(Linked):
         """Write the sum of [ranks, m] into `out` [m], rounded once."""
         ops = self.ops if out.dtype in DTYPES else reference_ops()
         ops.total(terms, out.dtype, out)
-
-    def _add_two(self, one: Tensor, other: Tensor, out: Tensor) -> None:
-        """Write the sum of two of one shape into `out`, rounded once."""
-        torch.add(one, other, out=out)
 
     def _meet(self) -> None:
         """Let the stream wait until those of all ranks have come as far."""

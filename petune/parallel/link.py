@@ -17,11 +17,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.kernels.block.turns import then
-from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes
+from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes, least_of
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.launch.lasting import LastingGroup
 
 LARGE = 2**20  # bytes of a message from which copy engines pay
+
+
+class Crossing:
+    """What boundaries and exchanges have in common (see petune.models.boundary, petune.models.exchange)."""
+
+    group: Group
+    overlapped: bool
+    engines: CopyEngines | None
+
+    @property
+    def link(self) -> Link:
+        """How they talk inside fused blocks."""
+        return Link(self.group, self.engines, self.overlapped)
+
+    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """The least of each number among the ranks, on all of them."""
+        return least_of(numbers, device, self.group)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether what is said may be part of a recording, which knows a group as it is now: not where ranks
+        may be replaced."""
+        return not isinstance(self.group, LastingGroup)
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """What is said inside may become part of a recording, which all ranks replay in the same order."""
+        return nullcontext() if self.engines is None else self.engines.recorded()
 
 
 @dataclass(frozen=True)
@@ -85,16 +112,6 @@ class Link:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         then(partial(put, rooms))
-
-    @property
-    def recordable(self) -> bool:
-        """Whether what is said may be part of a recording, which knows a group as it is now: not where ranks
-        may be replaced."""
-        return not isinstance(self.group, LastingGroup)
-
-    def recorded(self) -> AbstractContextManager[None]:
-        """What is said inside may become part of a recording, which all ranks replay in the same order."""
-        return nullcontext() if self.engines is None else self.engines.recorded()
 
     def room_bytes(self, size: int, swapped: bool = False) -> tuple[int, int]:
         """Bytes that stand for messages which need so many, and bytes to come for them. swapped: they are

@@ -97,14 +97,18 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def chosen(values: Tensor, kept: Tensor) -> Tensor:
-    """The entries [n, ...] of `values` [..., ...] where `kept`, a mask of its first dims, holds. Where only
-    the host has the mask, nothing waits for the device."""
-    if kept.device == values.device:
-        return values[kept]
-    places = kept.nonzero().T.contiguous()
-    places = (places.pin_memory() if values.is_cuda else places).to(values.device, non_blocking=True)
-    return values[places.unbind()]
+def sent(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on its way to a device, for which the host does not wait; one that is there."""
+    if value.device == device:
+        return value
+    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+
+
+def chosen(kept: Tensor, *values: Tensor) -> list[Tensor]:
+    """The entries [n, ...] of each of `values`, of one device, where `kept`, a mask of their first dims,
+    holds. Where the mask is on the host, nothing waits for the device."""
+    places = sent(kept.nonzero().T.contiguous(), values[0].device).unbind()
+    return [value[places] for value in values]
 
 
 def moved(batch: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -84,7 +84,8 @@ def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
     rows = batch.get("rows")
     if rows is None or bool((kept := on_host(rows) >= 0).all()):
         return logits, batch
-    return chosen(logits, kept), {name: chosen(value, kept) for name, value in batch.items()}
+    logits, *real = chosen(kept, logits, *batch.values())
+    return logits, dict(zip(batch, real, strict=True))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -62,7 +62,8 @@ def trained_positions(logits: Tensor, labels: Tensor, task: str) -> tuple[Tensor
     trained = on_host(labels) != MASKED
     if task in ("causal", "chat", "prefer"):
         logits, labels, trained = logits[:, :-1], labels[:, 1:], trained[:, 1:]
-    return chosen(logits, trained), chosen(labels, trained)
+    logits, labels = chosen(trained, logits, labels)
+    return logits, labels
 
 
 def class_weights(

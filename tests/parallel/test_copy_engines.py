@@ -131,17 +131,19 @@ def _left(engines: CopyEngines, turn: int, sizes: tuple[int, ...], comes_back: s
     """Two passes that go in turns leave their sums; who of them comes back, and when."""
     parts = [drawn(10 * turn + rank, 1, sum(sizes), 6) for rank in range(engines.ranks)]
     wholes = [drawn(10 * turn + rank, 5, 7) for rank in range(engines.ranks)]
-    sums, found, adds = list[Tensor](), list[Tensor](), (engines._add, engines._add_two)
+    sums, found, end = list[Callable[[], object]](), list[Tensor](), engines.end
 
-    def added(add: Callable[..., None], *given: Tensor) -> None:
-        sums.append(given[-1])
-        add(*given)
+    def ended(work: Callable[[], object], after: Callable[[], None] | None = None) -> None:
+        def counted() -> None:
+            sums.append(work)
+            work()
+
+        end(counted, after)
 
     def steps(say: Callable[[], Tensor]) -> InTurns[None]:
         yield from Turns(torch.device("cpu")).talk(lambda: found.append(say()))
 
-    # of this one rank
-    engines._add, engines._add_two = (partial(added, add) for add in adds)  # type: ignore[method-assign]
+    engines.end = ended  # type: ignore[method-assign]  # of this one rank
     one = steps(lambda: engines.reduce_scatter(parts[engines.rank], sizes))
     two = steps(lambda: engines.all_reduce(wholes[engines.rank].clone(), own=True))
     next(one)
@@ -230,10 +232,12 @@ def _recorded(engines: CopyEngines, say: Callable[[], Tensor]) -> tuple[list[Cal
 def _replays(engines: CopyEngines, missed: int | None) -> bool:
     """Whether replays of recordings with odd and even numbers of meetings, between messages that are none,
     give what ranks say; missed: which meeting is left out."""
-    adds, driver, rank = (engines._add, engines._add_two), cast("Any", engines.driver), engines.rank
-    engines._add, engines._add_two = (  # type: ignore[method-assign]
-        lambda *given, add=add: driver.do(partial(add, *given)) for add in adds
-    )
+    end, driver, rank = engines.end, cast("Any", engines.driver), engines.rank
+
+    def ended(work: Callable[[], object], after: Callable[[], None] | None = None) -> None:
+        end(lambda: driver.do(work), after)
+
+    engines.end = ended  # type: ignore[method-assign]  # of this one rank
     sizes = tuple(range(2, 2 + engines.ranks))
     x, y, term = torch.zeros(2, sizes[rank], 6), torch.zeros(5, 7), torch.zeros(2, sum(sizes), 6)
     parts = torch.zeros(engines.ranks, 9)  # for each rank one

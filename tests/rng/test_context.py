@@ -124,7 +124,7 @@ def test_entries_are_chosen_by_a_mask_of_the_host_without_asking_the_device(know
     values = torch.randn(3, 4, 2, requires_grad=True)
     kept = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
     there = torch.empty_like(values, device="meta") if known else values
-    found = chosen(there, kept)
-    assert found.shape == (5, 2) and found.device == there.device
+    found, others = chosen(kept, there, there[..., 0])
+    assert found.shape == (5, 2) and found.device == there.device and others.shape == (5,)
     if not known:
-        assert torch.equal(found, values[kept])
+        assert torch.equal(found, values[kept]) and torch.equal(others, values[kept][:, 0])

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from petune.models.transition import applied
+from petune.rng.context import sent
 
 # ------------------------------------------------------------------ what is kept
 
@@ -85,8 +86,8 @@ class Segments:
         """The same on `device`, on the way there; the host does not wait."""
         if self.starts.device == device:
             return self
-        places = None if self.places is None else _sent(self.places, device)
-        return replace(self, starts=_sent(self.starts, device), places=places)
+        places = None if self.places is None else sent(self.places, device)
+        return replace(self, starts=sent(self.starts, device), places=places)
 
     @property
     def _places(self) -> Tensor:
@@ -196,10 +197,6 @@ def _true(values: Tensor, count: int) -> Tensor:
     """Where the `count` entries of `values` [n] that are not zero lie; the device is not asked how many there
     are."""
     return torch.nonzero_static(values, size=count).squeeze(1)
-
-
-def _sent(value: Tensor, device: torch.device) -> Tensor:
-    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
 
 
 def _shape(x: Tensor) -> tuple[int, int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -15,14 +13,14 @@ from torch import Tensor, nn
 from petune.errors import DistributedError
 from petune.models.attention import Attend, Attended
 from petune.models.exchange import Exchanged, ExchangeKind
-from petune.parallel.collectives import Group, Sizes, alone, least_of
+from petune.parallel.collectives import Group, Sizes, alone
 from petune.parallel.copy_engines import CopyEngines
-from petune.parallel.link import Link
+from petune.parallel.link import Crossing
 from petune.rng.context import running
 
 
 @dataclass(frozen=True)
-class Among(ABC):
+class Among(Crossing, ABC):
     """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a
     cut sequence raises. shares, sizes, overlapped: see petune.models.exchange.Exchange."""
 
@@ -34,11 +32,6 @@ class Among(ABC):
     sizes: Sizes = ()
     overlapped: bool = False
     engines: CopyEngines | None = None
-
-    @property
-    def link(self) -> Link:
-        """How they talk inside fused blocks."""
-        return Link(self.group, self.engines, self.overlapped)
 
     def __call__(
         self,
@@ -95,19 +88,6 @@ class Among(ABC):
     def _largest(self, whole: int) -> int:
         """Bytes of the rank with most tokens, of those of all."""
         return whole * max(self.shares) // sum(self.shares)
-
-    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """See petune.models.exchange.Exchange."""
-        return least_of(numbers, device, self.group)
-
-    @property
-    def recordable(self) -> bool:
-        """See petune.models.exchange.Exchange."""
-        return self.link.recordable
-
-    def recorded(self) -> AbstractContextManager[None]:
-        """See petune.models.exchange.Exchange."""
-        return self.link.recorded()
 
     def _sizes(self) -> Sizes:
         """Tokens per rank of this call. Raises DistributedError when they are for other ranks than the group
