@@ -73,6 +73,7 @@ class CopyEngines(Linked):
         try:
             self._meet()
             yield
+            self._speak_here()
             for _ in range(2 - self.again % 2):
                 self._meet()
             if not any(rooms is self.every for rooms in self.recordings):
@@ -175,11 +176,7 @@ class CopyEngines(Linked):
     def _turn(self, size: int) -> list[int]:
         """Where a room of `size` bytes begins on every rank, behind all that was said before on whatever
         stream."""
-        stream = self.driver.current()
-        if stream != self.stream:
-            self.driver.record(self.before, self.stream)
-            self.driver.follow(stream, self.before)
-            self.stream = stream
+        self._speak_here()
         if self.open is not None:
             self.open.at_once()
             self.open = None
@@ -187,6 +184,14 @@ class CopyEngines(Linked):
             self._grow(size)
         self.turn += 1
         return [start + self.turn % 2 * self.room_bytes for start in self.starts]
+
+    def _speak_here(self) -> None:
+        """Go on on the stream of the caller, behind all that was said before."""
+        stream = self.driver.current()
+        if stream != self.stream:
+            self.driver.record(self.before, self.stream)
+            self.driver.follow(stream, self.before)
+            self.stream = stream
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
         """Numbers in this rank's room of this turn."""

@@ -4,7 +4,7 @@ see turns.py."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,6 +25,12 @@ def halves(rows: int) -> tuple[slice, slice]:
     """Those of a batch."""
     middle = (rows + 1) // 2
     return slice(0, middle), slice(middle, rows)
+
+
+def halves_of(rows: int, length: int) -> tuple[slice, slice]:
+    """Those of so many rows where each is as much of a matrix or list of this length."""
+    middle = halves(rows)[0].stop * (length // rows)
+    return slice(0, middle), slice(middle, length)
 
 
 class Kept(NamedTuple):
@@ -79,6 +85,10 @@ class BlockTensors:
     to_come: int = 2
     grads: Sequence[Tensor | None] = ()
 
+    def turned(self, block: BlockPass) -> BlockTensors:
+        """Those of the pass back."""
+        return replace(self, groups=None, sink=Sink(block.needs), to_come=2, grads=[None] * len(self.own))
+
     def come(self) -> bool:
         """Whether both halves are through now; a half says that it is."""
         self.to_come -= 1
@@ -103,14 +113,8 @@ class Halves(torch.autograd.Function):
             given = block.back
         held, rows = [BlockTensors(list(islice(own, block.count))) for block in blocks], halves(len(hidden))
         with torch.autocast(hidden.device.type, enabled=False):
-            found = _both(
-                blocks,
-                hidden.device,
-                lambda at, turns: _ahead(blocks, held, at, rows_of(hidden[rows[at]]), turns),
-            )
+            found = both_ahead(blocks, held, [rows_of(hidden[half]) for half in rows])
         for block, one in zip(blocks, held, strict=True):
-            if not block.back:
-                one.factors = None
             block.made = len(one.factors or ())
         kept = (value for one in held for part in (one.factors or (), *one.kept) for value in part)
         ctx.save_for_backward(*tensors, *kept)
@@ -125,12 +129,7 @@ class Halves(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # so that what a block has kept is freed behind it
         rows = halves(len(dy))
         with torch.autocast(dy.device.type, enabled=False):
-            found = _both(
-                blocks,
-                dy.device,
-                lambda at, turns: _back(blocks, held, at, rows_of(dy[rows[at]]), turns),
-                (1, 0),  # what was parked last comes back first
-            )
+            found = both_back(blocks, held, [rows_of(dy[half]) for half in rows])
         parts = [part for part in found if part is not None]
         dx = torch.cat(parts).view(dy.shape).to(ctx.dtype) if parts else None
         return None, dx, *(grad for one in held for grad in one.grads)
@@ -138,25 +137,36 @@ class Halves(torch.autograd.Function):
 
 def _held(blocks: Sequence[BlockPass], saved: Iterator[Tensor | None]) -> list[BlockTensors]:
     """What `forward` has saved of each block."""
-    held = [BlockTensors(list(islice(saved, block.count)), sink=Sink(block.needs)) for block in blocks]
+    held = [BlockTensors(list(islice(saved, block.count))).turned(block) for block in blocks]
     for block, one in zip(blocks, held, strict=True):
         one.factors = list(islice(saved, block.made))
         one.kept = [list(islice(saved, kept.tensors if kept else 0)) for kept in block.kept]
-        one.grads = [None] * block.count
     return held
 
 
-def _both(
-    blocks: Sequence[BlockPass],
-    device: torch.device,
-    steps: Callable[[int, Turns], InTurns[Any]],
-    order: tuple[int, int] = (0, 1),
-) -> list[Any]:
-    """What both halves give that go by `steps`, in turns and in this order; where these are split, the first
-    one has gone two of them when the other begins."""
-    split = blocks[0].spec.split_turns
-    found = together(*(steps(at, Turns(device, split)) for at in order), ahead=int(split))
-    return [found[order.index(at)] for at in (0, 1)]
+def both_ahead(
+    blocks: Sequence[BlockPass], held: Sequence[BlockTensors], both: Sequence[Tensor]
+) -> list[Tensor]:
+    """Both halves, [m, width] each, through all blocks, in turns."""
+    split, device = blocks[0].spec.split_turns, both[0].device
+    passes = [_ahead(blocks, held, at, half, Turns(device, split)) for at, half in enumerate(both)]
+    found = together(*passes, ahead=int(split))
+    for block, one in zip(blocks, held, strict=True):
+        if not block.back:
+            one.factors = None
+    return found
+
+
+def both_back(
+    blocks: Sequence[BlockPass], held: Sequence[BlockTensors], both: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients [m, width] of both halves from the last block to the first, None where nothing below
+    needs them; those of the blocks' tensors are in `held` then."""
+    split, device = blocks[0].spec.split_turns, both[0].device
+    # what was parked last comes back first
+    passes = [_back(blocks, held, at, both[at], Turns(device, split)) for at in (1, 0)]
+    second, first = together(*passes, ahead=int(split))
+    return [first, second]
 
 
 def _ahead(

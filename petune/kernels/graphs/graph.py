@@ -13,11 +13,12 @@ from torch import Tensor
 
 from petune.kernels.block.call import Call, Draws, Parts
 from petune.kernels.block.drawing import Places, Side, sides
+from petune.kernels.block.halves import halves, halves_of
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
-from petune.kernels.graphs.passes import Gate, Passes, Piece
+from petune.kernels.graphs.passes import Gate, HalvedPasses, Passes, Piece
 from petune.kernels.graphs.recorder import Recorder, Run
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.models.stack import Call as Arguments
@@ -32,16 +33,25 @@ class Arrival:
     in each block; a bias by distance [heads, 2 longest - 1] that an earlier stage has handed on. trains:
     whether hidden states, the encoder's and the bias need gradients. meeting: on a ladder, what its gates mix
     in, [levels, b, t, w], the gates [levels] and their temperature. laid: where the tokens are cut across
-    ranks, those that each has in the recording; inlet: rows of hidden states there, [m, w]."""
+    ranks, those that each has in the recording; inlet: rows of hidden states there, [m, w]; halved: whether
+    both halves of the rows go through in turns; turned_apart: whether each row has rotary positions of its
+    own."""
 
     def __init__(
-        self, call: Arguments, block: FusedBlock, here: Running, meeting: Meeting | None = None
+        self,
+        call: Arguments,
+        block: FusedBlock,
+        here: Running,
+        meeting: Meeting | None = None,
+        halved: bool = False,
     ) -> None:
+        self.halved = halved
         self.hidden = hidden = cast("Tensor", call["hidden_states"])
         self.memory = memory = cast("Tensor | None", call.get(MEMORY))
         program = block.spec.program
         turned = program.rotary
         self.angles = angles_of(call["position_embeddings"], program.sizes.head_dim) if turned else None
+        self.turned_apart = turned and len(call["position_embeddings"][0]) > 1
         self.segments, self.across = segments, across = _sides(hidden, memory, here)
         tokens = sum(here.sizes) or hidden.shape[1]
         longest = tokens if segments is None else segments.longest
@@ -103,7 +113,7 @@ class Graph:
         self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned
     ) -> None:
         self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
-        self.laid = arrival.laid
+        self.laid, self.halved, self.turned_apart = arrival.laid, arrival.halved, arrival.turned_apart
         inlet, self.outlet, *rooms = rooms
         self.gates, self.meeting = list[Gate](), list[Tensor]()
         if arrival.meeting is not None:
@@ -166,23 +176,50 @@ class Graph:
         starts = torch.zeros(self.bucket.rows + 1, dtype=torch.int32, device=device)
         return Slots(starts, (size.longest,), None, (1, size.tokens))
 
-    def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
-        """A block's call as it is recorded."""
-        memory = self.bucket.memory
+    def calls(self, block: FusedBlock, parts: Parts, draws: Draws) -> tuple[Call, ...]:
+        """A block's call as it is recorded, or those of both halves."""
+        rows, memory = 1 if self.bucket.segmented else self.bucket.rows, self.bucket.memory
         layout = Layout(
-            1 if self.bucket.segmented else self.bucket.rows,
+            rows,
             self.bucket.own.longest,
             self.slots,
             None if memory is None else memory.longest,
             self.across,
         )
+
+        def call(layout: Layout, draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
+            return block.call(parts, block.hows(layout, self.backends, draws), draws, angles)
+
         with bound(sizes=self.laid):
-            return block.call(parts, block.hows(layout, self.backends, draws), draws, self.angles)
+            if not self.halved:
+                return (call(layout, draws, self.angles),)
+            each = [
+                call(layout._replace(batch=half.stop - half.start), *self._half(at, draws))
+                for at, half in enumerate(halves(rows))
+            ]
+        alike = rows % 2 == 0 and not draws.all and not self.turned_apart
+        return (each[0], each[0]) if alike else tuple(each)
+
+    def _half(self, at: int, draws: Draws) -> tuple[Draws, tuple[Tensor, Tensor] | None]:
+        """What drops out of half number `at` of the rows, and its rotary positions."""
+
+        def half(x: Tensor) -> Tensor:
+            return x[halves_of(self.bucket.rows, len(x))[at]]
+
+        own = draws.replaced(draw._replace(numbers=half(draw.numbers)) for draw in draws.all)
+        if self.angles is None or not self.turned_apart:
+            return own, self.angles
+        cos, sin = self.angles
+        return own, (half(cos), half(sin))
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in
         the same memory."""
-        passes = Passes(pieces, self.inlets, self.outlet)
+        passes = (
+            HalvedPasses(pieces, self.inlets, self.outlet, self.bucket.rows)
+            if self.halved
+            else Passes(pieces, self.inlets, self.outlet)
+        )
         with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):
             self._forward, self._backward = recorder.record(passes.forward, passes.backward)
 

@@ -10,7 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from petune.kernels.block.call import Call, factors_of
+from petune.kernels.block.call import Call, Spec, factors_of
+from petune.kernels.block.halves import BlockPass, BlockTensors, both_ahead, both_back, halves_of
 from petune.kernels.block.steps import Values
 from petune.kernels.block.turns import alone
 from petune.kernels.dispatch import Ops
@@ -40,16 +41,33 @@ class Gate:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of the two passes. needs: which of its tensors train; rooms: where their gradients go; given:
-    which of its inputs need a gradient, the first of them because something below it trains; gate: before it,
-    on a ladder."""
+    """One block of the two passes. calls: one, or one for each half of the rows; needs: which of its tensors
+    train; rooms: where their gradients go; given: which of its inputs need a gradient, the first of them
+    because something below it trains; gate: before it, on a ladder."""
 
-    call: Call
+    calls: Sequence[Call]
     tensors: Sequence[Tensor | None]
     needs: Sequence[bool]
     rooms: Sequence[Tensor]
     given: Sequence[bool]
     gate: Gate | None = None
+
+    @property
+    def spec(self) -> Spec:
+        """Of the block."""
+        return self.calls[0].spec
+
+    def of_halves(self) -> tuple[Call, Call]:
+        """The calls of both halves."""
+        first, second = self.calls
+        return first, second
+
+    def give(self, grads: Sequence[Tensor | None]) -> None:
+        """Put gradients of its tensors into their rooms."""
+        found = [grad for grad in grads if grad is not None]
+        if found:
+            assert len(found) == len(self.rooms), "all that trains has a gradient"
+            torch._foreach_copy_(list(self.rooms), found)
 
 
 class Passes:
@@ -65,7 +83,7 @@ class Passes:
 
     def _said(self) -> AbstractContextManager[None]:
         """Around what blocks say to other ranks, if they do."""
-        crossing = next((one for piece in self.pieces for one in piece.call.spec.crossings), None)
+        crossing = next((one for piece in self.pieces for one in piece.spec.crossings), None)
         return nullcontext() if crossing is None else crossing.recorded()
 
     def forward(self) -> None:
@@ -84,9 +102,10 @@ class Passes:
         for piece in self.pieces:
             state = x
             if piece.gate is not None:
-                x = piece.gate.forward(state, piece.call.spec.ops)
-            groups = piece.call.groups(piece.tensors)
-            x, kept = alone(piece.call.forward([x, *others], groups, piece.tensors))
+                x = piece.gate.forward(state, piece.spec.ops)
+            (call,) = piece.calls
+            groups = call.groups(piece.tensors)
+            x, kept = alone(call.forward([x, *others], groups, piece.tensors))
             self.kept.append((piece, factors_of(groups), kept, state))
         self.outlet.copy_(x)
 
@@ -97,22 +116,51 @@ class Passes:
             piece, factors, kept, state = self.kept.pop()
             if dx is None:
                 continue
-            groups = piece.call.groups(piece.tensors, factors)
+            (call,) = piece.calls
+            groups = call.groups(piece.tensors, factors)
             (dx, *others), grads = alone(
-                piece.call.backward(dx, kept, groups, piece.tensors, piece.needs, piece.given)
+                call.backward(dx, kept, groups, piece.tensors, piece.needs, piece.given)
             )
             sums = [_added(*one) for one in zip(sums, others, self.inlets[1:], strict=True)]
-            found = [grad for grad in grads if grad is not None]
-            if found:
-                assert len(found) == len(piece.rooms), "all that trains has a gradient"
-                torch._foreach_copy_(list(piece.rooms), found)
+            piece.give(grads)
             if piece.gate is not None and dx is not None:
-                dx = piece.gate.backward(dx, state, piece.call.spec.ops)
+                dx = piece.gate.backward(dx, state, piece.spec.ops)
             if not piece.given[0]:
                 dx = None
         for inlet, grad in zip(self.inlets, (dx, *sums), strict=True):
             if grad is not None:
                 inlet.copy_(grad)
+
+
+class HalvedPasses(Passes):
+    """`Passes` of blocks that read hidden states alone, whose rows go through in two halves, in turns. rows:
+    of the inlet, [rows, tokens] as a matrix."""
+
+    def __init__(self, pieces: Sequence[Piece], inlets: Sequence[Tensor], outlet: Tensor, rows: int) -> None:
+        super().__init__(pieces, inlets, outlet)
+        (self.inlet,) = inlets
+        self.halves = halves_of(rows, len(outlet))
+        self.blocks, self.held = list[BlockPass](), list[BlockTensors]()
+
+    def _ahead(self) -> None:
+        self.blocks = [
+            BlockPass(piece.spec, piece.of_halves, len(piece.tensors), tuple(piece.needs), piece.given[0])
+            for piece in self.pieces
+        ]
+        self.held = [BlockTensors(piece.tensors) for piece in self.pieces]
+        found = both_ahead(self.blocks, self.held, [self.inlet[half] for half in self.halves])
+        for half, y in zip(self.halves, found, strict=True):
+            self.outlet[half].copy_(y)
+
+    def _back(self) -> None:
+        held = [one.turned(block) for one, block in zip(self.held, self.blocks, strict=True)]
+        self.held = []
+        found = both_back(self.blocks, held, [self.outlet[half] for half in self.halves])
+        for piece, one in zip(self.pieces, held, strict=True):
+            piece.give(one.grads)
+        for half, grad in zip(self.halves, found, strict=True):
+            if grad is not None:
+                self.inlet[half].copy_(grad)
 
 
 def _added(found: Tensor | None, grad: Tensor | None, like: Tensor) -> Tensor | None:

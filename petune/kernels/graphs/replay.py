@@ -59,6 +59,8 @@ ONE_BY_ONE = 5
 RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
 LIMIT = 16  # recordings of a stack
 STAGED = 2  # times as long a block may take on a stage of a pipeline and be recorded
+HALVED = 4  # and one whose rows go in halves, which takes that many more launches and waits,
+SPARE = 2**30  # where gradients take no more bytes: recordings hold them beside those that they give away
 PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
 
 
@@ -83,7 +85,7 @@ class Graphs:
     ) -> None:
         self.make, self.beside, self.staged = make, beside, staged
         self.said: set[str] = set()
-        self.worth: dict[tuple[Size, torch.dtype], bool] = {}  # whether a recording of such rows helps
+        self.worth: dict[tuple[Size, torch.dtype, bool], bool] = {}  # whether a recording of such rows helps
         self.failed: set[Bucket] = set()
         self.declined: set[Size] = set()  # that ran block by block when last seen
         self.long: set[tuple[torch.Size, torch.dtype]] = set()  # of hidden states whose recording would not
@@ -175,8 +177,9 @@ class Graphs:
                 for at, block in enumerate(blocks)
             ):
                 return None  # a block that declines says so itself
-        arrival = Arrival(call, blocks[0], here, meeting)
-        if not self._worthwhile(arrival.bucket.own, blocks[0].spec, arrival.hidden.device):
+        halved = all(block.spec.goes_in_halves(len(call["hidden_states"]), call) for block in blocks)
+        arrival = Arrival(call, blocks[0], here, meeting, halved)
+        if not self._worthwhile(arrival.bucket.own, blocks, arrival.hidden.device, halved):
             if arrival.segments is None and not here.sizes:  # own tokens do not say how many there are
                 self.long.add((arrival.hidden.shape, arrival.hidden.dtype))
             return None
@@ -215,29 +218,34 @@ class Graphs:
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
         """See petune.models.stack.Whole: tokens in segments are laid in those of their bucket."""
-        blocks = self._numbered(stack)
+        blocks = [block for _, block in self._numbered(stack)]
         if (
             self.beside
             or here.segments is None
             or not (torch.is_grad_enabled() and stack.training and blocks)
         ):
             return None
-        spec = blocks[0][1].spec
-        if any(one is not None and one.kind == "gather" for one in spec.exchanges):
+        if any(one is not None and one.kind == "gather" for one in blocks[0].spec.exchanges):
             return None  # which keys a rank sees follows from the segments
         size = Bucket.of(hidden.shape, here.segments, memory=here.memory).own
-        worth = size not in self.declined and self._worthwhile(size, spec, hidden.device)
+        worth = size not in self.declined and self._worthwhile(size, blocks, hidden.device)
         return size.tokens if worth else None
 
-    def _worthwhile(self, size: Size, spec: Spec, device: torch.device) -> bool:
-        """Whether launches bound such a block on rows of this size; on all ranks that share it."""
-        dtype = spec.computes_in(device.type)
-        if (key := (size, dtype)) not in self.worth:
+    def _worthwhile(
+        self, size: Size, blocks: Sequence[FusedBlock], device: torch.device, halved: bool = False
+    ) -> bool:
+        """Whether launches bound such blocks on rows of this size; on all ranks that share them."""
+        spec, dtype = blocks[0].spec, blocks[0].spec.computes_in(device.type)
+        if (key := (size, dtype, halved)) not in self.worth:
             rates = block_cost.rates_of(
                 torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             )
             work = block_cost.forward(shape_of(spec, dtype), *size)
-            bound = block_cost.LAUNCH_BOUND * (STAGED if self.staged else 1)
+            learned = sum(
+                value.nbytes for block in blocks for value in block.parameters() if value.requires_grad
+            )
+            times = HALVED if halved and learned <= SPARE else STAGED if self.staged else 1
+            bound = block_cost.LAUNCH_BOUND * times
             self.worth[key] = _agreed(spec, rates.seconds(work, size.longest) < bound, device)
         return self.worth[key]
 
@@ -328,27 +336,20 @@ class Graphs:
         bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
         rooms = [self._room(name, hidden, arrival.inlet) for name in ("inlet", "outlet")]
         if arrival.meeting is not None:
-            rooms.append(self._levels(arrival.meeting[0], arrival.inlet))
+            below = arrival.meeting[0]
+            rooms.append(self._room("levels", below, arrival.inlet, len(below)))
         return (
             rooms
             if memory is None or bucket.memory is None
             else [*rooms, self._room("memory", memory, bucket.memory.tokens)]
         )
 
-    def _room(self, name: str, like: Tensor, tokens: int) -> Tensor:
+    def _room(self, name: str, like: Tensor, tokens: int, *levels: int) -> Tensor:
         most = 1 << (tokens - 1).bit_length()
         key = name, most, like.dtype
         if key not in self.rooms:
-            self.rooms[key] = like.detach().new_zeros(most, like.shape[-1])
-        return self.rooms[key][:tokens]
-
-    def _levels(self, like: Tensor, tokens: int) -> Tensor:
-        """`_room` for each of several levels."""
-        most = 1 << (tokens - 1).bit_length()
-        key = "levels", most, like.dtype
-        if key not in self.rooms:
-            self.rooms[key] = like.detach().new_zeros(len(like), most, like.shape[-1])
-        return self.rooms[key][:, :tokens]
+            self.rooms[key] = like.detach().new_zeros(*levels, most, like.shape[-1])
+        return self.rooms[key][..., :tokens, :]
 
     def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[Piece]:
         """The blocks with their weights, as they are recorded."""
@@ -363,8 +364,8 @@ class Graphs:
             needs_x = needs_x or gate is not None
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
-            call = graph.call(block, parts, draws)
-            pieces.append(Piece(call, tensors, needs, own, [needs_x, *others], gate))
+            calls = graph.calls(block, parts, draws)
+            pieces.append(Piece(calls, tensors, needs, own, [needs_x, *others], gate))
             needs_x = needs_x or bool(own) or any(others)
         return pieces
 

@@ -86,6 +86,7 @@ def replayed(one: Case, limit: float, quantum: int = 4, bound: float = 1.0) -> d
         "cuts": rank.cuts,
         "long": any(graphs.long for graphs in rank.graphs),
         "buckets": [bucket for graphs in rank.graphs for bucket in graphs.graphs],
+        "halved": [graph.halved for graphs in rank.graphs for graph in graphs.graphs.values()],
     }
 
 
@@ -210,11 +211,61 @@ def test_a_recording_that_fails_on_one_rank_is_made_on_none(backend: str) -> Non
     assert reasons == [{"see the message of another rank"}, {"no room"}]
 
 
-def test_halves_go_where_launches_do_not_bind_and_recordings_where_they_do() -> None:
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
+@pytest.mark.parametrize("backend", ["tp", "galaxy", "galaxy2", "cut", "sp-gather", "sp-ulysses"])
+def test_halves_of_a_batch_are_replayed_in_turns(backend: str, method: str, rows: int) -> None:
+    plan = overlapping(backend)("llama-causal", 2)
+    one = case("llama-causal", method, plan, passes=(rows,), blocks=WHOLE, dropout=0.1)
+    for rank in checked(replace(one, steps=3)):
+        assert rank["halved"] == [True]
+        assert min(rank["replays"]) > 1
+
+
+def test_halves_of_stages_are_replayed() -> None:
+    plan = COMPOSED["galaxy x pp"]("llama-causal")
+    assert plan.cut is not None
+    plan = replace(plan, cut=replace(plan.cut, overlap=True))
+    one = case("llama-causal", "lora", plan, passes=(4, 4), steps=1, blocks=WHOLE, dropout=0.1)
+    for rank in checked(one):
+        assert rank["halved"] == [bucket.rows > 1 for bucket in rank["buckets"]]
+        assert any(rank["halved"]) and min(rank["replays"]) > 0
+
+
+def timed(one: Case, limit: float, seconds: float, spare: int) -> dict[str, Any]:
+    """On a rank whose blocks take so many seconds, where those of less than one are launched too slowly."""
+    block_cost.Rates.seconds = lambda *given: seconds  # type: ignore[method-assign]  # it ends soon
+    replay.SPARE = spare
+    return replayed(one, limit)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spare", "halved"),
+    [
+        (0.9, 2**30, [True]),
+        (replay.HALVED - 0.1, 2**30, [True]),
+        (replay.HALVED + 0.1, 2**30, []),
+        (1.1, 0, []),  # gradients have no room beside themselves
+        (0.9, 0, [True]),
+    ],
+)
+def test_halves_are_recorded_where_launches_bind_them(seconds: float, spare: int, halved: list[bool]) -> None:
     plan = overlapping("galaxy")("llama-causal", 2)
     one = case("llama-causal", "lora", plan, passes=(4,), blocks=WHOLE)
-    assert all(min(rank["replays"]) > 0 for rank in checked(replace(one, steps=3)))
-    assert all(rank["replays"] == (0, 0) for rank in checked(one, 4, 0.0))
+    expected = oracle(one)
+    found = run(2, timed, one, expected.norms[0] / 2, seconds, spare, timeout=90)
+    compare([Trace(**rank["trace"]) for rank in found], expected, one)
+    assert [rank["halved"] for rank in found] == [halved] * 2
+
+
+def test_padded_rows_are_recorded_whole() -> None:
+    plan = overlapping("tp")("bert-classify", 2)
+    one = case("bert-classify", "lora", plan, passes=(5, 3), blocks=WHOLE)
+    for rank in checked(one):
+        assert rank["halved"] and not any(
+            halved for halved, bucket in zip(rank["halved"], rank["buckets"], strict=True) if bucket.segmented
+        )
 
 
 def test_a_bucket_of_rows_that_are_cut_is_of_all_their_tokens() -> None:
