@@ -127,7 +127,7 @@ def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], grou
     ranks, own = range(dist.get_world_size(group)), dist.get_rank(group)
     for part, (sizes, dim) in zip(parts, cuts, strict=True):
         _check(part, sizes, dim, own)
-    for places in _alike(parts):
+    for places in alike(parts):
         if len(places) == 1:  # a large one is not copied into a flat one first
             found[places[0]] = gather_dim(parts[places[0]], *cuts[places[0]], group)
             continue
@@ -150,7 +150,7 @@ def gather_rows_(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: Group
     """Fill each of `wholes`, in place, with every rank's rows, of which `parts` are this rank's: equally many
     on all of them. Autograd is not told that they change."""
     with preserved_versions(tuple(wholes)):
-        for places in _alike(parts):
+        for places in alike(parts):
             with _coalescing_manager(group):
                 for at in places:
                     _all_gather(wholes[at], parts[at], group=group)
@@ -163,7 +163,7 @@ def broadcast(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tens
     if alone(group):
         return list(tensors)
     found: list[Tensor] = list(tensors)
-    for places in _alike(tensors):
+    for places in alike(tensors):
         flat = torch.cat([tensors[at].reshape(-1) for at in places])
         dist.broadcast(flat, group_src=source, group=group)
         for at, value in zip(places, flat.split([tensors[at].numel() for at in places]), strict=True):
@@ -285,11 +285,12 @@ def _all_reduce_(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType, 
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, operation, group=group)
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        shaped = [part.view(tensor.shape) for tensor, part in zip(bucket, parts, strict=True)]
+        torch._foreach_copy_(bucket, shaped)
 
 
-def _alike(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+def alike(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
     """Which of the tensors have one dtype and device, in order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for at, tensor in enumerate(tensors):
@@ -299,7 +300,7 @@ def _alike(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The `portions` of tensors of one dtype and device."""
-    for places in _alike(tensors):
+    for places in alike(tensors):
         yield from portions([tensors[at] for at in places], lambda tensor: tensor.nbytes)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from petune.files.range_writer import ALONE, Crew
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.models.damage import refuse_not_finite
-from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portions
+from petune.parallel.collectives import alike, all_sum_, broadcast, gather_dims, portions
 from petune.parallel.fsdp import allocated, copies, is_sharded, local, wholes
 from petune.parallel.in_pieces import backward_in_pieces
 from petune.parallel.launch import process_group
@@ -260,10 +260,7 @@ class Runner:
         if self.streamed is not None:
             return float(self.streamed.grad_norm) if self.streamed.updated else math.nan, loss
         grads = {name: local(value.grad) for name, value in self.tuned.items() if value.grad is not None}
-        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for name, value in grads.items():
-            norm = value.norm(dtype=torch.promote_types(value.dtype, torch.float32)).double()
-            squares += norm.to(squares.device) ** 2 / self._copies(name)
+        squares = self._squares(grads)
         if self.plan.world > 1:
             own = squares.new_tensor(loss if self.speaks else 0.0)
             both = torch.stack([squares, own])
@@ -274,6 +271,17 @@ class Runner:
         if grads and max_norm is not None and math.isfinite(total) and total > max_norm:
             torch._foreach_mul_(list(grads.values()), max_norm / (total + 1e-6))
         return total, loss
+
+    def _squares(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """The sum of squares of gradients, [] float64, each divided by the ranks that hold it; in a few
+        launches for all, as the device waits for them."""
+        squares, values = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list(grads.values())
+        copies = torch.tensor([self._copies(name) for name in grads], dtype=torch.float64)
+        for places in alike(values):
+            wide = torch.promote_types(values[places[0]].dtype, torch.float32)
+            norms = torch.stack(torch._foreach_norm([values[at] for at in places], 2, wide)).double()
+            squares += (norms.square() / copies[places].to(norms.device)).sum().to(squares.device)
+        return squares
 
     def _copies(self, name: str) -> int:
         """How many ranks hold the same piece of a tuned tensor."""

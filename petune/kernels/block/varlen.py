@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -160,21 +161,24 @@ def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None
     None where nothing is padding, and in words why padding has to be computed: it is not all behind the last
     token of a row, or is read.
     """
-    kept = mask != 0
+    kept = _array(mask != 0)
     counts = kept.sum(1)
-    behind = torch.arange(mask.shape[1], device=mask.device) >= counts.clamp(min=1)[:, None]
-    missed = torch.stack(
-        [(kept == behind).any(), torch.zeros_like(behind).any() if read is None else (read & behind).any()]
-    )
-    *lengths, scattered, lost = torch.cat([counts, missed]).tolist()
-    if all(length == mask.shape[1] for length in lengths):
+    if (counts == mask.shape[1]).all():
         return None
-    if scattered:
+    behind = np.arange(mask.shape[1]) >= counts.clip(1)[:, None]
+    if (kept == behind).any():
         return "some of it stands before or between tokens, where heads and losses read; pad on the right"
-    if lost:
+    if read is not None and (_array(read) & behind).any():
         return "a label stands on it, or a head pools a token that the mask leaves out"
-    starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    return Segments(starts, tuple(lengths), _true(kept.flatten(), sum(lengths)), _shape(mask))
+    starts = np.cumsum([0, *counts], dtype=np.int32)
+    found = (torch.from_numpy(one).to(mask.device) for one in (starts, np.flatnonzero(kept)))
+    return Segments(next(found), tuple(counts.tolist()), next(found), _shape(mask))
+
+
+def _array(values: Tensor) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """`values` on the host, where torch would wake a thread on every processor to count a few: that takes
+    milliseconds before each step."""
+    return values.cpu().numpy()
 
 
 def from_positions(positions: Tensor) -> Segments | None:
