@@ -79,7 +79,7 @@ class CopyEngines(Linked):
             if not any(rooms is self.every for rooms in self.recordings):
                 self.recordings.append(self.every)
         finally:  # nothing was said yet, and it may have failed on one rank
-            (self.stream, self.turn), self.again = before, None
+            (self.stream, self.turn), self.again, self.open = before, None, None
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks, which is rounded once; in the place of `x` where that is the caller's
@@ -236,7 +236,7 @@ class CopyEngines(Linked):
 
     def _copy(self, pieces: Iterable[Piece]) -> None:
         """Copies, side by side; the last one on the stream itself. Of two in a recording, whose messages are
-        small, the second takes less time than going apart and coming together."""
+        small or hidden, the second takes less time than going apart and coming together."""
         driver, current, every = self.driver, self.stream, list(pieces)
         few = self.again is not None and len(every) == 2
         beside = [] if few else list(zip(every[:-1], self.sides, strict=False))

@@ -10,6 +10,7 @@ several stages hold one tensor. Each sum happens once, before clipping.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -275,12 +276,15 @@ class Runner:
     def _squares(self, grads: Mapping[str, Tensor]) -> Tensor:
         """The sum of squares of gradients, [] float64, each divided by the ranks that hold it; in a few
         launches for all, as the device waits for them."""
-        squares, values = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list(grads.values())
-        copies = torch.tensor([self._copies(name) for name in grads], dtype=torch.float64)
-        for places in alike(values):
-            wide = torch.promote_types(values[places[0]].dtype, torch.float32)
-            norms = torch.stack(torch._foreach_norm([values[at] for at in places], 2, wide)).double()
-            squares += (norms.square() / copies[places].to(norms.device)).sum().to(squares.device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        held: dict[int, list[Tensor]] = defaultdict(list)
+        for name, value in grads.items():
+            held[self._copies(name)].append(value)
+        for ranks, values in held.items():
+            for places in alike(values):
+                wide = torch.promote_types(values[places[0]].dtype, torch.float32)
+                norms = torch._foreach_norm([values[at] for at in places], 2, wide)
+                squares += torch.stack(norms).double().square().sum().to(squares.device) / ranks
         return squares
 
     def _copies(self, name: str) -> int:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune.kernels.block.turns import InTurns, Turns
+from petune.kernels.block.turns import InTurns, Turns, _leaving
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.cuda_driver import Piece
 from petune.parallel.link import Link
@@ -292,7 +292,10 @@ def _swapped(engines: CopyEngines, parts: Tensor, driver: Any) -> Tensor:
     return whole
 
 
-def test_a_capture_that_fails_on_one_rank_leaves_the_rooms_in_turn() -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_a_capture_that_fails_on_one_rank_leaves_the_rooms_in_turn(left: bool) -> None:
+    """left: a sum waits for the half that has said it when the capture fails."""
+
     def work(engines: CopyEngines) -> None:
         driver: Any = engines.driver
         for turn in range(6):
@@ -300,8 +303,12 @@ def test_a_capture_that_fails_on_one_rank_leaves_the_rooms_in_turn() -> None:
             with pytest.raises(ZeroDivisionError), engines.recorded():
                 for _ in range(1 + engines.rank):  # one of them comes further
                     engines.gather(torch.zeros(1, 3, 6), (3, 3))
+                if left and engines.rank:
+                    _leaving(partial(engines.all_reduce, torch.ones(36)), [])
+                    assert engines.open is not None
                 raise ZeroDivisionError
             driver.runs = None
+            assert engines.open is None
             every = [drawn(10 * turn + rank, 1, 3, 6) for rank in range(2)]
             assert torch.equal(engines.gather(every[engines.rank], (3, 3)), torch.cat(every, 1))
 

@@ -1,5 +1,5 @@
-"""The autograd node of fused blocks that ranks share, whose rows go through them as two calls each, in turns;
-see turns.py."""
+"""The rows of a batch through fused blocks that ranks share, as two calls of each block, in turns: both
+passes, and an autograd node of them. See turns.py."""
 
 from __future__ import annotations
 
@@ -28,9 +28,18 @@ def halves(rows: int) -> tuple[slice, slice]:
 
 
 def halves_of(rows: int, length: int) -> tuple[slice, slice]:
-    """Those of so many rows where each is as much of a matrix or list of this length."""
+    """The halves of `rows` rows within a matrix or list of `length`, where every row is equally long."""
     middle = halves(rows)[0].stop * (length // rows)
     return slice(0, middle), slice(middle, length)
+
+
+def calls_of_halves(rows: int, apart: bool, call: Callable[[slice], Call]) -> tuple[Call, Call]:
+    """What `call` makes of each half, once where both are the same. apart: whether rows differ in more than
+    what drops out of them."""
+    first, second = halves(rows)
+    one = call(first)
+    alike = 2 * first.stop == rows and not apart and not one.draws.all
+    return one, one if alike else call(second)
 
 
 class Kept(NamedTuple):
@@ -75,7 +84,7 @@ class BlockPass:
 class BlockTensors:
     """The tensors of a block in a pass: its own, the factors of both calls once they are made, its groups
     while a half may ask for them again, what each half keeps; the halves that are still to come, and on the
-    way back what both find."""
+    way back what both find, which `give` takes away where there is one."""
 
     own: Sequence[Tensor | None]
     factors: list[Tensor | None] | None = None
@@ -84,8 +93,9 @@ class BlockTensors:
     sink: Sink | None = None
     to_come: int = 2
     grads: Sequence[Tensor | None] = ()
+    give: Callable[[Sequence[Tensor | None]], None] | None = None
 
-    def turned(self, block: BlockPass) -> BlockTensors:
+    def for_backward(self, block: BlockPass) -> BlockTensors:
         """Those of the pass back."""
         return replace(self, groups=None, sink=Sink(block.needs), to_come=2, grads=[None] * len(self.own))
 
@@ -137,7 +147,7 @@ class Halves(torch.autograd.Function):
 
 def _held(blocks: Sequence[BlockPass], saved: Iterator[Tensor | None]) -> list[BlockTensors]:
     """What `forward` has saved of each block."""
-    held = [BlockTensors(list(islice(saved, block.count))).turned(block) for block in blocks]
+    held = [BlockTensors(list(islice(saved, block.count))).for_backward(block) for block in blocks]
     for block, one in zip(blocks, held, strict=True):
         one.factors = list(islice(saved, block.made))
         one.kept = [list(islice(saved, kept.tensors if kept else 0)) for kept in block.kept]
@@ -205,6 +215,9 @@ def _back(
         if one.come():
             assert sink is not None
             one.grads, one.sink = call.gradients(groups, one.own, sink), None
+            if one.give is not None:
+                one.give(one.grads)
+                one.grads = ()
     return found
 
 

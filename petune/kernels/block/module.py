@@ -26,7 +26,7 @@ from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
-from petune.kernels.block.halves import BlockPass, Halves, halves
+from petune.kernels.block.halves import BlockPass, Halves, calls_of_halves
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
@@ -176,7 +176,6 @@ class FusedBlock(nn.Module):
         return BlockPass(self.spec, make, len(tensors)), tensors
 
     def _calls_of_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> tuple[Call, Call]:
-        first, second = halves(len(hidden))
         angles, numbers = given.get("position_embeddings"), running().rows
         if numbers is None:  # a half does not begin at row 0
             numbers = torch.arange(len(hidden), device=hidden.device)
@@ -188,9 +187,7 @@ class FusedBlock(nn.Module):
             with bound(rows=numbers[rows]):
                 return self._call_of(parts, Layout.of(own, None, self.spec.by_sequence), own, cut)
 
-        one = call(first)
-        alike = 2 * first.stop == len(hidden) and not one.draws.all
-        return one, one if alike and (angles is None or len(angles[0]) == 1) else call(second)
+        return calls_of_halves(len(hidden), angles is not None and len(angles[0]) > 1, call)
 
     @property
     def distances(self) -> Tensor | None:

@@ -24,6 +24,7 @@ makes lies in memory of its stream, which is used again only behind all that was
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import TypeVar
@@ -105,6 +106,14 @@ def _leaving(say: Callable[[], None], left: list[Ending]) -> None:
 def _between(device: torch.device) -> torch.cuda.Stream:
     """One stream a device: what ranks say has one order."""
     return torch.cuda.Stream(device)
+
+
+def join(device: torch.device) -> None:
+    """Let the current stream wait for the one between passes, where these have ended by an error: what is
+    being captured has to end on one stream."""
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # nothing was said in this capture yet
+            torch.cuda.current_stream(device).wait_stream(_between(device))
 
 
 def alone(steps: InTurns[T]) -> T:

@@ -171,13 +171,13 @@ def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None
     if read is not None and (_array(read) & behind).any():
         return "a label stands on it, or a head pools a token that the mask leaves out"
     starts = np.cumsum([0, *counts], dtype=np.int32)
-    found = (torch.from_numpy(one).to(mask.device) for one in (starts, np.flatnonzero(kept)))
-    return Segments(next(found), tuple(counts.tolist()), next(found), _shape(mask))
+    begins, places = (torch.from_numpy(one).to(mask.device) for one in (starts, np.flatnonzero(kept)))
+    return Segments(begins, tuple(counts.tolist()), places, _shape(mask))
 
 
 def _array(values: Tensor) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """`values` on the host, where torch would wake a thread on every processor to count a few: that takes
-    milliseconds before each step."""
+    """`values` on the host, to be counted there: torch would wake a thread on every processor for it, which
+    takes milliseconds before each step."""
     return values.cpu().numpy()
 
 

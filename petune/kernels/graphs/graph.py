@@ -13,7 +13,7 @@ from torch import Tensor
 
 from petune.kernels.block.call import Call, Draws, Parts
 from petune.kernels.block.drawing import Places, Side, sides
-from petune.kernels.block.halves import halves, halves_of
+from petune.kernels.block.halves import calls_of_halves
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row
@@ -69,7 +69,7 @@ class Arrival:
             else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
         )
         self.laid = here.laid or here.sizes
-        kind = self.backends, hidden.dtype, self.trains, angles, self.laid
+        kind = self.backends, hidden.dtype, self.trains, angles, self.laid, halved
         self.bucket = Bucket.of((len(hidden), tokens), segments, kind, across)
         self.inlet = len(hidden) * self.laid[here.rank] if self.laid else self.bucket.tokens
 
@@ -178,9 +178,9 @@ class Graph:
 
     def calls(self, block: FusedBlock, parts: Parts, draws: Draws) -> tuple[Call, ...]:
         """A block's call as it is recorded, or those of both halves."""
-        rows, memory = 1 if self.bucket.segmented else self.bucket.rows, self.bucket.memory
+        memory = self.bucket.memory
         layout = Layout(
-            rows,
+            1 if self.bucket.segmented else self.bucket.rows,
             self.bucket.own.longest,
             self.slots,
             None if memory is None else memory.longest,
@@ -190,21 +190,20 @@ class Graph:
         def call(layout: Layout, draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
             return block.call(parts, block.hows(layout, self.backends, draws), draws, angles)
 
-        with bound(sizes=self.laid):
-            if not self.halved:
-                return (call(layout, draws, self.angles),)
-            each = [
-                call(layout._replace(batch=half.stop - half.start), *self._half(at, draws))
-                for at, half in enumerate(halves(rows))
-            ]
-        alike = rows % 2 == 0 and not draws.all and not self.turned_apart
-        return (each[0], each[0]) if alike else tuple(each)
+        def half(rows: slice) -> Call:
+            return call(layout._replace(batch=rows.stop - rows.start), *self._of(rows, draws))
 
-    def _half(self, at: int, draws: Draws) -> tuple[Draws, tuple[Tensor, Tensor] | None]:
-        """What drops out of half number `at` of the rows, and its rotary positions."""
+        with bound(sizes=self.laid):
+            if self.halved:
+                return calls_of_halves(self.bucket.rows, self.turned_apart, half)
+            return (call(layout, draws, self.angles),)
+
+    def _of(self, rows: slice, draws: Draws) -> tuple[Draws, tuple[Tensor, Tensor] | None]:
+        """What drops out of some rows, and their rotary positions."""
 
         def half(x: Tensor) -> Tensor:
-            return x[halves_of(self.bucket.rows, len(x))[at]]
+            each = len(x) // self.bucket.rows
+            return x[rows.start * each : rows.stop * each]
 
         own = draws.replaced(draw._replace(numbers=half(draw.numbers)) for draw in draws.all)
         if self.angles is None or not self.turned_apart:

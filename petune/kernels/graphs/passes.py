@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from petune.kernels.block.call import Call, Spec, factors_of
 from petune.kernels.block.halves import BlockPass, BlockTensors, both_ahead, both_back, halves_of
 from petune.kernels.block.steps import Values
-from petune.kernels.block.turns import alone
+from petune.kernels.block.turns import alone, join
 from petune.kernels.dispatch import Ops
 
 
@@ -45,7 +45,7 @@ class Piece:
     train; rooms: where their gradients go; given: which of its inputs need a gradient, the first of them
     because something below it trains; gate: before it, on a ladder."""
 
-    calls: Sequence[Call]
+    calls: tuple[Call, ...]
     tensors: Sequence[Tensor | None]
     needs: Sequence[bool]
     rooms: Sequence[Tensor]
@@ -142,22 +142,29 @@ class HalvedPasses(Passes):
         self.halves = halves_of(rows, len(outlet))
         self.blocks, self.held = list[BlockPass](), list[BlockTensors]()
 
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        with super()._said():
+            try:
+                yield
+            except BaseException:
+                join(self.outlet.device)
+                raise
+
     def _ahead(self) -> None:
         self.blocks = [
             BlockPass(piece.spec, piece.of_halves, len(piece.tensors), tuple(piece.needs), piece.given[0])
             for piece in self.pieces
         ]
-        self.held = [BlockTensors(piece.tensors) for piece in self.pieces]
+        self.held = [BlockTensors(piece.tensors, give=piece.give) for piece in self.pieces]
         found = both_ahead(self.blocks, self.held, [self.inlet[half] for half in self.halves])
         for half, y in zip(self.halves, found, strict=True):
             self.outlet[half].copy_(y)
 
     def _back(self) -> None:
-        held = [one.turned(block) for one, block in zip(self.held, self.blocks, strict=True)]
+        held = [one.for_backward(block) for one, block in zip(self.held, self.blocks, strict=True)]
         self.held = []
         found = both_back(self.blocks, held, [self.outlet[half] for half in self.halves])
-        for piece, one in zip(self.pieces, held, strict=True):
-            piece.give(one.grads)
         for half, grad in zip(self.halves, found, strict=True):
             if grad is not None:
                 self.inlet[half].copy_(grad)

@@ -71,12 +71,13 @@ class CudaRecorder:
                 return self._captured(forward), self._captured(backward)
 
     def _captured(self, run: Run) -> Run:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 run()
         except (RuntimeError, PetuneError) as error:
-            raise NotRecorded(str(error)) from error
+            torch.cuda.set_stream(stream)  # a capture that cannot end leaves its own
+            raise NotRecorded(str(error.__context__ or error)) from error  # what it could not end for
         return graph.replay

@@ -59,8 +59,8 @@ ONE_BY_ONE = 5
 RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
 LIMIT = 16  # recordings of a stack
 STAGED = 2  # times as long a block may take on a stage of a pipeline and be recorded
-HALVED = 4  # and one whose rows go in halves, which takes that many more launches and waits,
-SPARE = 2**30  # where gradients take no more bytes: recordings hold them beside those that they give away
+HALVED = 4  # and one whose rows go in halves: those of 8B took a slow host 9 ms to launch
+SPARE = 2**30  # bytes of gradients up to which it may: recordings hold them a second time
 PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
 
 
@@ -69,9 +69,9 @@ class Graphs:
     its bucket have lost more time without it than it takes. Segments that no recording holds get one at once:
     what is smaller and of their kind will use it too.
 
-    Only where launches are what a block costs (`block_cost.LAUNCH_BOUND`); only in training with gradients,
-    without a mask, hooks on blocks, and with all activations kept on the device. Everything else goes block
-    by block; a reason that is worth knowing is said once.
+    Only where launches are what a block costs (`block_cost.LAUNCH_BOUND`), or both halves of its rows that go
+    in turns; only in training with gradients, without a mask, hooks on blocks, and with all activations kept
+    on the device. All else goes block by block; a reason that is worth knowing is said once.
 
     beside: whether its blocks are those of the ladder beside the stack, each behind a gate. staged: whether
     other stages wait for what it gives, so that the first launches of a pass are hidden behind nothing.
@@ -171,13 +171,11 @@ class Graphs:
         call = memory_in_autocast(call)
         # which the first one hands on
         later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}
+        hidden, rows = call["hidden_states"], len(call["hidden_states"])
         with bound_to(here):
-            if any(
-                block.declines(call["hidden_states"], later if at else call)
-                for at, block in enumerate(blocks)
-            ):
+            if any(block.declines(hidden, later if at else call) for at, block in enumerate(blocks)):
                 return None  # a block that declines says so itself
-        halved = all(block.spec.goes_in_halves(len(call["hidden_states"]), call) for block in blocks)
+            halved = meeting is None and all(block.spec.goes_in_halves(rows, call) for block in blocks)
         arrival = Arrival(call, blocks[0], here, meeting, halved)
         if not self._worthwhile(arrival.bucket.own, blocks, arrival.hidden.device, halved):
             if arrival.segments is None and not here.sizes:  # own tokens do not say how many there are

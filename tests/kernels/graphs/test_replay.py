@@ -428,8 +428,9 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     shape = BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
     monkeypatch.setattr(replay, "shape_of", lambda spec, dtype: shape)
     monkeypatch.setattr(block_cost, "rates_of", lambda name: block_cost.H200)
-    spec: Any = SimpleNamespace(computes_in=lambda kind: torch.bfloat16, peers=None)
-    assert Graphs()._worthwhile(Size(tokens, tokens), spec, torch.device("cpu")) is replays
+    spec = SimpleNamespace(computes_in=lambda kind: torch.bfloat16, peers=None)
+    blocks: Any = [SimpleNamespace(spec=spec, parameters=lambda: [])]
+    assert Graphs()._worthwhile(Size(tokens, tokens), blocks, torch.device("cpu")) is replays
 
 
 # ------------------------------------------------------------------ when weights change
