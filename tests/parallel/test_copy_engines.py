@@ -320,6 +320,26 @@ def _meets(run: Callable[[], object]) -> bool:
     return cast("Any", run).func.__name__ == "meet"
 
 
+def test_a_recording_ends_on_the_stream_where_it_began() -> None:
+    """Though halves say their messages on another one, which would be left unjoined."""
+
+    def work(engines: CopyEngines) -> None:
+        driver: Any = engines.driver
+        own = driver.current()
+
+        def say() -> Tensor:
+            driver.current = lambda: own + 7
+            found = engines.gather(torch.zeros(1, 3, 6), (3, 3))
+            driver.current = lambda: own
+            return found
+
+        streams = [cast("Any", run).args[0] for run in _recorded(engines, say)[0] if _meets(run)]
+        assert own + 7 in streams and streams[0] == streams[-1] == own
+
+    host = _on_tape(2)
+    host.run(lambda engines: (engines.gather(torch.zeros(1, 3, 6), (3, 3)), work(engines)))
+
+
 def _on_tape(ranks: int) -> Host:
     host = Host(ranks)
     host.driver = Tape

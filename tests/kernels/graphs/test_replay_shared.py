@@ -304,3 +304,29 @@ def test_there_is_no_room_for_sizes_that_were_declined_until_they_are_taken(
         patched.setattr(replay, "_reason", lambda *given: "for a test")
         assert room() is None
     assert room() == expected
+
+
+def own_positions(one: Case, rank: bool) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """What is recorded of rows that begin at positions of their own, in halves or not, and the gradients;
+    replayed where this is such a `rank`."""
+    made = Rank(4, 1.0) if rank else None
+    runner = harness.place(one, one.plan)
+    model: Any = runner.model
+    positions = torch.tensor([0, 3, 5, 9, 2])[:, None] + torch.arange(7)
+    for _ in range(2):
+        for value in runner.tuned.values():
+            value.grad = None
+        out = model.model(input_ids=torch.arange(35).view(5, 7), position_ids=positions)
+        out.last_hidden_state.square().sum().backward()
+    halved = [graph.halved for graphs in (made.graphs if made else ()) for graph in graphs.graphs.values()]
+    return halved, {name: cast("Any", value.grad) for name, value in runner.tuned.items()}
+
+
+def test_rows_of_a_half_keep_their_own_positions() -> None:
+    one = case("llama-causal", "lora", BACKENDS["tp"]("llama-causal", 2), blocks=WHOLE)
+    halved = replace(one, plan=overlapping("tp")("llama-causal", 2))
+    expected, found = run(2, own_positions, one, False), run(2, own_positions, halved, True)
+    for (_, whole), (recorded, parts) in zip(expected, found, strict=True):
+        assert recorded == [True] and parts.keys() == whole.keys()
+        for name, value in parts.items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-5)
