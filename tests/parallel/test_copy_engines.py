@@ -143,7 +143,8 @@ def _left(engines: CopyEngines, turn: int, sizes: tuple[int, ...], comes_back: s
     def steps(say: Callable[[], Tensor]) -> InTurns[None]:
         yield from Turns(torch.device("cpu")).talk(lambda: found.append(say()))
 
-    engines.end = ended  # type: ignore[method-assign]  # of this one rank
+    # of this rank's engines alone, which end with the test
+    engines.end = ended  # type: ignore[method-assign]
     one = steps(lambda: engines.reduce_scatter(parts[engines.rank], sizes))
     two = steps(lambda: engines.all_reduce(wholes[engines.rank].clone(), own=True))
     next(one)
@@ -237,7 +238,8 @@ def _replays(engines: CopyEngines, missed: int | None) -> bool:
     def ended(work: Callable[[], object], after: Callable[[], None] | None = None) -> None:
         end(lambda: driver.do(work), after)
 
-    engines.end = ended  # type: ignore[method-assign]  # of this one rank
+    # of this rank's engines alone, which end with the test
+    engines.end = ended  # type: ignore[method-assign]
     sizes = tuple(range(2, 2 + engines.ranks))
     x, y, term = torch.zeros(2, sizes[rank], 6), torch.zeros(5, 7), torch.zeros(2, sum(sizes), 6)
     parts = torch.zeros(engines.ranks, 9)  # for each rank one

@@ -201,15 +201,15 @@ class Graph:
     def _of(self, rows: slice, draws: Draws) -> tuple[Draws, tuple[Tensor, Tensor] | None]:
         """What drops out of some rows, and their rotary positions."""
 
-        def half(x: Tensor) -> Tensor:
+        def part(x: Tensor) -> Tensor:
             each = len(x) // self.bucket.rows
             return x[rows.start * each : rows.stop * each]
 
-        own = draws.replaced(draw._replace(numbers=half(draw.numbers)) for draw in draws.all)
+        own = draws.replaced(draw._replace(numbers=part(draw.numbers)) for draw in draws.all)
         if self.angles is None or not self.turned_apart:
             return own, self.angles
         cos, sin = self.angles
-        return own, (half(cos), half(sin))
+        return own, (part(cos), part(sin))
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in
