@@ -161,6 +161,7 @@ SHAPES = {
     "70b-fp8": Shape(Case.parse("petune:llama-70b:lora:2x2048:layers=80:base=fp8:limit=120")),
     "bert-adapter": Shape(Case.parse("petune:bert-large:adapter:32x512:fill=0.3:limit=60")),
     "t5-lora": Shape(Case.parse("petune:t5-large:lora:16x512:fill=0.4:limit=60"), stages={2: [18, 30]}),
+    "moe": Shape(Case.parse("petune:qwen3-moe:lora:4x2048:layers=12:limit=90")),
     "tiny": Shape(Case.parse("petune:llama-8b:lora:4x32:r=4:limit=60"), _SMALL),
 }
 _EIGHT_BLOCKS: Sizes = {
@@ -265,6 +266,22 @@ def backends(world: int) -> dict[str, Axes]:
     return found
 
 
+# Their experts in a block: one has a dense block too, the other biases and transposed weights.
+EXPERTS = {"qwen3moe-causal": 5, "gptoss-causal": 4}
+
+
+def expert_backends(world: int, experts: int) -> dict[str, Axes]:
+    """The plans of the parity cells of experts: shared by ranks unequally, in replicas too, cut by columns,
+    and sharded."""
+    counts, shares = [1] * (world - 1) + [experts - world + 1], {2: [3, 1], 4: [2, 1, 1, 1]}[world]
+    return {
+        "ep": {"ep": {"shares": shares, "experts": counts}},
+        "tp": {"tp": {"size": world}},
+        "shard": {"dp": {"size": world, "shard": True}},
+        **({"dp x ep": {"dp": {"size": 2}, "ep": {"size": 2}}} if world == 4 else {}),
+    }
+
+
 def parity_jobs(world: int) -> list[Job]:
     """Every plan on a decoder and an encoder, LoRA and full, in float32; and LoRA on a wider decoder in
     bf16."""
@@ -278,6 +295,9 @@ def parity_jobs(world: int) -> list[Job]:
                 }
                 cells.append((name, axes if model == "llama-causal" else own, model, method, "fp32"))
         cells.append((name, axes, "llama-causal", "lora", "bf16"))
+    for model, experts in EXPERTS.items():
+        for name, axes in expert_backends(world, experts).items():
+            cells += [(name, axes, model, method, "fp32") for method in ("lora", "full")]
     cells.sort(key=lambda cell: cell[4] == "bf16")
     return [
         Job(
@@ -342,6 +362,8 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
         ours("shard kept", many, dp={"size": world, "shard": True, "reshard": False}),
         made("peft fsdp2", "fsdp2", world, many),
     ]
+    if MODELS[shape.case.shape].experts:
+        jobs.append(ours("ep", many, ep={"size": world}))
     for total in (many, rows):
         jobs += [ours("tp", total, **cut("tp")), ours("tp overlap", total, **cut("tp", overlap=True))]
         jobs += [
@@ -471,9 +493,9 @@ def objective_for(task: str, here: Here, dtype: torch.dtype) -> Objective:
 
 
 @cache
-def _mesh(sizes: tuple[int, int, int], device: torch.device) -> Mesh:
-    dp, tp, pp = sizes
-    return make_mesh(ParallelPlan(dp=dp, tp=tp, pp=pp), device)
+def _mesh(sizes: tuple[int, int, int, int], device: torch.device) -> Mesh:
+    dp, tp, pp, ep = sizes
+    return make_mesh(ParallelPlan(dp=dp, tp=tp, pp=pp, ep=ep), device)
 
 
 def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
@@ -511,7 +533,7 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
     plan = make_plan(
         config, family_of(model), model.config, here.world, job.rows, vocabulary_head=task != "classify"
     )
-    mesh = replace(_mesh((plan.dp, plan.tp, plan.pp), here.device), plan=plan)
+    mesh = replace(_mesh((plan.dp, plan.tp, plan.pp, plan.ep), here.device), plan=plan)
     runner = Runner(parallelize(model, family_of(model), plan, mesh, objective.tuned), objective)
     fuse_as_training_does(runner, job, options)
     mine = runner.share(list(range(job.rows)))
