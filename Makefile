@@ -67,7 +67,7 @@ test-anywhere: setup
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(SUITE) -n 2 -m long
-	OMP_NUM_THREADS=1 $(SUITE) -n 2 -m "not long and not system" --hypothesis-profile=default $$(grep -rlw hypothesis tests --include="test_*.py")
+	OMP_NUM_THREADS=1 $(SUITE) -n 2 -m "not long and not system" --hypothesis-profile=fresh $$(grep -rlw hypothesis tests --include="test_*.py")
 
 test-system: setup
 	$(PIP) --constraint constraints.txt --requirement requirements/programs.txt

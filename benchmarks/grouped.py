@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from petune.kernels import grouped_reference as plain
-from petune.kernels.grouped import Routes, routes_of
 from petune.kernels.triton import grouped as products
 from petune.kernels.triton import routed
 from petune.kernels.triton.grouped import Tile
+from petune.models.routes import Routes, routes_of
 
 BEGAN = time.perf_counter()
 TINY = not torch.cuda.is_available()

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from petune.models.experts import reached
 from petune.models.spec import Family, Region, Shape, StackName
 from petune.parallel.plan import Cut, ParallelPlan
 
@@ -138,15 +139,18 @@ def _of_stack(
 def of_experts(
     plan: ParallelPlan, mixtures: int, chosen: int, rows: Sequence[int], shape: Shape, load: Load
 ) -> Iterator[Transition]:
-    """Copies of tokens to the ranks of their experts and back, from the rank that sends most, if all experts
-    of so many mixtures are chosen as often, `chosen` a token. rows: of each replica."""
+    """Tokens to the ranks of their experts and back, each once to a rank, from the rank that sends most, if
+    all experts of so many mixtures are chosen as often, `chosen` a token. rows: of each replica."""
     if plan.ep == 1:
         return
-    each = chosen * load.tokens["decoder"] * shape.width * load.itemsize
-    parts, most = [held / sum(plan.experts) for held in plan.experts], 0.0
-    for first in range(0, plan.dp, plan.ep):  # own copies that leave, and others' that go back
+    each = load.tokens["decoder"] * shape.width * load.itemsize
+    parts, most = reached(plan.experts, chosen), 0.0
+    for first in range(0, plan.dp, plan.ep):  # own tokens that leave, and others' that go back
         group = rows[first : first + plan.ep]
-        sent = (own * (1 - part) + (sum(group) - own) * part for own, part in zip(group, parts, strict=True))
+        sent = (
+            own * (sum(parts) - part) + (sum(group) - own) * part
+            for own, part in zip(group, parts, strict=True)
+        )
         most = max(most, *sent)
     back = _if(load.backward, int(most * each))
     yield Transition("decoder experts", "all-to-all / all-to-all", mixtures, int(most * each), back, "within")

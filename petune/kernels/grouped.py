@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,40 +23,10 @@ from petune.kernels.grouped_reference import by_torch
 from petune.kernels.reference import Act
 from petune.models.form import Form
 from petune.models.frozen_weight import QuantisedWeight
+from petune.models.routes import Routes
 from petune.models.transition import applied, transition
 
 NARROW = 64  # columns or rows of a matrix up to which a product takes as long as reading the other operand
-
-
-class Routes(NamedTuple):
-    """Which rows of tokens' copies go where, for `chosen` experts a token.
-
-    order [m]: the copies, token by token, sorted by expert; inverse: the way back. ends [experts], int32: the
-    sorted row before which each expert's end.
-    """
-
-    order: Tensor
-    inverse: Tensor
-    ends: Tensor
-    chosen: int
-
-    @property
-    def tokens(self) -> Tensor:
-        """The token [m] of each sorted copy."""
-        return self.order // self.chosen
-
-    def sorted(self, share: Tensor) -> Tensor:
-        """Shares [tokens, chosen] in the order of the copies, [m]."""
-        return share.reshape(-1)[self.order]
-
-
-def routes_of(index: Tensor, experts: int) -> Routes:
-    """The routes of tokens to the experts index [tokens, chosen]; none is dropped, whoever is crowded."""
-    ids, order = index.reshape(-1).sort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    ends = torch.searchsorted(ids, torch.arange(experts, device=ids.device), right=True)
-    return Routes(order, inverse, ends.int(), index.shape[-1])
 
 
 def dispatch(x: Tensor, routes: Routes) -> Tensor:

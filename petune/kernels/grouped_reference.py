@@ -93,10 +93,10 @@ def by_torch(*operands: Tensor) -> bool:
 def combined(y: Tensor, inverse: Tensor, chosen: int, weights: Tensor | None = None) -> Tensor:
     """sum_j weights[t, j] y[inverse[t chosen + j]], [tokens, n], rounded once.
 
-    inverse [m]: where each copy of a token lies among the rows y [m, n]. weights [tokens, chosen], any float
-    dtype: None for ones.
+    inverse [tokens * chosen]: where each copy of a token lies among the rows y [m, n], -1 for none. weights
+    [tokens, chosen], any float dtype: None for ones.
     """
-    copies = y[inverse].view(-1, chosen, y.shape[1])
+    copies = y[inverse].masked_fill_((inverse < 0)[:, None], 0).view(-1, chosen, y.shape[1])
     if weights is None:
         return copies.sum(1)
     return (wide(copies) * wide(weights)[..., None]).sum(1).to(y.dtype)

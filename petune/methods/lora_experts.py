@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.kernels.grouped import Routes, combine, dispatch, grouped, routes_of
+from petune.kernels.grouped import combine, dispatch, grouped
 from petune.methods.configs import LoraConfig
 from petune.models.experts import TunedExperts, along, sizes_of, weights_of
+from petune.models.routes import Routes, routes_of
 from petune.models.spec import Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, WeightChange, summed
 

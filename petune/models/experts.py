@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from math import comb
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from petune.models.routes import Routes
 from petune.models.spec import Pieces, Split
 from petune.models.tuned_linear import LowRank, TunedLayer, TunedOfAnyClass
 
@@ -60,18 +62,21 @@ class RoutesHook:
 
 
 class Way(NamedTuple):
-    """Where the copies of one call go: rows sent to each rank, rows that each sends here, and the experts of
-    those here, numbered from this rank's first [rows here]. Where nothing comes one row of zeros stands for
-    it, so that no rank computes on nothing and all go the same way back."""
+    """Where the tokens of one call go, each once to a rank that has some of its experts: rows sent to each
+    rank, rows that each sends here, and the routes of own tokens to ranks, a copy for each.
+
+    Where nothing comes one row of zeros stands for it, so that no rank computes on nothing and all go the
+    same way back.
+    """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    experts: Tensor
+    routes: Routes
 
 
 class Spread(Protocol):
-    """Where the experts of a mixture lie that are cut over ranks, and how copies of tokens get there. Tensors
-    in, tensors out, no autograd, as those of a boundary (petune.models.boundary)."""
+    """Where the experts of a mixture lie that are cut over ranks, and how tokens get there. Tensors in,
+    tensors out, no autograd, as those of a boundary (petune.models.boundary)."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -83,22 +88,29 @@ class Spread(Protocol):
         """Of this rank."""
         ...
 
-    def way(self, ends: Tensor) -> Way:
-        """The way of copies that are sorted by expert; ends [experts]: the row before which each one's
-        end."""
+    def way(self, index: Tensor) -> tuple[Way, Routes]:
+        """The way of tokens to the experts index [tokens, chosen], and the routes of the rows that come here
+        to the experts that are here, numbered from this rank's first."""
         ...
 
     def there(self, x: Tensor, way: Way) -> Tensor:
-        """Copies x [rows, ...] on the ranks of their experts: those that are here, by rank and expert."""
+        """Rows of x [tokens, n] on the ranks of their experts: those that come here, [rows here, n]."""
         ...
 
     def back(self, y: Tensor, way: Way) -> Tensor:
-        """The way back, and the adjoint."""
+        """The way back of y [rows here, n], summed over the ranks of a token [tokens, n]: the adjoint."""
         ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """As that of a boundary: the least of each number among the ranks."""
         ...
+
+
+def reached(held: Sequence[int], chosen: int) -> list[float]:
+    """Of each rank with so many experts, the share of tokens that have at least one of their `chosen` there,
+    if all are chosen as often."""
+    every = sum(held)
+    return [1 - comb(every - own, chosen) / comb(every, chosen) for own in held]
 
 
 def put_spread(module: nn.Module, spread: Spread) -> None:

@@ -1,20 +1,22 @@
 """Routed experts cut over the ranks of the ep axis, whole ones on each: what a rank holds of them, and how
-copies of tokens reach the ranks of their experts and come back.
+tokens reach the ranks of their experts and come back.
 
     x [tokens, width], index, share      the router's, of own tokens
-    copies, sorted by expert             each rank's lie one behind the other
-      -> all-to-all of unequal parts     copies that other ranks' tokens sent here, with their shares
-    the experts that are here            as one process computes them, one expert a copy
-      -> all-to-all back, and the sum over a token's copies
+    a row for each rank                  that has some of a token's experts, however many
+      -> all-to-all of unequal parts     rows that other ranks' tokens sent here, with what they have chosen
+    the experts that are here            as one process computes them, and the sum over those of a row
+      -> all-to-all back, and the sum over a token's ranks
 
-A way only moves rows, so its adjoint is the way back. The gradients of what an expert has are then those of
-all tokens of the ranks that share it, and nothing of it is summed over them.
+Shares are multiplied in by the ranks of the experts, so what goes and comes is a row for each rank and not
+one for each expert. A way moves rows and sums them, so its adjoint is the way back. The gradients of what an
+expert has are then those of all tokens of the ranks that share it, and nothing of it is summed over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -23,9 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from petune.errors import UsageError
-from petune.kernels.grouped import Routes, combine, dispatch, routes_of
+from petune.kernels.grouped import combine, combined, dispatch
 from petune.models.boundary import BoundaryHook
 from petune.models.experts import Way, is_experts, put_spread
+from petune.models.routes import Routes, routes_of
 from petune.models.transition import transition
 from petune.parallel.collectives import Group, Sizes, least_of
 from petune.parallel.mesh import Coordinate, Mesh
@@ -45,28 +48,38 @@ class Spread:
     def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
         return self
 
-    def way(self, ends: Tensor) -> Way:
-        """See petune.models.experts.Spread. It waits for the device, as messages have a length."""
-        rows, own, ranks = ends.diff(prepend=ends.new_zeros(1)), self.counts[self.index], len(self.counts)
-        found = rows.new_empty(ranks * own)
-        dist.all_to_all_single(found, rows, [own] * ranks, list(self.counts), group=cast("Any", self.group))
-        here = found.view(ranks, own).cpu()
-        sent = tuple(int(part.sum()) for part in rows.cpu().split(list(self.counts)))
-        numbers = torch.arange(own).repeat(ranks).repeat_interleave(here.flatten().long())
-        numbers = numbers if len(numbers) else numbers.new_zeros(1)
-        return Way(sent, tuple(here.sum(1).tolist()), numbers.to(ends.device))
+    def way(self, index: Tensor) -> tuple[Way, Routes]:
+        """See petune.models.experts.Spread. It waits once for the device, as messages have a length."""
+        ranks, own = len(self.counts), self.counts[self.index]
+        owner, first = _owners(self.counts, index.device)
+        chosen = owner[index]
+        goes = (chosen[..., None] == torch.arange(ranks, device=index.device)).sum(1)  # [tokens, ranks]
+        going = torch.stack([(goes > 0).sum(0), goes.sum(0)], 1)  # rows, and copies among them
+        coming = torch.empty_like(going)
+        dist.all_to_all_single(coming, going, group=cast("Any", self.group))
+        sent, rows, copies = torch.cat([going[:, 0], coming.T.flatten()]).view(3, ranks).tolist()
+        places = torch.arange(ranks, device=index.device).where(goes > 0, ranks)
+        way = Way(tuple(sent), tuple(rows), routes_of(places, ranks, sum(sent)))
+        theirs = (index - first[index])[way.routes.tokens]
+        theirs = theirs.where(chosen[way.routes.tokens] == way.routes.groups[:, None], -1)
+        here = self._moved(theirs.int(), way.sent, way.received)
+        if not sum(rows):  # nobody's row goes to the first expert
+            here.fill_(-1)[0, 0] = 0
+        return way, routes_of(here.where(here >= 0, own), own, max(1, sum(copies)))
 
     def there(self, x: Tensor, way: Way) -> Tensor:
         """See petune.models.experts.Spread."""
-        return self._moved(x, way.sent, way.received, len(way.experts))
+        return self._moved(x[way.routes.tokens], way.sent, way.received)
 
     def back(self, y: Tensor, way: Way) -> Tensor:
         """See petune.models.experts.Spread."""
-        return self._moved(y[: sum(way.received)], way.received, way.sent, sum(way.sent))
+        return combined(self._moved(y[: sum(way.received)], way.received, way.sent), way.routes)
 
-    def _moved(self, x: Tensor, sent: Sizes, received: Sizes, rows: int) -> Tensor:
-        """Parts of x sent to each rank, and what came from each, above rows of zeros where that is less."""
-        found, own = x.new_zeros(rows, *x.shape[1:]), sum(received)
+    def _moved(self, x: Tensor, sent: Sizes, received: Sizes) -> Tensor:
+        """Parts of x sent to each rank, and what came from each; a row of zeros if that is nothing."""
+        found, own = x.new_empty(max(1, sum(received)), *x.shape[1:]), sum(received)
+        if own == 0:
+            found.zero_()
         group = cast("Any", self.group)
         dist.all_to_all_single(found[:own], x.contiguous(), list(received), list(sent), group=group)
         return found
@@ -74,6 +87,14 @@ class Spread:
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """As that of a boundary: the least of each number among the ranks."""
         return least_of(numbers, device, self.group)
+
+
+@cache
+def _owners(counts: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rank of each expert, and the first expert of that rank, [experts] each."""
+    ranks, held = torch.arange(len(counts)), torch.tensor(counts)
+    owner = ranks.repeat_interleave(held)
+    return owner.to(device), (held.cumsum(0) - held)[owner].to(device)
 
 
 # ------------------------------------------------------------------ what a rank holds
@@ -121,30 +142,29 @@ def cross_experts(model: nn.Module, mesh: Mesh) -> None:
 
 
 class Ways(BoundaryHook):
-    """Hooks around experts: they are called with the copies that were sent here, and what they give goes
-    back. now: of the running call, which the second hook takes from the first."""
+    """Hooks around experts: they are called with copies of the rows that were sent here, one expert a copy,
+    and what they give goes back. now: of the running call, which the second hook takes from the first."""
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
-        self.now: tuple[Routes, Way] | None = None
+        self.now: tuple[Way, Routes] | None = None
 
     def before(self, module: nn.Module, args: Any) -> Any:
-        """Send copies: (x [tokens, width], index and shares [tokens, chosen]) -> the same of what is here."""
+        """Send rows: (x [tokens, width], index and shares [tokens, chosen]) -> the same of copies here."""
         x, index, share = args
-        routes = routes_of(index, sum(self.spread.counts))
-        self.now = routes, way = routes, self.spread.way(routes.ends)
-        here, weights = cast("Any", _Sent).apply(dispatch(x, routes), routes.sorted(share), self.spread, way)
-        return here, way.experts[:, None], weights[:, None]
+        self.now = way, routes = self.spread.way(index)
+        here, shares = cast("Any", _Sent).apply(x, share, self.spread, way)
+        return dispatch(here, routes), routes.groups[:, None], routes.sorted(shares)[:, None]
 
     def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Bring back what the experts gave, and sum it over a token's copies."""
+        """Sum what the experts gave over a row's copies, and bring it back."""
         assert self.now is not None, "experts are left without having been entered"
-        (routes, way), self.now = self.now, None
-        return combine(transition(output, self.spread.back, self.spread.there, way), routes)
+        (way, routes), self.now = self.now, None
+        return transition(combine(output, routes), self.spread.back, self.spread.there, way)
 
 
 class _Sent(Function):
-    """Copies and their shares, in one: so they go back in one order on every rank."""
+    """Rows and their shares, in one: so they go back in one order on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor, spread: Spread, way: Way) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,10 @@ from petune.kernels.grouped import (
     grouped,
     outer,
     product,
-    routes_of,
 )
 from petune.kernels.triton import grouped as kernels
 from petune.kernels.triton import routed
+from petune.models.routes import routes_of
 from tests.kernels.exactness import DEVICE, DTYPES, matrix
 
 
@@ -56,6 +56,13 @@ def test_tokens_go_to_their_experts_and_come_back_in_their_order() -> None:
     assert torch.allclose((dispatch(x, routes) * y).sum(), (x * combine(y, routes)).sum())
     assert torch.autograd.gradcheck(lambda value: dispatch(value, routes), x)
     assert torch.autograd.gradcheck(lambda value: combine(value, routes), y)
+
+
+def test_a_copy_that_is_missing_counts_nothing() -> None:
+    routes = routes_of(torch.tensor([[1, 2], [2, 2], [0, 1]]), 2, copies=3)  # the second token has none
+    x, y = _made(3, 3), _made(3, 3)
+    assert torch.equal(combine(dispatch(x, routes), routes), x * torch.tensor([[1], [0], [2]]))
+    assert torch.allclose((dispatch(x, routes) * y).sum(), (x * combine(y, routes)).sum())
 
 
 def test_products_are_in_the_dtype_of_autocast() -> None:

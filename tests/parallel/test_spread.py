@@ -125,6 +125,28 @@ def test_experts_give_what_they_give_together_whoever_is_chosen(chosen: list[lis
     torch.testing.assert_close(whole, alone["down"], rtol=0, atol=1e-6)
 
 
+def _sent(index: list[list[int]]) -> tuple[Any, ...]:
+    """The way of own tokens to four experts, of which rank 1 has one: rows sent, rows that come and the
+    experts here of each, and what comes back."""
+    spread, x = Spread((3, 1), dist.get_rank(), dist.group.WORLD), torch.tensor([[1.0], [2.0], [3.0]])
+    way, here = spread.way(torch.tensor(index))
+    rows = spread.there(x + 10 * dist.get_rank(), way)
+    experts = [sorted(here.groups[here.tokens == row].tolist()) for row in range(len(rows))]
+    return way.sent, rows[:, 0].tolist(), experts, spread.back(rows, way)[:, 0].tolist()
+
+
+def test_a_token_goes_once_to_each_rank_that_has_some_of_its_experts() -> None:
+    first, second = run(2, _sent, [[0, 2], [3, 1], [2, 3]])
+    assert first == ((3, 2), [1, 2, 3, 11, 12, 13], [[0, 2], [1], [2]] * 2, [1, 4, 6])
+    assert second == ((3, 2), [2, 3, 12, 13], [[0]] * 4, [11, 24, 26])
+
+
+def test_where_nobody_goes_stands_a_row_of_zeros_for_the_first_expert() -> None:
+    first, second = run(2, _sent, [[0, 2], [1, 0], [2, 1]])
+    assert second == ((3, 0), [0], [[0]], [11, 12, 13])
+    assert first[1] == [1, 2, 3, 11, 12, 13]
+
+
 # ------------------------------------------------------------------ faults, each of which a comparison sees
 
 

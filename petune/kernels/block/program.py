@@ -369,7 +369,7 @@ class _Build:
         at = len(self.mixtures)
         own = h, at, self.mixtures_begin + OF_MIXTURE * at, self.made_by_norm(h)
         self.mixtures.append(core)
-        route = Route(*own, name, core.chosen, bool(core.normed), core.rounded)
+        route = Route(*own, name, core.chosen, bool(core.normed), core.rounded, not core.held)
         d, kept = f"{name}.d", keep if core.shared is None else None
         make, act = spread_experts if core.held else experts, core.act or self.sizes.act
         self.steps += [route, *make(name, core, own, route, d, act, behind, kept)]

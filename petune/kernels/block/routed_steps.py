@@ -23,7 +23,7 @@ from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.configs import Level
-from petune.kernels.grouped import Routes, combined, dgated, gated, product
+from petune.kernels.grouped import combined, dgated, gated, product
 from petune.kernels.memory.op_cost import (
     Cost,
     activate,
@@ -33,6 +33,7 @@ from petune.kernels.memory.op_cost import (
 )
 from petune.kernels.memory.shape import BlockShape, Experts
 from petune.kernels.reference import Act
+from petune.models.routes import Routes
 from petune.models.spec import RoutedMlp
 
 
@@ -117,7 +118,7 @@ class Dispatched(OfMixture):
 class Combined(OfMixture):
     """d = the sum over a token's experts of m W^T + s b^T with m = act(gate) * up * share, which lives in
     here alone, and s = m a^T. behind: which of the block's bottlenecks reads d, in float32. part: see
-    Dispatched; None: there are as many d as tokens, else as rows."""
+    Dispatched; sums: of d, for each own token."""
 
     routes: str
     share: str
@@ -127,7 +128,8 @@ class Combined(OfMixture):
     act: Act
     behind: int | None = None
     keep: Level | None = None
-    part: float | None = None
+    part: float = 1.0
+    sums: float = 1.0
     long = True
 
     def __post_init__(self) -> None:
@@ -164,14 +166,16 @@ class Combined(OfMixture):
         if self.u in run.wants:
             run.grads[self.u] = du
         if self.share in run.wants:
-            run.grads[self.share] = dshare[routes.inverse].view(-1, routes.chosen)
+            run.grads[self.share] = routes.unsorted(dshare)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
         copies, wider = copies_of(shape, self.part), shape.itemsize
         wider = wider if self.behind is None else max(4, wider)
-        rows = 1 if self.part is None else copies
-        return {self.s: copies * shape.routed.down * shape.itemsize, self.d: rows * shape.width * wider}
+        return {
+            self.s: copies * shape.routed.down * shape.itemsize,
+            self.d: math.ceil(self.sums * shape.width) * wider,
+        }
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. m, and what it makes of each copy."""
@@ -229,10 +233,10 @@ def experts(
     ]
 
 
-def copies_of(shape: BlockShape, part: float | None) -> int:
+def copies_of(shape: BlockShape, part: float) -> int:
     """Rows that experts compute on for each token. part: for each of its copies, where experts are cut over
     ranks."""
-    return math.ceil((1.0 if part is None else part) * shape.routed.chosen)
+    return math.ceil(part * shape.routed.chosen)
 
 
 def _ones(rows: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from petune.kernels.block.mixture import GATE, ROUTER, ROUTER_BIAS
 from petune.kernels.block.rows import Rows
 from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
-from petune.kernels.grouped import routes_of
 from petune.kernels.memory.op_cost import SMALL, Cost, add, low_rank, matmul
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import wide
+from petune.models.routes import routes_of
 
 # of a mixture's steps: what enters it, its number, the place of its first tensor, the norm that gave it
 OwnOf = tuple[str, int, int, Normalize | None]
@@ -62,8 +62,9 @@ class OfMixture(Step):
 
 @dataclass(eq=False)
 class Route(OfMixture):
-    """Who goes where: index and share [m, chosen] of the experts that a token chooses, and the routes. probs:
-    the softmax over all experts, kept where the shares are not divided by their sum.
+    """Who goes where: index and share [m, chosen] of the experts that a token chooses, and the routes where
+    all experts are here. probs: the softmax over all of them, kept where the shares are not divided by their
+    sum.
 
     None of it is made again, so that both passes send a token the same way.
     """
@@ -72,15 +73,16 @@ class Route(OfMixture):
     chosen: int
     normed: bool
     rounded: bool
+    here: bool
 
     def __post_init__(self) -> None:
-        names = ("routes", "index", "share", *(() if self.normed else ("probs",)))
-        self.takes, self.gives = (self.h,), tuple(f"{self.name}.{one}" for one in names)
-        self.routes, self.index, self.share = self.gives[:3]
-        self.probs = self.gives[-1]
+        names = ("index", "share", "probs", "routes")
+        self.index, self.share, self.probs, self.routes = (f"{self.name}.{one}" for one in names)
+        read = (self.index, self.share, *(() if self.normed else (self.probs,)))
+        self.takes, self.gives = (self.h,), (*read, *((self.routes,) if self.here else ()))
         self.keeps = dict.fromkeys(self.gives, "input")
         self.trained = (self.first + ROUTER, self.first + ROUTER_BIAS)
-        self.reading(*self.gives[1:])
+        self.reading(*read)
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step. Rounded where the routers of transformers round."""
@@ -93,7 +95,9 @@ class Route(OfMixture):
         else:
             v[self.probs] = probs
         v[self.share] = share.to(scores.dtype) if self.rounded else share
-        v[self.index], v[self.routes] = index, tuple(routes_of(index, len(part.router)))
+        v[self.index] = index
+        if self.here:
+            v[self.routes] = tuple(routes_of(index, len(part.router)))
         for hear in part.listeners:
             hear(index)
 
@@ -118,9 +122,10 @@ class Route(OfMixture):
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
         share = shape.itemsize if self.rounded else 4
-        every = () if self.normed else (4 * shape.routed.number,)
         places = shape.routed.chosen * 8
-        return dict(zip(self.gives, (2 * places, places, share * shape.routed.chosen, *every), strict=True))
+        each = {self.index: places, self.share: share * shape.routed.chosen}
+        each |= {self.probs: 4 * shape.routed.number, self.routes: 2 * places}
+        return {name: each[name] for name in self.gives}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. Scores and their softmax."""

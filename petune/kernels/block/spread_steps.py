@@ -1,8 +1,7 @@
-"""The steps around experts that are cut over ranks: copies of tokens go to the ranks of their experts and
-back.
+"""The steps around experts that are cut over ranks: tokens go to the ranks of their experts and back.
 
-    way, routes', share' = where the router's routes lead      x' = h[rows] of all ranks, for the experts here
-    d' = what these make of x' (routed_steps.py)               d = the sum over a token's copies of d'
+    way, routes', share' = where the router's choice leads     x' = rows of all ranks' h for experts here
+    d' = what these make of x' (routed_steps.py)               d = the sum over a token's ranks of d'
 
 As the steps of a boundary they run over all rows at once, and again wherever what they give is made again: so
 every rank has to keep the same.
@@ -11,6 +10,7 @@ every rank has to keep the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from torch import Tensor
 
@@ -19,47 +19,69 @@ from petune.kernels.block.routed_steps import Combined, Dispatched, copies_of
 from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.steps import Run, Step, Values
 from petune.kernels.configs import Level
-from petune.kernels.grouped import Routes, combined, routes_of
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import Act
-from petune.models.experts import Spread, Way
+from petune.models.experts import Spread, Way, reached
+from petune.models.routes import Routes
 from petune.models.spec import RoutedMlp
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is sent where ranks have as many tokens and experts are chosen as often. copies: that experts here
+    compute on, for each that own tokens make; received: rows that come for each own token; sent: that each
+    own token sends, to so many ranks."""
+
+    copies: float
+    received: float
+    sent: float
+    ranks: int
+
+    @classmethod
+    def of(cls, core: RoutedMlp) -> Traffic:
+        """Of a mixture whose experts are cut."""
+        parts, ranks = reached(core.held, core.chosen), len(core.held)
+        copies = ranks * core.held[core.index] / sum(core.held)
+        return cls(copies, ranks * parts[core.index], sum(parts), ranks)
 
 
 @dataclass(eq=False)
 class Depart(OfMixture):
-    """Who goes where: the way of the copies of own tokens, and of those that come here share [m', 1] and the
-    routes to the experts here. Never made again, so that both passes go the same way. part: copies that come,
-    for each that own tokens make."""
+    """Who goes where: the way of own tokens, the routes of the rows that come to the experts here, and the
+    shares [m', chosen] of these. Never made again, so that both passes go the same way."""
 
-    routes: str
+    index: str
     share: str
     name: str
-    part: float
+    traffic: Traffic
 
     def __post_init__(self) -> None:
-        self.takes, self.gives = (self.routes, self.share), tuple(f"{self.name}.{one}" for one in _DEPARTED)
+        self.takes, self.gives = (self.index, self.share), tuple(f"{self.name}.{one}" for one in _DEPARTED)
         self.way, self.routes_here, self.share_here = self.gives
-        self.keeps, self.reads = dict.fromkeys(self.gives, "input"), (self.routes, self.way)
+        self.keeps, self.reads = dict.fromkeys(self.gives, "input"), (self.way,)
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        spread, routes = spread_in(run, self.at), Routes(*v[self.routes])
-        way = spread.way(routes.ends)
-        v[self.way] = tuple(way)
-        v[self.routes_here] = tuple(routes_of(way.experts[:, None], spread.counts[spread.index]))
-        v[self.share_here] = spread.there(routes.sorted(v[self.share]), way)[:, None]
+        spread = spread_in(run, self.at)
+        way, here = spread.way(v[self.index])
+        v[self.way], v[self.routes_here] = (*way[:2], tuple(way.routes)), tuple(here)
+        v[self.share_here] = spread.there(v[self.share], way)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
-        routes, dshare = Routes(*v[self.routes]), run.grads.pop(self.share_here)
-        found = spread_in(run, self.at).back(dshare[:, 0], Way(*v[self.way]))
-        run.grads[self.share] = found[routes.inverse].view(-1, routes.chosen)
+        dshare = run.grads.pop(self.share_here)
+        run.grads[self.share] = spread_in(run, self.at).back(dshare, _way(v[self.way]))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        places = copies_of(shape, self.part) * 8
-        return dict(zip(self.gives, (places, 2 * places, places // 2), strict=True))
+        """See Step. Numbers of 8 bytes, and shares of 4."""
+        chosen, traffic = shape.routed.chosen, self.traffic
+        rows = ceil(traffic.received * chosen)
+        here = copies_of(shape, traffic.copies) + rows
+        return {
+            self.way: 8 * ceil(traffic.sent + traffic.ranks),
+            self.routes_here: 8 * here,
+            self.share_here: 4 * rows,
+        }
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -68,34 +90,32 @@ class Depart(OfMixture):
 
 @dataclass(eq=False)
 class Send(OfMixture):
-    """x' [m', width] = the copies of h that come here. part: see Depart."""
+    """x' [m', width] = the rows of h that come here."""
 
-    routes: str
     way: str
     there: str
-    part: float
+    traffic: Traffic
 
     def __post_init__(self) -> None:
-        self.takes, self.gives = (self.h, self.routes, self.way), (self.there,)
-        self.keeps, self.reads = {self.there: "all"}, (self.routes, self.way)
+        self.takes, self.gives = (self.h, self.way), (self.there,)
+        self.keeps, self.reads = {self.there: "all"}, (self.way,)
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        copies = v[self.h][Routes(*v[self.routes]).tokens]
-        v[self.there] = spread_in(run, self.at).there(copies, Way(*v[self.way]))
+        v[self.there] = spread_in(run, self.at).there(v[self.h], _way(v[self.way]))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
-        dx = spread_in(run, self.at).back(run.grads.pop(self.there), Way(*v[self.way]))
-        run.give_own(self.h, combined(dx, Routes(*v[self.routes])))
+        dx = run.grads.pop(self.there)
+        run.give_own(self.h, spread_in(run, self.at).back(dx, _way(v[self.way])))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.there: copies_of(shape, self.part) * shape.width * shape.itemsize}
+        return {self.there: _rows(shape, self.traffic.received)}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. The message."""
-        return _message(shape)
+        return _rows(shape, self.traffic.sent)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -103,36 +123,33 @@ class Send(OfMixture):
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. The message."""
-        return _message(shape)
+        return _rows(shape, self.traffic.sent)
 
 
 @dataclass(eq=False)
 class Return(OfMixture):
-    """d = the sum over a token's copies of what experts on every rank gave, d' here. part: see Depart;
-    behind, keep: see Combined."""
+    """d = the sum over a token's ranks of what experts there gave, d' here. behind, keep: see Combined."""
 
-    routes: str
     way: str
     given: str
     d: str
-    part: float
+    traffic: Traffic
     behind: int | None = None
     keep: Level | None = None
 
     def __post_init__(self) -> None:
-        self.takes, self.gives = (self.given, self.routes, self.way), (self.d,)
-        self.keeps, self.reads = {} if self.keep is None else {self.d: self.keep}, (self.routes, self.way)
+        self.takes, self.gives = (self.given, self.way), (self.d,)
+        self.keeps, self.reads = {} if self.keep is None else {self.d: self.keep}, (self.way,)
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        y = spread_in(run, self.at).back(v[self.given], Way(*v[self.way]))
-        v[self.d] = widened(run, self.behind, combined(y, Routes(*v[self.routes])))
+        found = spread_in(run, self.at).back(v[self.given], _way(v[self.way]))
+        v[self.d] = widened(run, self.behind, found)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
         dd: Tensor = run.grads.pop(self.d)
-        copies = dd[Routes(*v[self.routes]).tokens]
-        run.grads[self.given] = spread_in(run, self.at).there(copies, Way(*v[self.way]))
+        run.grads[self.given] = spread_in(run, self.at).there(dd, _way(v[self.way]))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -140,20 +157,25 @@ class Return(OfMixture):
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. The message."""
-        return _message(shape)
+        return _rows(shape, self.traffic.sent)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.given: copies_of(shape, self.part) * shape.width * shape.itemsize}
+        return {self.given: _rows(shape, self.traffic.received)}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. The message."""
-        return _message(shape)
+        return _rows(shape, self.traffic.sent)
 
 
-def _message(shape: BlockShape) -> int:
-    """Bytes of the copies of a token, which are sent."""
-    return shape.routed.chosen * shape.width * shape.itemsize
+def _rows(shape: BlockShape, rows: float) -> int:
+    """Bytes of so many rows for each own token."""
+    return ceil(rows * shape.width) * shape.itemsize
+
+
+def _way(value: tuple[tuple[int, ...], tuple[int, ...], tuple[Tensor, Tensor, Tensor, int]]) -> Way:
+    """A way out of what is kept of it."""
+    return Way(*value[:2], Routes(*value[2]))
 
 
 def spread_experts(
@@ -167,16 +189,16 @@ def spread_experts(
     keep: Level | None,
 ) -> list[Step]:
     """d = the sum over the experts of a token, some of which are on other ranks."""
-    part = len(core.held) * core.held[core.index] / sum(core.held)  # where ranks have as many tokens
+    traffic = Traffic.of(core)
     there, given, u = f"{name}.there", f"{name}.given", f"{name}.u"
-    depart = Depart(*own, route.routes, route.share, name, part)
-    here, names = (there, *own[1:3], None), (depart.routes_here, depart.share_here)
+    depart = Depart(*own, route.index, route.share, name, traffic)
+    here, names, part = (there, *own[1:3], None), (depart.routes_here, depart.share_here), traffic.copies
     return [
         depart,
-        Send(*own, route.routes, depart.way, there, part),
+        Send(*own, depart.way, there, traffic),
         Dispatched(*here, depart.routes_here, f"{name}.s", u, part),
-        Combined(*here, *names, u, f"{name}.s_down", given, act, part=part),
-        Return(*own, route.routes, depart.way, given, d, part, behind, keep),
+        Combined(*here, *names, u, f"{name}.s_down", given, act, part=part, sums=traffic.received),
+        Return(*own, depart.way, given, d, traffic, behind, keep),
     ]
 
 

@@ -54,7 +54,8 @@ def _combine_kernel(y, inverse, weights, out, n, stride, CHOSEN: tl.constexpr, B
     total = tl.zeros((BLOCK,), tl.float32)
     for copy in tl.static_range(CHOSEN):
         row = tl.load(inverse + token * CHOSEN + copy).to(tl.int64)
-        value = tl.load(y + row * stride + col, mask=col < n, other=0.0).to(tl.float32)
+        there = (col < n) & (row >= 0)
+        value = tl.load(y + row * stride + col, mask=there, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + token * CHOSEN + copy).to(tl.float32)
         total += value

@@ -17,13 +17,13 @@ from petune.kernels.block import mixture, routed_steps, router_steps
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, unfuse
-from petune.kernels.grouped import Routes
 from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
 from petune.models.loading import packs
+from petune.models.routes import Routes
 from petune.run.expert_load import ExpertLoad
 from tests.kernels.fused_pairs import BATCHES, blocks, stand_on
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny

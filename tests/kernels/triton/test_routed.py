@@ -35,9 +35,10 @@ def test_copies_are_summed_as_the_reference_sums_them(
 ) -> None:
     y = matrix(tokens * chosen, n, dtype, 1, strided=True)
     inverse = torch.randperm(tokens * chosen, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    inverse[-1] = -1  # a copy that is missing
     weights = None if of is None else shares(tokens * chosen, of).view(tokens, chosen)
     found, same = (module.combined(y, inverse, chosen, weights) for module in (routed, grouped_reference))
-    exact = y.double()[inverse].view(tokens, chosen, n)
+    exact = y.double()[inverse].where(inverse[:, None] >= 0, 0).view(tokens, chosen, n)
     exact = exact if weights is None else exact * weights.double()[..., None]
     assert_as_good(found, same, exact.sum(1))
 
