@@ -285,7 +285,7 @@ class Clock:
         return found.total
 
     def _scattering(self, plan: ParallelPlan, first: int, rows: Sequence[int]) -> float:
-        """Seconds in which copies of tokens go to the ranks of their experts and back."""
+        """Seconds in which tokens go to the ranks of their experts and back."""
         work = self.work
         mixed = [
             (number, part.copies)
