@@ -63,7 +63,7 @@ class RoutesHook:
 
 class Way(NamedTuple):
     """Where the tokens of one call go, each once to a rank that has some of its experts: rows sent to each
-    rank, rows that each sends here, and the routes of own tokens to ranks, a copy for each.
+    rank, rows that each sends here, the tokens of those sent, and the routes of tokens to ranks.
 
     Where nothing comes one row of zeros stands for it, so that no rank computes on nothing and all go the
     same way back.
@@ -71,6 +71,7 @@ class Way(NamedTuple):
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    tokens: Tensor
     routes: Routes
 
 

@@ -51,25 +51,23 @@ class Spread:
     def way(self, index: Tensor) -> tuple[Way, Routes]:
         """See petune.models.experts.Spread. It waits once for the device, as messages have a length."""
         ranks, own = len(self.counts), self.counts[self.index]
-        owner, first = _owners(self.counts, index.device)
-        chosen = owner[index]
-        goes = (chosen[..., None] == torch.arange(ranks, device=index.device)).sum(1)  # [tokens, ranks]
-        going = torch.stack([(goes > 0).sum(0), goes.sum(0)], 1)  # rows, and copies among them
+        owner, numbers, places = _tables(self.counts, self.index, index.device)
+        goes = (owner[index][..., None] == places).sum(1)  # copies, [tokens, ranks]
+        there = goes > 0
+        going = torch.stack([there.sum(0), goes.sum(0)], 1)  # rows, and copies among them
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=cast("Any", self.group))
         sent, rows, copies = torch.cat([going[:, 0], coming.T.flatten()]).view(3, ranks).tolist()
-        places = torch.arange(ranks, device=index.device).where(goes > 0, ranks)
-        way = Way(tuple(sent), tuple(rows), routes_of(places, ranks, sum(sent)))
-        theirs = (index - first[index])[way.routes.tokens]
-        theirs = theirs.where(chosen[way.routes.tokens] == way.routes.groups[:, None], -1)
-        here = self._moved(theirs.int(), way.sent, way.received)
+        routes = routes_of(places.where(there, ranks), ranks, sum(sent))
+        way = Way(tuple(sent), tuple(rows), routes.tokens, routes)
+        here = numbers[self.there(index, way)]
         if not sum(rows):  # nobody's row goes to the first expert
-            here.fill_(-1)[0, 0] = 0
-        return way, routes_of(here.where(here >= 0, own), own, max(1, sum(copies)))
+            here.fill_(own)[0, 0] = 0
+        return way, routes_of(here, own, max(1, sum(copies)))
 
     def there(self, x: Tensor, way: Way) -> Tensor:
         """See petune.models.experts.Spread."""
-        return self._moved(x[way.routes.tokens], way.sent, way.received)
+        return self._moved(x[way.tokens], way.sent, way.received)
 
     def back(self, y: Tensor, way: Way) -> Tensor:
         """See petune.models.experts.Spread."""
@@ -90,11 +88,13 @@ class Spread:
 
 
 @cache
-def _owners(counts: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rank of each expert, and the first expert of that rank, [experts] each."""
-    ranks, held = torch.arange(len(counts)), torch.tensor(counts)
-    owner = ranks.repeat_interleave(held)
-    return owner.to(device), (held.cumsum(0) - held)[owner].to(device)
+def _tables(counts: Sizes, index: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each expert the rank that has it, and its number on the rank `index`, that of none where it is on
+    another, [experts]; and all ranks."""
+    ranks, own, first = torch.arange(len(counts)), counts[index], sum(counts[:index])
+    numbers = torch.full((sum(counts),), own)
+    numbers[first : first + own] = torch.arange(own)
+    return ranks.repeat_interleave(torch.tensor(counts)).to(device), numbers.to(device), ranks.to(device)
 
 
 # ------------------------------------------------------------------ what a rank holds

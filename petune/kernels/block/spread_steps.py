@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from torch import Tensor
 
@@ -64,7 +65,7 @@ class Depart(OfMixture):
         """See Step."""
         spread = spread_in(run, self.at)
         way, here = spread.way(v[self.index])
-        v[self.way], v[self.routes_here] = (*way[:2], tuple(way.routes)), tuple(here)
+        v[self.way], v[self.routes_here] = (*way[:3], tuple(way.routes)), tuple(here)
         v[self.share_here] = spread.there(v[self.share], way)
 
     def backward(self, run: Run, v: Values) -> None:
@@ -78,7 +79,7 @@ class Depart(OfMixture):
         rows = ceil(traffic.received * chosen)
         here = copies_of(shape, traffic.copies) + rows
         return {
-            self.way: 8 * ceil(traffic.sent + traffic.ranks),
+            self.way: 8 * ceil(2 * traffic.sent + traffic.ranks),
             self.routes_here: 8 * here,
             self.share_here: 4 * rows,
         }
@@ -173,9 +174,10 @@ def _rows(shape: BlockShape, rows: float) -> int:
     return ceil(rows * shape.width) * shape.itemsize
 
 
-def _way(value: tuple[tuple[int, ...], tuple[int, ...], tuple[Tensor, Tensor, Tensor, int]]) -> Way:
+def _way(kept: tuple[Any, ...]) -> Way:
     """A way out of what is kept of it."""
-    return Way(*value[:2], Routes(*value[2]))
+    sent, received, tokens, routes = kept
+    return Way(sent, received, tokens, Routes(*routes))
 
 
 def spread_experts(
