@@ -363,7 +363,8 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
         made("peft fsdp2", "fsdp2", world, many),
     ]
     if MODELS[shape.case.shape].experts:
-        jobs.append(ours("ep", many, ep={"size": world}))
+        jobs.append(made("one", "petune", 1, 2 * rows))
+        jobs += [ours("ep", total, ep={"size": world}) for total in (many, 2 * many)]
     for total in (many, rows):
         jobs += [ours("tp", total, **cut("tp")), ours("tp overlap", total, **cut("tp", overlap=True))]
         jobs += [
