@@ -1,8 +1,8 @@
 """Rows and experts shared out over replicas that share experts.
 
 Outside experts a replica takes as long as its rows do, within them as long as its part of all experts: two
-sums, each balanced by itself (petune.estimate.balance). What is sent ties them together, as copies of tokens
-stay where rows and experts are on one rank. So from both sums, and from even lists, single rows and experts
+sums, each balanced by itself (petune.estimate.balance). What is sent ties them together, as tokens stay
+where rows and experts are on one rank. So from both sums, and from even lists, single rows and experts
 are moved for as long as a step becomes shorter.
 """
 

@@ -30,7 +30,7 @@ NARROW = 64  # columns or rows of a matrix up to which a product takes as long a
 
 
 def dispatch(x: Tensor, routes: Routes) -> Tensor:
-    """A copy of its row x [tokens, n] for each expert of a token, sorted by expert: [m, n]."""
+    """A copy of its row x [tokens, n] for each group of a token, sorted by group: [m, n]."""
     return transition(x, _spread, _gathered, routes)
 
 
@@ -134,7 +134,7 @@ def outer(
 
 def combined(y: Tensor, routes: Routes, weights: Tensor | None = None) -> Tensor:
     """The sum over the copies y [m, n] of each token, each times its of weights [tokens, chosen], rounded
-    once: [tokens, n]."""
+    once: [tokens, n]. Copies that are missing count nothing."""
     found: Tensor = _kernels("routed", y).combined(y, routes.inverse, routes.chosen, weights)
     return found
 

@@ -146,7 +146,7 @@ class LoraExperts(TunedExperts):
         routes = routes_of(index, own.num_experts)
         inner = self._product(up, dispatch(hidden, routes), routes)
         inner = own._apply_gate(inner) if own.has_gate else own.act_fn(inner)
-        share = weights.reshape(-1)[routes.order, None]
+        share = routes.sorted(weights)[:, None]
         return combine(self._product(down, (inner * share).to(inner.dtype), routes, share), routes).to(
             hidden.dtype
         )
@@ -157,7 +157,7 @@ class LoraExperts(TunedExperts):
         transposed = cast("Any", self).is_transposed
         y = grouped(x, own, routes.ends, turned=not transposed)
         if bias is not None:
-            each = bias[torch.bucketize(torch.arange(len(x), device=x.device), routes.ends, right=True)]
+            each = bias[routes.groups]
             y = (y + (each if share is None else each * share)).to(y.dtype)
         if weight not in self.scales:
             return y

@@ -44,6 +44,8 @@ class Routes(NamedTuple):
 
     def unsorted(self, share: Tensor) -> Tensor:
         """Shares [m] by token, [tokens, chosen]; 0 where there is no copy. The adjoint of `sorted`."""
+        if len(self.order) == len(self.inverse):
+            return share[self.inverse].view(-1, self.chosen)
         found = share.new_zeros(len(self.inverse))
         return found.index_copy_(0, self.order, share).view(-1, self.chosen)
 
@@ -51,11 +53,11 @@ class Routes(NamedTuple):
 def routes_of(index: Tensor, groups: int, copies: int | None = None) -> Routes:
     """The routes of tokens to the groups index [tokens, chosen]; none is dropped, whoever is crowded.
 
-    copies: how many there are; None where nobody has chosen `groups`, which stands for no group.
+    copies: how many there are, where some are missing: `groups` stands for these; None where none is.
     """
     ids, order = index.reshape(-1).sort(stable=True)
-    inverse = torch.full_like(order, -1)
-    order = order if copies is None else order[:copies]
+    inverse = torch.empty_like(order) if copies is None else torch.full_like(order, -1)
+    order = order if copies is None else order[:copies].clone()  # and let the rest go
     inverse[order] = torch.arange(len(order), device=order.device)
     ends = torch.searchsorted(ids, torch.arange(groups, dtype=ids.dtype, device=ids.device), right=True)
     return Routes(order, inverse, ends.int(), index.shape[-1])

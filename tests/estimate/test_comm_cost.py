@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
+from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
 from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import ParallelPlan, in_flight, make_plan
-from tests.methods.zoo import ZOO
+from tests.methods.zoo import MOE, ZOO
 
 B, S = 4, 64
 T = B * S * 64 * 4  # hidden states of the zoo's width in float32
@@ -33,6 +33,15 @@ def per_block(found: tuple[Transition, ...], blocks: int = 2) -> tuple[int, int]
     """Bytes forward and backward of one block."""
     inside = [one for one in found if one.times == blocks]
     return sum(one.forward for one in inside), sum(one.backward for one in inside)
+
+
+def test_a_token_is_sent_once_to_each_other_rank_of_its_experts_and_back() -> None:
+    _, config_type, values = MOE["mixtral-causal"]  # of four experts two
+    shape = FAMILIES["mixtral"].shape(config_type(**values))
+    plan = ParallelPlan(dp=2, shares=(3, 1), ep=2, experts=(3, 1))
+    (found,) = of_experts(plan, 5, 2, (3, 1), shape, Load(B, {"decoder": S}, 4, True))
+    rows = 3 / 2 + 1  # half of the tokens have the second rank's expert, all have one of the first rank's
+    assert (found.times, found.forward, found.backward) == (5, rows * S * 32 * 4, rows * S * 32 * 4)
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,15 @@ from petune.models.spec import RoutedMlp
 
 @dataclass(eq=False)
 class Dispatched(OfMixture):
-    """u = x[rows] W^T + s b^T of gate | up, sorted by expert, and s = x[rows] a^T, its low-rank input. part:
-    rows for each copy that own tokens make, where experts are cut over ranks."""
+    """u = x[rows] W^T + s b^T of gate | up, sorted by expert, and s = x[rows] a^T, its low-rank input. part,
+    come: copies here for each that own tokens make, and rows of x for each own token, where experts are cut
+    over ranks."""
 
     routes: str
     s: str
     u: str
     part: float = 1.0
+    come: float = 1.0
     long = True
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class Dispatched(OfMixture):
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.h: shape.width * shape.itemsize}
+        return {self.h: math.ceil(self.come * shape.width) * shape.itemsize}
 
     def made_dense(self, shape: BlockShape) -> int:
         """See Step."""
@@ -111,14 +113,15 @@ class Dispatched(OfMixture):
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         sizes = shape.width, 2 * experts.columns, experts.up
         yield from _back(experts, m, *sizes, shape.trained, shape.itemsize)
-        yield "memory", Cost(0, (m + 2 * rows) * shape.width * shape.itemsize)  # put together, and added
+        # put together, and added
+        yield "memory", Cost(0, (m + 2 * self.come * rows) * shape.width * shape.itemsize)
 
 
 @dataclass(eq=False)
 class Combined(OfMixture):
     """d = the sum over a token's experts of m W^T + s b^T with m = act(gate) * up * share, which lives in
-    here alone, and s = m a^T. behind: which of the block's bottlenecks reads d, in float32. part: see
-    Dispatched; sums: of d, for each own token."""
+    here alone, and s = m a^T. behind: which of the block's bottlenecks reads d, in float32. part, come: see
+    Dispatched; there are as many d as x."""
 
     routes: str
     share: str
@@ -129,7 +132,7 @@ class Combined(OfMixture):
     behind: int | None = None
     keep: Level | None = None
     part: float = 1.0
-    sums: float = 1.0
+    come: float = 1.0
     long = True
 
     def __post_init__(self) -> None:
@@ -174,7 +177,7 @@ class Combined(OfMixture):
         wider = wider if self.behind is None else max(4, wider)
         return {
             self.s: copies * shape.routed.down * shape.itemsize,
-            self.d: math.ceil(self.sums * shape.width) * wider,
+            self.d: math.ceil(self.come * shape.width) * wider,
         }
 
     def beside(self, shape: BlockShape) -> int:
@@ -190,7 +193,7 @@ class Combined(OfMixture):
         copies = copies_of(shape, self.part)
         return {
             self.u: copies * 2 * shape.routed.columns * shape.itemsize,
-            self.share: copies * max(4, shape.itemsize),
+            self.share: math.ceil(self.come * shape.routed.chosen) * max(4, shape.itemsize),
         }
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -204,7 +207,8 @@ class Combined(OfMixture):
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         yield "memory", activate(m, experts.columns, True, shape.itemsize)
         yield from _ahead(experts, m, experts.columns, shape.width, experts.down, shape.itemsize)
-        yield "memory", Cost(m * shape.width, (m + rows) * shape.width * shape.itemsize)  # the sum
+        summed = (m + self.come * rows) * shape.width * shape.itemsize
+        yield "memory", Cost(m * shape.width, summed)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""

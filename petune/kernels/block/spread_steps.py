@@ -65,7 +65,7 @@ class Depart(OfMixture):
         """See Step."""
         spread = spread_in(run, self.at)
         way, here = spread.way(v[self.index])
-        v[self.way], v[self.routes_here] = (*way[:3], tuple(way.routes)), tuple(here)
+        v[self.way], v[self.routes_here] = (*way[:3], *way.routes), tuple(here)
         v[self.share_here] = spread.there(v[self.share], way)
 
     def backward(self, run: Run, v: Values) -> None:
@@ -176,8 +176,7 @@ def _rows(shape: BlockShape, rows: float) -> int:
 
 def _way(kept: tuple[Any, ...]) -> Way:
     """A way out of what is kept of it."""
-    sent, received, tokens, routes = kept
-    return Way(sent, received, tokens, Routes(*routes))
+    return Way(kept[0], kept[1], kept[2], Routes(*kept[3:]))
 
 
 def spread_experts(
@@ -194,12 +193,13 @@ def spread_experts(
     traffic = Traffic.of(core)
     there, given, u = f"{name}.there", f"{name}.given", f"{name}.u"
     depart = Depart(*own, route.index, route.share, name, traffic)
-    here, names, part = (there, *own[1:3], None), (depart.routes_here, depart.share_here), traffic.copies
+    here, names = (there, *own[1:3], None), (depart.routes_here, depart.share_here)
+    part, come = traffic.copies, traffic.received
     return [
         depart,
         Send(*own, depart.way, there, traffic),
-        Dispatched(*here, depart.routes_here, f"{name}.s", u, part),
-        Combined(*here, *names, u, f"{name}.s_down", given, act, part=part, sums=traffic.received),
+        Dispatched(*here, depart.routes_here, f"{name}.s", u, part, come),
+        Combined(*here, *names, u, f"{name}.s_down", given, act, part=part, come=come),
         Return(*own, depart.way, given, d, traffic, behind, keep),
     ]
 
