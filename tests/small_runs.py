@@ -40,6 +40,7 @@ from petune.run.signals import StopRequest
 from petune.run.step import Step
 from petune.run.train import Run, train
 from tests.methods.zoo import MOE
+from tests.written_once import written_once
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
 WORDS = (
@@ -90,6 +91,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+@written_once
 def write_model(folder: Path, family: str, *, dropout: float = 0.0, seed: int = 0, **changes: Any) -> Path:
     """A random checkpoint of the family with its tokenizer; `changes` go over the config."""
     shared: dict[str, Any] = {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, "eos_token_id": 2}

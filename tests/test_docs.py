@@ -12,6 +12,7 @@ import runpy
 import shlex
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from petune_cli.sweep import sorted_out
 import petune
 from petune.recipe import load_recipe, shipped_recipes
 from petune.run.sweep import grid
+from tests.narrow_models import write_narrow_minilm
 from tests.picture_runs import write_pictures, write_vit
 from tests.small_runs import write_model, write_rows
 from tests.sound_runs import write_sounds, write_whisper
@@ -62,7 +64,7 @@ PAGES = [
 # ---------------------------------------------------------------- what a reader has
 
 
-RECIPE = "model: my-model\ndata: rows.jsonl\nmethod: lora\nbatch_size: 4\nmax_steps: 4\n"
+RECIPE = "model: my-model\ndata: rows.jsonl\nmethod: lora\nbatch_size: 4\nmax_steps: 2\n"
 REVIEWS = "text,label\n" + "".join(f"red sun {at},{('good', 'bad')[at % 2]}\n" for at in range(12))
 
 
@@ -179,7 +181,7 @@ def parse_shell(text: str) -> None:
             assert all(f"\n{target}: " in f"\n{MAKEFILE}" for target in words), words
         if program == "petune":
             verb, *rest = words
-            command_line().commands[verb].make_context(verb, list(rest))
+            built().commands[verb].make_context(verb, list(rest))
             settings = [word for word in rest if re.match(r"[a-z_0-9.]+=", word)]
             shipped = next((word for word in rest if word in SHIPPED), None)
             axes, others = sorted_out(settings) if verb == "sweep" else ({}, settings)
@@ -187,12 +189,40 @@ def parse_shell(text: str) -> None:
             assert not axes or grid(recipe, axes)
 
 
+TEN_MINUTES = "docs/ten-minutes.md"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SHIPPED = {file.stem for file in shipped_recipes()}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_does_as_it_is_typed(page: str, reader: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_narrow_minilm(tmp_path_factory.mktemp("bert") / "minilm", num_hidden_layers=1)
+
+
+@pytest.fixture(autouse=True)
+def _built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's many options take longer to build than most lines to run."""
+    monkeypatch.setattr("petune_cli.main.command_line", built)
+
+
+built = cache(command_line)
+
+
+@pytest.mark.parametrize(
+    ("page", "real"),
+    [*((page, False) for page in PAGES), pytest.param(TEN_MINUTES, True, marks=pytest.mark.long)],
+)
+def test_a_page_does_as_it_is_typed(
+    page: str,
+    real: bool,
+    reader: Path,
+    narrow: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """real: MiniLM is the real one, not a small part of it."""
+    if not real:
+        monkeypatch.setattr("petune.demo.minilm_folder", lambda: narrow)
     names = BEFORE.get(page, lambda folder: {})(reader)
     for number, (language, text) in enumerate(blocks(page)):
         if NEEDS.match(text):
@@ -211,7 +241,7 @@ def test_a_page_does_as_it_is_typed(page: str, reader: Path, capsys: pytest.Capt
 
 def test_our_names_beside_those_of_other_tools_are_ours() -> None:
     text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    verbs = command_line().commands
+    verbs = built().commands
     for row in re.findall(r"^\| .* \| (.*) \|$", text, re.MULTILINE):
         for name in re.findall(r"`([^`]+)`", row):
             if name.startswith("petune "):

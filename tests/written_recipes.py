@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,15 @@ def problems_of(source: Any, overrides: Any = ()) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
+@cache
+def _config_of(name: str) -> str:
+    return json.dumps(tiny(name).config.to_dict())
+
+
 def recipe_of(name: str, folder: Path, **settings: Any) -> Recipe:
     """A recipe for a model of the zoo by its config; data that nobody reads, as the task is named."""
     place = folder / f"{name}.json"
-    place.write_text(json.dumps(tiny(name).config.to_dict()))
+    place.write_text(_config_of(name))
     task = {"causal": "causal", "classify": "classify", "seq2seq": "seq2seq", "gated": "seq2seq"}[
         name.partition("-")[2]
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from petune_cli.main import app
+from petune_cli.main import app, command_line
 
 from petune.recipe import load_recipe
 
@@ -23,6 +24,7 @@ class Answer:
 
 
 Type = Callable[..., Answer]
+built = cache(command_line)  # its many options take longer than most of what is typed
 
 
 @pytest.fixture
@@ -30,6 +32,7 @@ def type_(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
     """Type words after `petune` in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("petune_cli.main.command_line", built)
 
     def run(*words: str) -> Answer:
         capsys.readouterr()

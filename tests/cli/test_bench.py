@@ -54,7 +54,7 @@ def test_what_bench_cannot_measure_is_exit_2(type_: Type, recipe: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert_lora", "llama_lora"])
+@pytest.mark.parametrize("name", ["llama_lora", pytest.param("bert_lora", marks=pytest.mark.long)])
 def test_a_shipped_recipe_is_measured(type_: Type, name: str) -> None:
     shown = type_("bench", name, "data.max_rows=64", "batch_size=4", "--steps", "1")
     assert shown.code == 0 and shown.out.splitlines()[1].startswith("lora")

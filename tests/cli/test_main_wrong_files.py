@@ -1,13 +1,15 @@
 """Wrong recipes and wrong data files, typed: the exit code, the place, no traceback, nothing written and no
 weight loaded.
 
-The tables are those of the tests of the reader and of the rows; here each file goes through `petune train` as
-a user would meet it.
+The tables are those of the tests of the reader and of the rows, which go through the whole of them; here a
+file goes through `petune train` as a user would meet it, one of SOME in the short suite.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,17 @@ from tests.cli.conftest import Type
 from tests.tasks.wrong_data import WRONG as WRONG_DATA
 from tests.written_recipes import GOOD
 from tests.wrong_recipes import WRONG as WRONG_RECIPES
+
+SOME = 5
+
+
+def some(cases: Sequence[Any], ids: Iterable[str]) -> list[Any]:
+    """One of SOME, the others left to the long suite."""
+    marks: list[Any] = [() if at % SOME == 0 else pytest.mark.long for at in range(len(cases))]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=mark)
+        for case, name, mark in zip(cases, ids, marks, strict=True)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +40,7 @@ def test_the_tables_are_as_long_as_promised() -> None:
     assert len(WRONG_DATA) >= 20
 
 
-@pytest.mark.parametrize("name", WRONG_RECIPES)
+@pytest.mark.parametrize("name", some([*WRONG_RECIPES], WRONG_RECIPES))
 def test_training_a_wrong_recipe_is_exit_2_with_its_place(type_: Type, tmp_path: Path, name: str) -> None:
     text, line, phrases = WRONG_RECIPES[name]
     (tmp_path / "r.yaml").write_bytes(text if isinstance(text, bytes) else (GOOD + text).encode())
@@ -42,7 +55,7 @@ def test_training_a_wrong_recipe_is_exit_2_with_its_place(type_: Type, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("file", "raw", "task", "says"), [row[1:] for row in WRONG_DATA], ids=[row[0] for row in WRONG_DATA]
+    ("file", "raw", "task", "says"), some([row[1:] for row in WRONG_DATA], [row[0] for row in WRONG_DATA])
 )
 def test_training_on_a_wrong_data_file_is_exit_3_with_its_place(
     type_: Type, tmp_path: Path, file: str, raw: bytes, task: str, says: list[str]

@@ -1,4 +1,5 @@
-"""The ranks of a plan on a terminal: who is shown, what of each, and the real thing in a pseudo-terminal."""
+"""The ranks of a plan on a terminal: who is shown, what of each, and a run in a pseudo-terminal: of forks,
+and of processes as a user has them."""
 
 from __future__ import annotations
 
@@ -11,16 +12,23 @@ import struct
 import subprocess
 import sys
 import termios
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from petune_cli.display import Live
+from petune_cli.main import app
 from petune_cli.ranks import ROWS, panel, share
 from rich.console import Console
 
 from petune.parallel.launch import process_group
 from petune.parallel.launch.beats import Health
+from petune.run.step import Step
+from tests.forked_launch import Forks
+from tests.forked_launch import forks as forks
 from tests.small_runs import as_yaml, settings
 
 STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -76,16 +84,36 @@ def test_the_bar_has_ranks_below_it_where_there_is_a_plan(monkeypatch: pytest.Mo
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize(
-    "terminal", [True, pytest.param(False, marks=pytest.mark.long)], ids=["terminal", "pipe"]
-)
+def test_a_plan_of_forked_ranks_shows_them_on_a_terminal(
+    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the test below, but for what Python takes to start and to import torch, three times over, and for
+    steps that last long enough to be seen."""
+    take = Step.take
+
+    def slowly(self: Step, *args: Any, **named: Any) -> Any:
+        time.sleep(0.25)
+        return take(self, *args, **named)
+
+    monkeypatch.setattr(Step, "take", slowly)
+    monkeypatch.setattr("petune.parallel.launch.beats.BEAT_S", 0.1)
+    recipe = _written(tmp_path, 8)
+    ours, theirs = _terminal()
+    if (pid := os.fork()) == 0:
+        _typed_in_a_fork(["train", str(recipe)], theirs)
+    os.close(theirs)
+    said = _read(ours)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
+    _assert_ranks_are_shown(said, 8)
+
+
+@pytest.mark.long
+@pytest.mark.forks
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
 def test_a_plan_shows_its_ranks_on_a_terminal_and_lines_in_a_pipe(tmp_path: Path, terminal: bool) -> None:
     steps = 60 if terminal else 4  # the bar is drawn ten times a second
-    changes = {"epochs": 100, "max_steps": steps, "save_every": 500, "eval_every": 500, "report": False}
-    recipe = as_yaml(tmp_path / "mine.yaml", settings(tmp_path, parallel="dp", **changes))
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    if terminal:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    recipe = _written(tmp_path, steps)
+    ours, theirs = _terminal() if terminal else os.pipe()
     words = [sys.executable, "-c", "from petune_cli.main import app; app()", "train", str(recipe)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
     for name in ("COLUMNS", "LINES"):  # of another terminal
@@ -94,18 +122,58 @@ def test_a_plan_shows_its_ranks_on_a_terminal_and_lines_in_a_pipe(tmp_path: Path
         os.close(theirs)
         said = _read(ours)
     assert running.returncode == 0, said
-    shown = STYLE.sub("", said)
-    rows = re.findall(
-        r"(?m)^ *([01]) +cpu .*?of rows +(\d+) +(\d+\.\d\d) +(\S+ \wiB) +(here|\d+\.\d s ago)", shown
-    )
-    assert f"{steps}/{steps}" in shown and ("━" in shown) == terminal and ("grad" in shown) != terminal
-    if not terminal:
-        assert not rows and "\x1b" not in said
+    if terminal:
+        _assert_ranks_are_shown(said, steps)
         return
+    shown = STYLE.sub("", said)
+    assert f"{steps}/{steps}" in shown and "━" not in shown and "grad" in shown
+    assert not ROW.findall(shown) and "\x1b" not in said
+
+
+ROW = re.compile(r"(?m)^ *([01]) +cpu .*?of rows +(\d+) +(\d+\.\d\d) +(\S+ \wiB) +(here|\d+\.\d s ago)")
+
+
+def _assert_ranks_are_shown(said: str, steps: int) -> None:
+    shown = STYLE.sub("", said)
+    rows = ROW.findall(shown)
+    assert f"{steps}/{steps}" in shown and "━" in shown and "grad" not in shown
     assert {row[0] for row in rows} == {"0", "1"}
     assert {row[4] == "here" for row in rows if row[0] == "0"} == {True}
     assert all(row[4] != "here" for row in rows if row[0] == "1")
     assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l"), "the cursor is back"
+
+
+def _written(place: Path, steps: int) -> Path:
+    """A recipe of two replicas."""
+    changes = {"epochs": 100, "max_steps": steps, "save_every": 500, "eval_every": 500, "report": False}
+    return as_yaml(place / "mine.yaml", settings(place, parallel="dp", **changes))
+
+
+def _terminal() -> tuple[int, int]:
+    """Both ends of a terminal of 120 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    return ours, theirs
+
+
+def _typed_in_a_fork(words: list[str], terminal: int) -> NoReturn:
+    """Be the command, at a terminal."""
+    code = 1
+    try:
+        for number in (0, 1, 2):
+            os.dup2(terminal, number)
+        os.environ["TERM"] = "xterm"
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  # not what pytest captures
+        app(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def _read(end: int) -> str:

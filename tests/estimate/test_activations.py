@@ -107,6 +107,7 @@ def test_of_layers_whose_weights_lie_the_other_way_it_is_near(method: str) -> No
     assert estimated(model_of("gpt2-causal", method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.2)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("name", ["mixtral-causal", "qwen2moe-causal"])
 def test_of_experts_those_that_a_token_goes_through_are_counted(name: str, method: str) -> None:
@@ -114,6 +115,7 @@ def test_of_experts_those_that_a_token_goes_through_are_counted(name: str, metho
     assert estimated(model_of(name, method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
 def test_of_attention_that_takes_turns_both_forms_are_near(
@@ -129,6 +131,7 @@ def test_of_attention_that_takes_turns_both_forms_are_near(
     assert estimated(models[1]) == pytest.approx(two - one, rel=0.1)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
 @pytest.mark.parametrize("name", ["llama-causal", "bert-classify", "t5-seq2seq"])
 def test_under_bf16_autocast_it_is_near(name: str, method: str) -> None:
@@ -197,6 +200,7 @@ def test_side_saves_in_the_ladder_only() -> None:
     assert level == pytest.approx(saved[1] - saved[0], rel=0.05)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("name", ["llama-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq"])
 def test_a_fused_level_keeps_what_its_steps_say(name: str, bf16: bool) -> None:

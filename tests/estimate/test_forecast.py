@@ -40,6 +40,7 @@ def sizes(module: nn.Module) -> dict[str, int]:
 # ------------------------------------------------------------------ what ranks hold
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     "name", ["bert-classify", "bart-seq2seq", "t5-gated", "llama-causal", "qwen3-causal"]
 )
@@ -80,6 +81,7 @@ def test_slices_of_the_ranks_make_up_the_model(name: str, method: str, row: str,
         assert any(sizes(held[0].modules[0]).get(tensor) == 3 * size // 4 for tensor, size in whole.items())
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", ["bert-classify", "bart-seq2seq", "t5-gated", "llama-causal"])
 @pytest.mark.parametrize("method", ["lora", "side"])
 def test_stages_make_up_the_model(name: str, method: str, tmp_path: Path) -> None:

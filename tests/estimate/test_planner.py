@@ -19,7 +19,7 @@ from petune.errors import MachineError, UsageError
 from petune.estimate.advice import advise
 from petune.estimate.choice import Choice
 from petune.estimate.cluster import Cluster, Device, Link, of_speeds
-from petune.estimate.forecast import Sketch, forecast, sketch
+from petune.estimate.forecast import Sketch, forecast, priced, sketch
 from petune.estimate.fused_forecast import outlook
 from petune.estimate.layouts import layouts, plain
 from petune.estimate.planner import Planner
@@ -86,6 +86,7 @@ def every_plan(ranks: int, rows: int) -> Iterator[ParallelConfig]:
         yield ParallelConfig(pp=PpConfig(size=2, stages=(1, 1), microbatches=pieces))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
 def test_no_plan_that_could_be_written_is_faster(
@@ -109,6 +110,7 @@ def every_spread(ranks: int, rows: int, experts: int) -> Iterator[ParallelConfig
             yield ParallelConfig(ep=EpConfig(size=ranks, shares=shares, experts=held))
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
 def test_no_shares_of_experts_are_faster(mixed: Sketch, speeds: tuple[float, ...], link: Link) -> None:
@@ -209,11 +211,11 @@ OF_EXPERTS = {
 )
 def test_memory_is_the_footprint(name: str, method: str, tmp_path: Path) -> None:
     how = {"name": "side", "reduction": 4} if method == "side" else method
-    recipe = recipe_of(name, tmp_path, batch_size=8, method=how)
-    planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
+    drawn = sketch(recipe_of(name, tmp_path, batch_size=8, method=how))
+    planner = Planner(drawn, cluster_of((1, 1), memory=10**12))
     for parallel in (OF_EXPERTS if name == "mixtral-causal" else PLANS).values():
         plan = planner.plan(parallel)
-        ranks = forecast(recipe, 2, [10**12], parallel).ranks
+        ranks = priced(drawn, parallel, 2, [10**12]).ranks
         for rank in ranks:
             place = rank.at.pp, rank.at.tp, rank.rows
             own = planner.bytes_of(plan, *place, again=False, dp=rank.at.dp) - rank.process
@@ -225,7 +227,7 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """A recipe for GPUs, whose model is large enough for what blocks keep to count."""
     folder = tmp_path_factory.mktemp("gpus")
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
-    model = deep(folder, **sizes, num_key_value_heads=8, head_dim=128, num_hidden_layers=16, vocab_size=32000)
+    model = deep(folder, **sizes, num_key_value_heads=8, head_dim=128, num_hidden_layers=8, vocab_size=32000)
     return load_recipe(
         recipe_of("llama-causal", folder, batch_size=8),
         {"model": model, "device": "cuda", "dtype": "bf16", "data.max_length": 2048},

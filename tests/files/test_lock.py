@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,29 +16,38 @@ import pytest
 from petune.errors import MachineError
 from petune.files.lock import RunLock
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from petune.files.lock import RunLock
-with RunLock(Path(sys.argv[1])):
-    print('held', flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder: Path, orphan: bool = False) -> tuple[int, int]:
+    """A process that holds the lock until it is killed, and the number of the one that says so: itself, or a
+    child of its own, once that has let go of what it inherited."""
+    read, write = os.pipe()
+    if (holder := os.fork()) == 0:
+        try:
+            with RunLock(folder):
+                if not orphan or os.fork() == 0:
+                    os.write(write, f"{os.getpid()}\n".encode())
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read) as said:
+        return holder, int(said.readline())
 
 
+@pytest.mark.forks
 def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    holder, said = hold(tmp_path)
     try:
-        assert holder.stdout and holder.stdout.readline() == "held\n"
+        assert said == holder
         with (
-            pytest.raises(MachineError, match=f"process {holder.pid} on {socket.gethostname()}"),
+            pytest.raises(MachineError, match=f"process {holder} on {socket.gethostname()}"),
             RunLock(tmp_path),
         ):
             pass
         assert (tmp_path / ".lock").exists()
     finally:
-        holder.kill()
-        holder.wait()
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
     assert (tmp_path / ".lock").exists()
     with RunLock(tmp_path):
         assert str(os.getpid()) in (tmp_path / ".lock").read_text()
@@ -46,14 +56,11 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.forks
 def test_a_killed_runs_orphan_does_not_hold_its_lock(tmp_path: Path) -> None:
-    # the child itself says its number, once it has let go of what it inherited
-    code = HOLD.replace("print('held', flush=True)", "import os; os.fork() or print(os.getpid(), flush=True)")
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout
-    orphan = int(holder.stdout.readline())
-    holder.kill()
-    holder.wait()
+    holder, orphan = hold(tmp_path, orphan=True)
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
     try:
         with RunLock(tmp_path):
             os.kill(orphan, 0)  # it is there, and in nobody's way

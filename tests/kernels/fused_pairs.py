@@ -83,8 +83,23 @@ BATCHES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
 }
 
 
-def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
-    """The same tuned model twice: fused, with updates that are not zero, and not."""
+_made: dict[str, tuple[nn.Module, Tensor]] = {}
+
+
+def fresh(name: str, settings: dict[str, Any]) -> nn.Module:
+    """A tuned model with updates that are not zero, and the random stream as its making leaves it: a copy,
+    for a test asks the same one again and again, and to make it takes five times as long."""
+    key = f"{name} {settings} {torch.get_default_dtype()}"
+    if key not in _made:
+        if len(_made) == 16:
+            del _made[next(iter(_made))]
+        _made[key] = _tuned(name, settings), torch.get_rng_state()
+    made, stream = _made[key]
+    torch.set_rng_state(stream)
+    return copy.deepcopy(made)
+
+
+def _tuned(name: str, settings: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     plain = MODELS[name]()
     targets = settings.get("targets")
@@ -97,6 +112,12 @@ def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
                 value.add_(torch.randn_like(value), alpha=0.1)
             if name == "gemma3" and path.endswith("norm.weight"):  # which begin at zero: a scale of one
                 value.normal_(std=0.3)
+    return plain
+
+
+def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    """The same tuned model twice: fused, with updates that are not zero, and not."""
+    plain = fresh(name, settings)
     fused = copy.deepcopy(plain)
     assert fuse(fused, family_of(fused), "reference")
     return fused.train(), plain.train()

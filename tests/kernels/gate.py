@@ -25,12 +25,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "petune.kernels.triton"
 # bytes a program may have, by compute capability (CUDA programming guide, table of limits)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
+HOPPER = 90
+ROUNDS = "cvt.rn.satfinite.e4m3x2.f32"
 Part = Literal["all", "crossed"]
 
 
 class Compiled(NamedTuple):
     """One kernel for one architecture. shared: bytes a program takes; registers and spilled bytes of a
-    thread; error: why it failed."""
+    thread; rounded: instructions that round two numbers to eight bits; error: why it failed."""
 
     kernel: str
     arch: int
@@ -39,6 +41,7 @@ class Compiled(NamedTuple):
     shared: int = 0
     registers: int = 0
     spilled: int = 0
+    rounded: int = 0
     error: str = ""
 
 
@@ -74,7 +77,8 @@ def compiled(names: list[str], part: Part = "all") -> Iterator[Compiled]:
     for name in names:
         variants = getattr(importlib.import_module(name), "variants", tuple)
         found = list(variants())
-        for variant, archs in zip(found, _architectures(found, part), strict=True):
+        both = list(zip(found, _architectures(found, part), strict=True))
+        for variant, archs in both + [(one, [HOPPER]) for one in _native(found)]:
             kernel, signature, constexprs, warps, stages = variant
             for arch in archs:
                 row = Compiled(
@@ -84,6 +88,12 @@ def compiled(names: list[str], part: Part = "all") -> Iterator[Compiled]:
                     yield row._replace(**_built(kernel, signature, constexprs, warps, stages, arch))
                 except Exception as error:
                     yield row._replace(error=f"{type(error).__name__}: {error}")
+
+
+def _native(variants: list[Any]) -> list[Any]:
+    """The first that rounds to eight bits, by the instruction that no device before Hopper has."""
+    by_hand = [one for one in variants if one[2].get("NATIVE") is False][:1]
+    return [(*one[:2], one[2] | {"NATIVE": True}, *one[3:]) for one in by_hand]
 
 
 def _architectures(variants: list[Any], part: Part) -> list[list[int]]:
@@ -131,7 +141,8 @@ def _built(
     built = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages}
     )
-    return {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
+    rounded = built.asm["ptx"].count(ROUNDS)
+    return {"shared": built.metadata.shared, "rounded": rounded, **_resources(built.asm["cubin"])}
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

@@ -796,6 +796,7 @@ def in_bf16(
     return fused.train(), plain.train()
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "lora of a rank too large to fold", "full", "adapter"])
 @pytest.mark.parametrize("keep", ["all", "input"])
 def test_in_bf16_a_fused_model_is_as_near_to_the_truth_as_the_unfused_one(keep: Any, method: str) -> None:
@@ -866,8 +867,9 @@ def test_frozen_float32_weights_are_left_to_their_own_forward_under_autocast() -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_fifty_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.dtype) -> None:
+def test_many_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.dtype, steps: int) -> None:
     torch.set_default_dtype(torch.float32)
     curves = []
     for model in pair("llama", LORA | {"targets": ["q", "k", "v", "o", "gate", "up", "down"]}):
@@ -876,7 +878,7 @@ def test_fifty_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.d
                 value.data = value.data.to(dtype)
         optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=3e-3)
         curve = []
-        for step in range(50):
+        for step in range(steps):
             inputs = batch("llama", padded=step % 2 == 0)
             loss = model(**inputs, use_cache=False).loss
             optimizer.zero_grad()

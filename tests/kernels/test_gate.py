@@ -3,7 +3,9 @@ computes bfloat16 as those would."""
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,26 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from tests.kernels import interpreter
-from tests.kernels.gate import SHARED, Compiled, Part, gate, modules
+from tests.kernels.gate import HOPPER, SHARED, Compiled, Part, gate, modules
 
 # ------------------------------------------------------------------ compiling
 
 
+PARTS = pytest.mark.parametrize("part", ["crossed", pytest.param("all", marks=pytest.mark.long)])
+
+
+@cache
+def built(part: Part) -> list[Compiled]:
+    """Compiled once: a process of its own takes as long to begin as to compile."""
+    return gate(part=part)
+
+
 @pytest.mark.slow
+@pytest.mark.forks
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", ["crossed", pytest.param("all", marks=pytest.mark.long)])
+@PARTS
 def test_every_kernel_compiles_and_fits_and_attention_of_narrow_heads_spills_nothing(part: Part) -> None:
-    found = gate(part=part)
+    found = built(part)
     assert {row.kernel.partition(".")[0] for row in found} <= {name.rpartition(".")[2] for name in modules()}
     assert [f"{row.kernel} sm_{row.arch} {row.constexprs}: {row.error}" for row in found if row.error] == []
     assert [row for row in found if row.shared > SHARED[row.arch]] == []
@@ -36,6 +48,17 @@ def test_every_kernel_compiles_and_fits_and_attention_of_narrow_heads_spills_not
         # not, and are twice as fast all the same with half the warps (benchmarks/RESULTS.md)
         narrow = [row for row in attention if row.arch == 90 and "D=64 " in row.constexprs]
         assert narrow and [row for row in narrow if row.spilled] == []
+
+
+@pytest.mark.slow
+@pytest.mark.forks
+@pytest.mark.timeout(900)
+@PARTS
+def test_hopper_rounds_to_eight_bits_by_its_own_instruction(part: Part) -> None:
+    (native,) = [row for row in built(part) if "NATIVE=True" in row.constexprs]
+    (columns,) = re.findall(r"BLOCK=(\d+)", native.constexprs)
+    assert native.arch == HOPPER and native.rounded == int(columns) // 32 // native.warps // 2 > 0
+    assert not any(row.rounded for row in built(part) if row != native)
 
 
 FAULTY = """

@@ -207,4 +207,4 @@ def test_on_two_ranks_it_trains_as_in_one_process(
     plan: ParallelPlan = BACKENDS[backend](name, 2)
     memory = None if keep is None else MemoryConfig(keep=keep)
     own: dict[str, Any] = {"blocks": memory, "recompute": backend == "shard" and keep is None}
-    check(Case(name, "dora", plan, settings=settings_of(name, plan), passes=(3,), **own))
+    check(Case(name, "dora", plan, settings=settings_of(name, plan), passes=(3,), steps=1, **own))

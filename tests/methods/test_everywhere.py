@@ -23,13 +23,12 @@ from tests.methods.zoo import (
 )
 
 METHODS = tuple(SETTINGS)
-# What is compiled: one block a stack keeps it short, Llama has two; `full` changes no module, so one family
-# stands for all.
+# What is compiled: one block a stack keeps it short; `full` changes no module, so one family stands for all.
 SHORT: dict[str, dict[str, int]] = {
     "bert-classify": {"num_hidden_layers": 1},
     "bart-seq2seq": {"encoder_layers": 1, "decoder_layers": 1},
     "t5-seq2seq": {"num_layers": 1},
-    "llama-causal": {},
+    "llama-causal": {"num_hidden_layers": 1},
 }
 IN_SHORT = {("llama-causal", "lora")}
 COMPILED = [
@@ -78,6 +77,7 @@ def test_autocast_runs_with_finite_float32_gradients_near_the_exact_ones(name: s
     assert float(torch.cosine_similarity(near, far, dim=0)) > 0.98
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FOUR)
 def test_gradient_checkpointing_gives_the_same_gradients(name: str, method: str) -> None:
@@ -90,6 +90,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, method: str)
     assert_same_gradients(found, expected)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FOUR)
 def test_gradient_checkpointing_really_recomputes(name: str, method: str) -> None:
@@ -125,6 +126,7 @@ def test_generate_and_beam_search_run_and_need_no_eval_call_to_repeat(name: str,
         assert found.shape[1] >= 6
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FOUR)
 def test_outputs_as_a_tuple_are_the_outputs_by_name(name: str, method: str) -> None:

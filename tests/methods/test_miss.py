@@ -89,6 +89,7 @@ def test_a_bf16_base_keeps_its_shards_in_float32() -> None:
     assert layer.miss_block.dtype == torch.float32 and layer(x).dtype == torch.bfloat16
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("keep", [None, "attention"])
 @pytest.mark.parametrize(("backend", "name"), [("tp", NAME), ("pp-1f1b", "t5-seq2seq")])
 def test_on_two_ranks_it_trains_as_in_one_process(

@@ -141,6 +141,7 @@ def test_a_trainer_resumes_and_ends_with_its_best_as_one_that_was_not_interrupte
 
 
 @pytest.mark.slow
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", ["bert-classify", "t5-seq2seq", "llama-causal"])
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 def test_save_pretrained_writes_what_loads_again_and_never_reads_as_the_untuned_base(

@@ -61,6 +61,7 @@ def test_a_row_that_overflows_spoils_no_other_adapter() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("model", [NAME, "t5-seq2seq"])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_generation_answers_each_row_by_its_own_adapter(model: str, beams: int) -> None:

@@ -324,6 +324,7 @@ def test_side_dropout_acts_in_training_only() -> None:
 # -- generation and the cache --
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", [*GENERATING, "qwen3-causal", "gemma3-causal"])
 def test_generation_with_a_cache_is_generation_without(name: str, beams: int) -> None:
@@ -390,6 +391,7 @@ def test_hidden_states_are_as_many_and_as_wide_as_the_bases(name: str) -> None:
             )
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("end", ["residual", "paper"])
 @pytest.mark.parametrize("name", FOUR)
 def test_the_papers_end_is_another_model_and_trains(name: str, end: str) -> None:

@@ -23,6 +23,7 @@ from tests.methods.zoo import FOUR, SETTINGS, batch, gradients, stir, tiny
 METHODS = tuple(SETTINGS)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FOUR)
 def test_exactly_the_tuned_parameters_train_and_every_one_gets_a_gradient(name: str, method: str) -> None:
@@ -35,6 +36,7 @@ def test_exactly_the_tuned_parameters_train_and_every_one_gets_a_gradient(name: 
     assert found.keys() == tuned.keys()
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 @pytest.mark.parametrize("name", FOUR)
 def test_frozen_and_tuned_tensors_are_the_whole_state_and_frozen_ones_are_the_base(
@@ -94,6 +96,7 @@ def test_counts_are_those_of_the_formula() -> None:
     assert f"trainable {2 * per_block:,} / {base + 2 * per_block:,}" in describe(model)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 @pytest.mark.parametrize("name", FOUR)
 def test_without_tuning_is_the_base_and_comes_back_on_an_exception(name: str, method: str) -> None:

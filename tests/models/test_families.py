@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,18 @@ OTHERS = {  # by family
 }
 
 
+plain = cache(tiny)  # for tests that only look
+
+
 def family(name: str) -> Family:
-    found = family_of(tiny(name))
+    found = family_of(plain(name))
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_linear_of_every_block_is_one_site(name: str) -> None:
-    model = tiny(name)
+    model = plain(name)
     sites = find_sites(model, family(name))
     assert len({site.name for site in sites}) == len(sites)
     assert all(model.get_submodule(site.name) is site.module for site in sites)
@@ -76,7 +80,7 @@ def test_every_linear_of_every_block_is_one_site(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> None:
-    sites = find_sites(tiny(name), family(name))
+    sites = find_sites(plain(name), family(name))
     expected = OTHERS.get(family(name).name, ROLES[family(name).kind])
     assert {site.stack for site in sites} == set(expected)
     for stack, (attention, mlp, ways_out) in expected.items():
@@ -96,7 +100,7 @@ def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> Non
 def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
     """Entries, head counts, cuts by head, the tail, the rotary module: read by methods and plans, not by
     find_sites."""
-    model, table = tiny(name), family(name)
+    model, table = plain(name), family(name)
     for stack, path in stack_paths(model, table).items():
         rule, around = table.stacks[stack], model.get_submodule(path.rpartition(".")[0])
         for beside in (rule.tail, rule.rotary):
@@ -114,7 +118,7 @@ def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_shape_is_that_of_the_weights(name: str) -> None:
-    model, table = tiny(name), family(name)
+    model, table = plain(name), family(name)
     shape = table.shape(model.config)
     for site in find_sites(model, table):
         weight = site.module.weight.T if isinstance(site.module, Conv1D) else site.module.weight
@@ -133,7 +137,7 @@ def test_shape_is_that_of_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_narrow_divides_every_width_and_keeps_heads_and_the_original(name: str) -> None:
-    model, table = tiny(name), family(name)
+    model, table = plain(name), family(name)
     before = model.config.to_dict()
     wide, small = table.shape(model.config), table.shape(table.narrow(model.config, 4))
     assert model.config.to_dict() == before
@@ -147,7 +151,7 @@ def test_narrow_divides_every_width_and_keeps_heads_and_the_original(name: str) 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name.endswith(("classify", "tokens"))])
 def test_the_table_names_the_task_head(name: str) -> None:
-    model = tiny(name)
+    model = plain(name)
     beside = {key: list(child.parameters()) for key, child in model.named_children()}
     del beside[model.base_model_prefix]
     heads = {key for key, values in beside.items() if values}
@@ -211,16 +215,26 @@ def test_a_model_without_a_table_has_no_family() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        *((name, method) for name in ZOO for method in ("lora", "side")),
-        *((name, "adapter") for name in ADAPTED),
+        pytest.param(name, method, marks=pytest.mark.long if method == rare else ())
+        for at, name in enumerate(ZOO)
+        # a ladder beside each, since its blocks are the family's own; LoRA or adapters in turn
+        for rare in [("adapter", "lora")[at % 2] if name in ADAPTED else "adapter"]
+        for method in ("lora", "side", *(["adapter"] if name in ADAPTED else []))
     ],
 )
 def test_a_wrapped_model_starts_as_its_base(name: str, method: str) -> None:
-    expected = frozen(tiny(name))(**batch(name))
     found = wrap(tiny(name), method, **SETTINGS[method], also_train=())(**batch(name))
-    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.logits, logits_of_base(name))
 
 
+@lru_cache(maxsize=1)
+def logits_of_base(name: str) -> torch.Tensor:
+    """The same for every method."""
+    logits: torch.Tensor = frozen(tiny(name))(**batch(name)).logits
+    return logits
+
+
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 @pytest.mark.parametrize("name", GENERATING)
 def test_a_wrapped_model_generates_alike_with_and_without_a_cache(name: str, method: str) -> None:

@@ -41,6 +41,7 @@ def drawn(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     return {name: contents.whole(name) for name in names}
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 @pytest.mark.parametrize("name", [*FOUR, "gemma3-causal"])
 def test_a_model_without_memory_and_one_in_memory_draw_the_same(name: str, method: str) -> None:

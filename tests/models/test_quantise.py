@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", SETTINGS)
 @pytest.mark.parametrize("base_dtype", FORMS)
 def test_blocks_that_are_not_fused_hold_and_use_quantised_weights(base_dtype: str, method: str) -> None:

@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_transformers() -> None:
 
 
 @pytest.mark.usefixtures("no_float32")
-@pytest.mark.parametrize(("method", "backend"), [("full", "tp"), ("side", "galaxy"), ("lora", "pp-1f1b")])
+@pytest.mark.parametrize(("method", "backend"), [("side", "galaxy"), ("lora", "pp-1f1b")])
 def test_three_steps_leave_nothing_to_rounding(method: str, backend: str) -> None:
     check(exactly(method, backend))
 
@@ -100,7 +100,9 @@ def test_no_ladder_stands_beside_stacks_of_two_sizes() -> None:
         wrap(model, "side", reduction=2)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "adapter"])
+@pytest.mark.parametrize(
+    "method", ["lora", *(pytest.param(name, marks=pytest.mark.long) for name in ("full", "adapter"))]
+)
 def test_what_stacks_of_two_sizes_cost_is_foretold_where_none_is_cut(method: str, tmp_path: Path) -> None:
     (place := tmp_path / "wider.json").write_text(json.dumps(wider(tiny(NAME).config).to_dict()))
     other = {"model": f"config:{place}"}

@@ -97,8 +97,9 @@ def test_factors_in_float32_train_over_sharded_weights_in_half_precision() -> No
     assert_same(found, expected, 0.0, case.name, relative=2e-2)
 
 
+@pytest.mark.long  # in the short suite with frozen weights that are quantised, or gathered in place
 def test_replicas_of_shards_train_as_one_process() -> None:
-    check(Case("llama-causal", "lora", plan_of(4, replicas=2), blocks=LESS, passes=(6, 5)))
+    check(Case("llama-causal", "lora", plan_of(4, replicas=2), blocks=LESS, passes=(6, 5), steps=1))
 
 
 def _said_of_padding(case: Case) -> list[str]:
@@ -116,6 +117,7 @@ def test_padding_is_left_out_of_shards_too() -> None:
 # ------------------------------------------------------------------ the loss
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_loss_without_logits_reads_and_trains_a_sharded_head(
@@ -160,9 +162,9 @@ def test_recomputing_gathers_nothing_again(reshard: bool) -> None:
             placed.backward([collate(placed.share(rows(case, 0)[0]), case)], total(case, 0))
         return sum(number for kind, number in heard.get_comm_counts().items() if "allgather" in str(kind))
 
-    for keep in ("all", "input"):
-        case = Case("llama-causal", "full", plan_of(reshard=reshard), blocks=MemoryConfig(keep))  # type: ignore[arg-type]
-        assert run(2, gathers, case) == [5 if reshard else 3] * 2
+    kept = MemoryConfig("all"), MemoryConfig("input")
+    cases = [Case("llama-causal", "full", plan_of(reshard=reshard), blocks=keep) for keep in kept]
+    assert run(2, lambda: [gathers(case) for case in cases]) == [[5 if reshard else 3] * 2] * 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"reshard": False}, {"frozen": False}, {"offload": True}], ids=str)
@@ -204,9 +206,9 @@ def test_frozen_weights_are_packed_only_where_they_are_whole() -> None:
         placed.backward([collate(placed.share(rows(case, 0)[0]), case)], total(case, 0))
         return [bank is not None for bank in fused_blocks(placed.model)[0].spec.banks]
 
-    for frozen, expected in ((True, [False] * 4), (False, [True, False, True, True])):
-        case = Case("llama-causal", "lora", plan_of(frozen=frozen), blocks=LESS)
-        assert run(2, packed, case) == [expected] * 2
+    cases = [Case("llama-causal", "lora", plan_of(frozen=frozen), blocks=LESS) for frozen in (True, False)]
+    expected = [[False] * 4, [True, False, True, True]]
+    assert run(2, lambda: [packed(case) for case in cases]) == [expected] * 2
 
 
 @pytest.mark.parametrize("plan", [ALONE, plan_of()], ids=["whole", "sharded"])

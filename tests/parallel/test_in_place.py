@@ -40,20 +40,27 @@ def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "method", "plan", "changes"),
     [
-        ("llama-causal", "lora", plan_of(), {}),
-        ("llama-causal", "full", plan_of(), {"blocks": LESS}),
+        ("llama-causal", "lora", plan_of(4, replicas=2), {"passes": (5, 6), "blocks": LESS, "steps": 1}),
+        ("bert-classify", "side", plan_of(3), {"steps": 1}),
         ("t5-seq2seq", "lora", plan_of(reshard=False), {"blocks": LESS}),
-        ("bart-seq2seq", "adapter", plan_of(4, replicas=2), {"passes": (5, 6)}),
-        ("bert-classify", "side", plan_of(3), {}),
-        ("gemma3-causal", "full", plan_of(reshard=False), {"blocks": LESS}),
+        ("gemma3-causal", "full", plan_of(), {"blocks": LESS}),
         ("llama-causal", "lora", plan_of(offload=True), {"blocks": LESS}),
+        *(
+            pytest.param(*cell, marks=pytest.mark.long)
+            for cell in (
+                ("llama-causal", "lora", plan_of(), {}),
+                ("llama-causal", "full", plan_of(), {"blocks": LESS}),
+                ("bart-seq2seq", "adapter", plan_of(4, replicas=2), {"passes": (5, 6)}),
+                ("gemma3-causal", "full", plan_of(reshard=False), {"blocks": LESS}),
+            )
+        ),
     ],
     ids=str,
 )
 def test_what_is_gathered_in_place_trains_as_one_process_does(
     name: str, method: str, plan: ParallelPlan, changes: dict[str, Any]
 ) -> None:
-    check(Case(name, method, plan, steps=3, **changes))
+    check(Case(name, method, plan, **{"steps": 2, **changes}))
 
 
 def pass_of(case: Case, runner: Runner, step: int) -> float:
@@ -80,9 +87,9 @@ def sent(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_frozen_tensors_that_are_not_freed_travel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tuned, and what a block frees after its forward pass, travels in every step."""
-    first, second = run(2, sent, Case("llama-causal", "lora", plan_of()), monkeypatch)[0]
+    cases = [Case("llama-causal", "lora", plan_of(reshard=reshard)) for reshard in (True, False)]
+    (first, second), (kept, again) = run(2, lambda: [sent(case, monkeypatch) for case in cases])[0]
     assert 0 < second < first
-    kept, again = run(2, sent, Case("llama-causal", "lora", plan_of(reshard=False)), monkeypatch)[0]
     assert 0 < again < second and kept < first
 
 
@@ -107,10 +114,10 @@ def test_a_frozen_shard_that_changes_after_the_first_pass_is_refused(name: str) 
 
 
 def losses(case: Case, evaluated: bool) -> list[float]:
-    """Of three steps, before each of which the model is evaluated, or not."""
+    """Of two steps, before each of which the model is evaluated, or not."""
     runner, found = harness.place(case, case.plan), []
     adamw = harness.optimizer(runner.tuned.values())
-    for step in range(3):
+    for step in range(2):
         if evaluated:
             with torch.no_grad():
                 runner.logits(collate(rows(case, step)[0], case))
@@ -122,13 +129,19 @@ def losses(case: Case, evaluated: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("method", "changes"), [("lora", {"frozen": False}), ("full", {}), ("side", {}), ("lora", {})], ids=str
+    ("method", "changes"),
+    [
+        ("full", {}),
+        ("lora", {}),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("lora", {"frozen": False}), ("side", {}))),
+    ],
+    ids=str,
 )
 def test_an_evaluation_between_steps_leaves_no_stale_weights(method: str, changes: dict[str, Any]) -> None:
     """FSDP2 gathers some units for nobody then, and drops what it has gathered."""
     case = Case("llama-causal", method, plan_of(**changes), passes=(4,))
-    plain, between = run(2, losses, case, False), run(2, losses, case, True)
-    assert between == [pytest.approx(one, rel=1e-6) for one in plain]
+    for plain, between in run(2, lambda: [losses(case, False), losses(case, True)]):
+        assert between == pytest.approx(plain, rel=1e-6)
 
 
 def moved(case: Case) -> list[Tensor]:
@@ -176,12 +189,14 @@ def test_blocks_ask_for_the_next_ones_tensors_before_they_begin(monkeypatch: pyt
     ]
 
 
-def test_ranks_with_unequal_parts_agree_on_what_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.long) for rank in (1, 2, 4)), 3])
+def test_ranks_with_unequal_parts_agree_on_what_stays_whole(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the one with few columns LoRA weighs more than on the other, beside its part of the base."""
     monkeypatch.setattr(in_place, "LARGE", 1024)
     monkeypatch.setattr(fsdp, "LARGE", 1024)
     plan = COMPOSED["shard x tp"]("llama-causal")
     assert plan.cut is not None
     plan = replace(plan, cut=replace(plan.cut, columns=(80, 16)))
-    for rank in (1, 2, 3, 4):
-        check(Case("llama-causal", "lora", plan, steps=1, tuning=(("r", rank),)))
+    check(Case("llama-causal", "lora", plan, steps=1, tuning=(("r", rank),)))

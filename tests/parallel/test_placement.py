@@ -108,7 +108,15 @@ def plan_of(backend: str, name: str) -> ParallelPlan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", CELLS)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(
+            backend, marks=pytest.mark.long if backend in ("pp-gpipe", "tp x pp", "galaxy x pp") else ()
+        )
+        for backend in CELLS
+    ],
+)
 def test_each_rank_reads_what_it_would_have_cut(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

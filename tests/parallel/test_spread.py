@@ -28,6 +28,7 @@ from tests.pool import run
 
 GRADIENTS = "gradients of the first step"
 LOGITS = "logits in eval mode"
+NORMS = "norms of step 0"
 # every method, every family; two ranks and three, uneven, and two replicas of two
 CELLS = [
     ("full", "mixtral-causal", 3, 1),
@@ -173,7 +174,19 @@ def alone(self: Runner, values: Any, axis: str, plain: Callable[..., None] = Run
         plain(self, values, axis)
 
 
-@pytest.mark.parametrize("keep", [None, "input"], ids=["unfused", "fused"])
+def twice(self: Runner, name: str) -> int:
+    """Replicas with the same experts count them each in the norm."""
+    return 1 if self._over(name, "ep") else self.plan.dp
+
+
+def half(self: Runner, name: str) -> int:
+    """Experts count in the norm as if every rank held them."""
+    return self.plan.dp
+
+
+@pytest.mark.parametrize(
+    "keep", [pytest.param(None, id="unfused", marks=pytest.mark.long), pytest.param("input", id="fused")]
+)
 def test_a_copy_that_is_not_sent_back_is_noticed(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Spread, "back", lost)
     one = cell("lora", "mixtral-causal", 2, blocks=None if keep is None else MemoryConfig(keep))
@@ -184,12 +197,11 @@ def test_a_copy_that_is_not_sent_back_is_noticed(keep: Any, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("name", "fault", "match"),
     [
-        ("_complete", averaged, GRADIENTS),
-        ("_sum_over", alone, GRADIENTS),
-        ("_replicas", lambda self, name: 1 if self._over(name, "ep") else self.plan.dp, "norms of step 0"),
-        ("_replicas", lambda self, name: self.plan.dp, "norms of step 0"),
+        pytest.param("_complete", averaged, GRADIENTS, id="averaged", marks=pytest.mark.long),
+        pytest.param("_sum_over", alone, GRADIENTS, id="not summed over replicas"),
+        pytest.param("_replicas", twice, NORMS, id="counted twice in the norm", marks=pytest.mark.long),
+        pytest.param("_replicas", half, NORMS, id="half counted in the norm"),
     ],
-    ids=["averaged", "not summed over replicas", "counted twice in the norm", "half counted in the norm"],
 )
 def test_a_gradient_of_experts_is_theirs_once(
     name: str, fault: Any, match: str, monkeypatch: pytest.MonkeyPatch

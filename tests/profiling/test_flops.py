@@ -139,7 +139,7 @@ def test_attention_by_head_counts_every_query_head_though_keys_have_fewer() -> N
 def test_modules_and_what_is_outside_of_them_sum_to_the_whole(
     family: str, method: str, rehearse: Rehearse
 ) -> None:
-    rehearsal = rehearse(family, method)
+    rehearsal = rehearse(family, method, accumulate=1)
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as whole:
         rehearsal.passes(rehearsal.batches())
     found = take_apart(rehearsal, steps=1)
@@ -154,7 +154,7 @@ def test_modules_and_what_is_outside_of_them_sum_to_the_whole(
 )
 def test_recomputation_is_counted_apart_and_changes_nothing_else(family: str, rehearse: Rehearse) -> None:
     counts = [
-        counted(rehearse(family, METHODS["lora"], gradient_checkpointing=again, out=str(again)))
+        counted(rehearse(family, METHODS["lora"], gradient_checkpointing=again, out=str(again), accumulate=1))
         for again in (False, True)
     ]
     kept, recomputed = (

@@ -8,11 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from petune.errors import UsageError
+from petune.parallel import alone
 from petune.profiling.attribution import OUTSIDE, Attribution
-from petune.profiling.operations import REST, _communication, group_of, grouped, traced
+from petune.profiling.operations import REST, Traced, _communication, group_of, grouped, traced
+from petune.profiling.repeat_step import Rehearsal
+from petune.recipe import load_recipe
+from petune.run.build import prepare
 from tests.profiling.conftest import Rehearse
+from tests.small_runs import settings
 
 
 @pytest.mark.parametrize(
@@ -64,9 +70,17 @@ def test_collectives_that_overlap_count_once() -> None:
     assert _communication(events, cuda=True) == pytest.approx(1)
 
 
-def test_one_process_communicates_nothing_and_shares_sum_to_one(rehearse: Rehearse) -> None:
-    rehearsal = rehearse()
-    found = traced(rehearsal, Attribution(rehearsal.runner.modules), None)
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Path]:
+    """One step that was traced, and the file of its trace, for all tests that ask."""
+    folder = tmp_path_factory.mktemp("traced")
+    recipe = load_recipe(settings(folder, accumulate=1))
+    rehearsal, file = Rehearsal(prepare(recipe), alone(torch.device("cpu"))), folder / "deep" / "trace.json"
+    return traced(rehearsal, Attribution(rehearsal.runner.modules), file), file
+
+
+def test_one_process_communicates_nothing_and_shares_sum_to_one(seen: tuple[Traced, Path]) -> None:
+    found, _ = seen
     assert found.communication == 0
     assert sum(one.share for one in found.operations) == pytest.approx(1)
     assert sum(one.share for one in grouped(found.operations)) == pytest.approx(1)
@@ -77,22 +91,19 @@ def test_one_process_communicates_nothing_and_shares_sum_to_one(rehearse: Rehear
     assert not [one for one in found.operations if one.name.startswith("petune: ")]
 
 
-def test_backward_time_is_of_the_modules_that_have_a_backward_pass(rehearse: Rehearse) -> None:
-    rehearsal = rehearse()
-    found = traced(rehearsal, Attribution(rehearsal.runner.modules), None).backward
+def test_backward_time_is_of_the_modules_that_have_a_backward_pass(seen: tuple[Traced, Path]) -> None:
+    found = seen[0].backward
     for path in ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "lm_head", OUTSIDE):
         assert found[path] > 0
     assert "model.embed_tokens" not in found
 
 
-def test_a_trace_names_the_phases(rehearse: Rehearse, tmp_path: Path) -> None:
-    rehearsal, file = rehearse(), tmp_path / "deep" / "trace.json"
-    traced(rehearsal, Attribution(rehearsal.runner.modules), file)
-    names = {one.get("name") for one in json.loads(file.read_text())["traceEvents"]}
+def test_a_trace_names_the_phases(seen: tuple[Traced, Path]) -> None:
+    names = {one.get("name") for one in json.loads(seen[1].read_text())["traceEvents"]}
     assert {"petune: batches", "petune: forward and backward", "petune: update", "aten::mm"} <= names
 
 
 def test_a_trace_that_cannot_be_written_is_a_wrong_word(rehearse: Rehearse, tmp_path: Path) -> None:
-    rehearsal = rehearse()
+    rehearsal = rehearse(accumulate=1)
     with pytest.raises(UsageError, match="--trace"):
         traced(rehearsal, Attribution(rehearsal.runner.modules), tmp_path)

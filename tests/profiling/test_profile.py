@@ -36,11 +36,11 @@ class Remembering(Rehearsal):
 @pytest.mark.parametrize(
     ("family", "method", "changes"),
     [
-        ("llama", "lora", {}),
-        ("llama", "full", {"gradient_checkpointing": True}),
+        ("llama", "lora", {"accumulate": 1}),
+        ("llama", "full", {"gradient_checkpointing": True, "accumulate": 1}),
         ("bert", "adapter", {"class_weights": "balanced"}),
         pytest.param("bart", "lora", {"accumulate": 1}, marks=pytest.mark.long),
-        ("t5", "side", {"accumulate": 1}),
+        pytest.param("t5", "side", {"accumulate": 1}, marks=pytest.mark.long),
     ],
 )
 def test_every_repetition_has_the_loss_and_gradients_of_a_plain_step(
@@ -69,7 +69,7 @@ def test_every_repetition_has_the_loss_and_gradients_of_a_plain_step(
     assert all(torch.equal(value, rehearsal.tuned[name]) for name, value in plain.tuned.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "t5"])
 def test_the_tree_is_the_model(family: str, rehearse: Rehearse) -> None:
     rehearsal = rehearse(family, METHODS["lora"], accumulate=1)
     found = take_apart(rehearsal, steps=1)
@@ -91,7 +91,7 @@ def test_the_tree_is_the_model(family: str, rehearse: Rehearse) -> None:
 
 @pytest.mark.slow
 def test_a_profile_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe(settings(tmp_path, out="never"))
+    recipe = load_recipe(settings(tmp_path, out="never", accumulate=1))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     before = sorted(tmp_path.rglob("*"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from petune.errors import RecipeError
@@ -36,6 +36,7 @@ from petune.recipe.rules import METRICS
 from petune.recipe.suggest import ALIASES
 from petune.recipe.yaml_lines import _read, _read_fast, read, scalar, write_scalar
 from petune.tasks.configs import DataConfig
+from tests.recipe.examples import drawn
 from tests.written_recipes import GOOD, problems_of, write
 from tests.wrong_recipes import WRONG
 
@@ -274,7 +275,7 @@ def test_what_a_recipe_writes_reads_back_as_itself(tmp_path: Path) -> None:
         max_leaves=5,
     )
 )
-@settings(max_examples=150, deadline=None)
+@drawn(150)
 def test_any_value_survives_being_written(value: object) -> None:
     def as_tuple(item: object) -> object:
         return tuple(as_tuple(one) for one in item) if isinstance(item, list) else item
@@ -294,7 +295,7 @@ def test_any_value_survives_being_written(value: object) -> None:
         max_size=12,
     ).map("".join)
 )
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 def test_both_parsers_of_yaml_read_the_same(text: str) -> None:
     fast = _read_fast(text, "r")
     assert fast is None or fast == _read(text, "r")
@@ -509,7 +510,7 @@ NASTY = [
 
 
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(4000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+    "count", [100, pytest.param(4000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
 def test_no_bytes_whatsoever_give_anything_but_a_recipe_or_a_recipe_error(count: int, tmp_path: Path) -> None:
     whole = [file.read_bytes() for file in shipped_recipes()] + [
@@ -527,7 +528,7 @@ def test_no_bytes_whatsoever_give_anything_but_a_recipe_or_a_recipe_error(count:
 @given(
     st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
 )
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 def test_random_bytes_are_judged_too(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     _judge(tmp_path_factory.getbasetemp(), data)
 
@@ -539,7 +540,7 @@ def test_random_bytes_are_judged_too(tmp_path_factory: pytest.TempPathFactory, d
         max_size=4,
     )
 )
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 def test_random_overrides_are_judged_too(overrides: list[str]) -> None:
     try:
         load_recipe({"model": "m", "data": "d", "method": "lora"}, overrides)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from petune.errors import RecipeError, UsageError
 from petune.kernels.configs import KEEPS, OFFLOADS, MemoryConfig, make_memory
 from petune.recipe import KEYS_THAT_CHANGE_NUMBERS, Recipe, differences, json_schema, load_recipe
 from petune.recipe.yaml_lines import write_scalar
+from tests.recipe.examples import drawn
 from tests.written_recipes import GOOD, problems_of, write
 
 NEEDED = {"model": "m", "data": "d", "method": "lora"}
@@ -473,7 +474,7 @@ _RECIPES = st.fixed_dictionaries(
 
 
 @given(_RECIPES, st.booleans())
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 def test_any_settings_are_taken_or_refused_and_never_anything_else(
     values: dict[str, Any], apart: bool
 ) -> None:

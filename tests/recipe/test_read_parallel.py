@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from petune.errors import RecipeError
@@ -29,6 +29,7 @@ from petune.parallel.contradictions import contradictions
 from petune.recipe import KEYS_THAT_CHANGE_NUMBERS, Recipe, differences, load_recipe
 from petune.recipe.aliases import CLASSIC
 from petune.recipe.yaml_lines import write_scalar
+from tests.recipe.examples import drawn
 from tests.written_recipes import GOOD, problems_of, write
 
 NEEDED = {"model": "m", "data": "d", "method": "lora"}
@@ -1002,7 +1003,7 @@ def judge(source: dict[str, Any], overrides: Any = ()) -> ParallelConfig | None:
 
 
 @given(_PLANS | _TYPED | _LEAVES | _LISTS)
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 def test_any_plan_is_taken_or_refused_and_never_anything_else(value: Any) -> None:
     judge({**NEEDED, "parallel": value})
     judge(NEEDED, {"parallel": value})
@@ -1010,7 +1011,7 @@ def test_any_plan_is_taken_or_refused_and_never_anything_else(value: Any) -> Non
 
 @pytest.mark.slow
 @given(_TYPED)
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 def test_a_plan_that_is_taken_keeps_every_rule(value: dict[str, Any]) -> None:
     config = judge({**NEEDED, "parallel": value})
     if config is None:
@@ -1035,7 +1036,7 @@ def test_a_plan_that_is_taken_keeps_every_rule(value: dict[str, Any]) -> None:
     st.just({}) | _PLANS.map(lambda plan: {"parallel": plan}) | _WORDS.map(lambda word: {"parallel": word}),
     st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 def test_any_classic_keys_are_taken_or_refused_too(
     classic: dict[str, Any], modern: dict[str, Any], apart: bool
 ) -> None:
@@ -1053,7 +1054,7 @@ def test_any_classic_keys_are_taken_or_refused_too(
         max_size=4,
     )
 )
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 def test_any_overrides_of_a_plan_are_taken_or_refused_too(overrides: list[str]) -> None:
     judge({**NEEDED, "parallel": {"tp": 2, "pp": {"stages": [3, 1]}}}, overrides)
 

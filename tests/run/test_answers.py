@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def test_a_classifier_is_asked_for_its_labels(tmp_path: Path) -> None:
-    made = load_run(run(settings(tmp_path, "bert", epochs=8, lr=0.01)).folder)
+    made = load_run(run(settings(tmp_path, "bert", epochs=4, lr=0.01, save_every=100)).folder)
     found = before_and_after(made, 4)
     rows = found["rows"]
     assert [row["prompt"].split()[0] for row in rows] == [row["expected"] for row in rows]
@@ -32,7 +32,7 @@ def test_a_classifier_is_asked_for_its_labels(tmp_path: Path) -> None:
 
 
 def test_a_full_tuning_is_held_against_its_base_loaded_again(tmp_path: Path) -> None:
-    made = load_run(run(settings(tmp_path, "llama", "full", epochs=4, lr=0.01)).folder)
+    made = load_run(run(settings(tmp_path, "llama", "full", epochs=4, lr=0.01, save_every=100)).folder)
     found = before_and_after(made, 1, ["rouge_l"])
     (row,) = found["rows"]
     expected = {name: {"rouge_l": rouge_l(row[name], row["expected"])} for name in ("base", "tuned")}

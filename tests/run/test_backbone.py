@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 
 def cached(place: Path, family: str, **changes: Any) -> dict[str, Any]:
     """A recipe of two epochs of 24 rows, six steps each, by a ladder, saved in each epoch."""
-    shape = {"epochs": 2, "save_every": 5, "cache": True}
+    shape = {"epochs": 2, "save_every": 5, "cache": True, "batch_size": 4, "accumulate": 1}
     method = changes.pop("method", "side")
     return settings(place, family, method, **{**shape, **changes})
 
@@ -173,7 +173,7 @@ def test_nothing_else_holds_the_weights_that_have_left(kernels: str, tmp_path: P
 def test_ranks_let_their_parts_go_and_train_as_with_them(plan: str, tmp_path: Path) -> None:
     family = {"tp": "t5", "pp": "bart", "sp": "bert"}.get(plan, "llama")
     method = {"name": "side", "reduction": 4}
-    changes: dict[str, Any] = {"parallel": PLANS[plan], "max_steps": 5, "epochs": 2}
+    changes: dict[str, Any] = {"parallel": PLANS[plan], "max_steps": 4, "epochs": 2}
     expected = trained(small(tmp_path, family, method, **changes, out=str(tmp_path / "uncached")))
     found = trained(small(tmp_path, family, method, **changes, cache=True, out=str(tmp_path / "left")))
     log = (found / "run.log").read_text()

@@ -270,7 +270,7 @@ def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(
 def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(
     rank: int, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, recipe = recipe_in(tmp_path, steps=20)
+    _, recipe = recipe_in(tmp_path, steps=13)
     take = petune.run.step.Step.take
 
     def deadly(self: petune.run.step.Step) -> Any:

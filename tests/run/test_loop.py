@@ -229,9 +229,17 @@ def test_gradient_checkpointing_changes_memory_and_not_the_losses(family: str, m
     config = METHODS[method] | ({"dropout": 0.0} if method != "full" else {})
     write_model(tmp_path / family, family)
     one, other = Listener(), Listener()
-    run(settings(tmp_path, family, config, max_steps=3, out="plain"), one)
+    run(settings(tmp_path, family, config, max_steps=3, save_every=50, out="plain"), one)
     run(
-        settings(tmp_path, family, config, max_steps=3, out="checkpointed", gradient_checkpointing=True),
+        settings(
+            tmp_path,
+            family,
+            config,
+            max_steps=3,
+            save_every=50,
+            out="checkpointed",
+            gradient_checkpointing=True,
+        ),
         other,
     )
     assert [record["loss"] for record in other.steps] == pytest.approx(
@@ -263,13 +271,16 @@ def test_a_bf16_run_trains_fp32_tensors_beside_bf16_ones_and_can_be_taken_up_aga
     assert finished.eval()["tuned"] == pytest.approx(finished.summary["after"], abs=1e-3)
 
 
-def test_a_compiled_model_trains_to_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_a_compiled_model_trains_to_the_same_losses(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     compiled: list[nn.Module] = []
     real = nn.Module.compile
 
     def without_code_generation(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         compiled.append(module)
-        real(module, *args, backend="aot_eager", **kwargs)
+        real(module, *args, backend=backend, **kwargs)
 
     monkeypatch.setattr(nn.Module, "compile", without_code_generation)
     torch._dynamo.reset()

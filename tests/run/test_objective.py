@@ -121,7 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that drops out and `one`, a run in one process."""
     folder = tmp_path_factory.mktemp("embedding")
     write_model(folder / "bert", "bert", dropout=0.1)
-    run(embedding(folder, METHOD, out="one", max_steps=3))
+    run(embedding(folder, METHOD, out="one", max_steps=2, save_every=50))
     return folder
 
 
@@ -129,7 +129,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "plan", [pytest.param(plan, marks=pytest.mark.long if plan == "dp" else ()) for plan in PLANS]
 )
 def test_a_plan_compares_the_texts_of_all_replicas(plan: str, place: Path) -> None:
-    shape = {"max_steps": 3, "parallel": PLANS[plan], "embed": {"cached": CACHED.get(plan)}}
+    shape = {"max_steps": 2, "save_every": 50, "parallel": PLANS[plan], "embed": {"cached": CACHED.get(plan)}}
     ranks(2, train_in_group, embedding(place, METHOD, out=plan, **shape))
     assert_same_but_for_rounding(place / plan, place / "one")
 
@@ -194,7 +194,7 @@ def test_what_cannot_embed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_learns_what_belongs_together_and_its_merged_model_says_the_same(tmp_path: Path) -> None:
-    done = run(embedding(tmp_path, lr=1e-2, epochs=6))
+    done = run(embedding(tmp_path, lr=1e-2, epochs=3, save_every=50))
     assert done.summary["after"]["loss"] < done.summary["before"]["loss"]
     assert done.eval()["tuned"] == pytest.approx(done.summary["after"], abs=1e-5)
     merged = done.merge()
@@ -264,14 +264,15 @@ def test_a_step_on_passages_has_loss_and_gradient_of_the_formula(loss: str, tmp_
 def test_a_plan_ranks_as_one_process_does(plan: str, tmp_path: Path) -> None:
     method = {"name": "lora", "r": 2}
     write_model(tmp_path / "bert", "bert", dropout=0.1)
-    run(reranking(tmp_path, method, out="one", max_steps=3))
+    two = {"max_steps": 2, "save_every": 50}
+    run(reranking(tmp_path, method, out="one", **two))
     parallel = RERANK_PLANS[plan]
-    ranks(2, train_in_group, reranking(tmp_path, method, out="many", max_steps=3, parallel=parallel))
+    ranks(2, train_in_group, reranking(tmp_path, method, out="many", **two, parallel=parallel))
     assert_same_but_for_rounding(tmp_path / "many", tmp_path / "one")
 
 
 def test_a_run_ranks_passages_and_its_merged_model_says_the_same(tmp_path: Path) -> None:
-    done = run(reranking(tmp_path, {"name": "lora", "r": 2}, lr=1e-2, epochs=6))
+    done = run(reranking(tmp_path, {"name": "lora", "r": 2}, lr=1e-2, epochs=3, save_every=50))
     assert done.summary["metric"] == "mrr_at_10" and done.summary["num_labels"] == 1
     assert done.summary["after"]["loss"] < done.summary["before"]["loss"]
     assert done.eval()["tuned"] == pytest.approx(done.summary["after"], abs=1e-5)

@@ -58,7 +58,7 @@ def objects(place: Path, family: str = "llama", **options: Any) -> dict[str, Any
 
 
 def test_a_base_in_memory_that_is_quantised_is_known_by_its_fingerprint(tmp_path: Path) -> None:
-    recipe = settings(tmp_path, kernels="reference", base_dtype="fp8")
+    recipe = settings(tmp_path, kernels="reference", base_dtype="fp8", max_steps=3, save_every=50)
     found = run(recipe, **objects(tmp_path))
     stored = read_json(found.folder / "tuned" / "petune.json")["base"]
     assert stored["sha256"] is None and stored["fingerprint"]["tensors"]
@@ -80,8 +80,9 @@ def test_a_base_in_memory_that_is_quantised_is_known_by_its_fingerprint(tmp_path
     ],
 )
 def test_a_run_in_memory_is_bit_by_bit_that_from_files(family: str, method: str, tmp_path: Path):
-    from_files = run(settings(tmp_path, family, method, out="files"))
-    found = run(settings(tmp_path, family, method), **objects(tmp_path, family))
+    three = {"max_steps": 3, "save_every": 2}
+    from_files = run(settings(tmp_path, family, method, **three, out="files"))
+    found = run(settings(tmp_path, family, method, **three), **objects(tmp_path, family))
     assert numbers(found.folder) == numbers(from_files.folder)
     expected, state = (state_of(newest(folder))[0] for folder in (from_files.folder, found.folder))
     assert expected.keys() == state.keys() and all(
@@ -157,10 +158,10 @@ def test_a_stopped_run_goes_on_when_the_same_objects_are_given_again(tmp_path: P
 
 
 def test_rows_alone_may_be_in_memory(tmp_path: Path):
-    recipe = settings(tmp_path, out="files")
-    expected = run(recipe)
+    recipe = settings(tmp_path, max_steps=3, save_every=50)
+    expected = run(recipe | {"out": str(tmp_path / "files")})
     found = run(
-        settings(tmp_path),
+        recipe,
         data={"path": rows_in(tmp_path / "causal.jsonl"), "eval": str(tmp_path / "causal-held.jsonl")},
     )
     assert_same_run(found.folder, expected.folder)

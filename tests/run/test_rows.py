@@ -17,6 +17,7 @@ from tests.planned_runs import PLANS, small
 from tests.small_runs import assert_same_run, run
 
 pytestmark = pytest.mark.usefixtures("no_picture")
+TWO: dict[str, Any] = {"max_steps": 2, "warmup": 0}
 
 
 def noting(log: Path) -> Any:
@@ -51,9 +52,9 @@ def test_a_run_on_kept_rows_has_the_bits_of_one_without(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     method, shelf, log = "lora", str(tmp_path / "shelf"), tmp_path / "log"
-    plain = run(small(tmp_path, family, method, **changes, rows_cache="off", out="plain")).folder
+    plain = run(small(tmp_path, family, method, **TWO, **changes, rows_cache="off", out="plain")).folder
     for out in ("first", "second"):
-        recipe = small(tmp_path, family, method, **changes, rows_cache=shelf, out=out)
+        recipe = small(tmp_path, family, method, **TWO, **changes, rows_cache=shelf, out=out)
         train_noting(recipe, log)
         assert_same_run(Path(recipe["out"]), plain)
     assert log.read_text() == "made\n"
@@ -61,8 +62,8 @@ def test_a_run_on_kept_rows_has_the_bits_of_one_without(
 
 def test_of_the_ranks_of_a_host_one_tokenizes(tmp_path: Path) -> None:
     shelf, log = str(tmp_path / "shelf"), tmp_path / "log"
-    plain = run(small(tmp_path, "llama", "lora", rows_cache="off", out="plain")).folder
-    recipe = small(tmp_path, "llama", "lora", rows_cache=shelf, parallel=PLANS["dp"])
+    plain = run(small(tmp_path, "llama", "lora", **TWO, rows_cache="off", out="plain")).folder
+    recipe = small(tmp_path, "llama", "lora", **TWO, rows_cache=shelf, parallel=PLANS["dp"])
     ranks(2, train_noting, recipe, log, timeout=60)
     assert log.read_text() == "made\n"
     assert_same_but_for_rounding(Path(recipe["out"]), plain)

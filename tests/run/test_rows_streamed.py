@@ -18,11 +18,10 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def streamed(place: Path, *, out: str = "run", **changes: Any) -> dict[str, Any]:
-    """24 rows in windows of five, four a step: ten steps see each row once, and some again."""
+    """24 rows in windows of five, four a step: eight steps see each row once, and some again."""
     data = settings(place)["data"] | {"stream": True, "window": 5} | changes.pop("data", {})
-    return settings(
-        place, **{"out": out, "max_steps": 10, "eval_every": 4, "keep": 20, **changes, "data": data}
-    )
+    shape = {"batch_size": 4, "accumulate": 1, "eval_every": 4, "keep": 20}
+    return settings(place, **{"out": out, "max_steps": 8, **shape, **changes, "data": data})
 
 
 @pytest.fixture(scope="module")

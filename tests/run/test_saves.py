@@ -30,6 +30,7 @@ from tests.small_runs import Listener, assert_same_run, loop, run, settings, ter
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 BESIDE = "petune-save"  # the name of the thread
+WHOLE = {"batch_size": 4, "accumulate": 1, "eval_every": 50}
 
 
 def saved(folder: Path) -> list[str]:
@@ -108,7 +109,7 @@ def test_the_bytes_are_those_of_the_state_as_it_was_though_training_has_gone_on(
 def test_steps_are_made_while_one_checkpoint_is_written_and_the_next_save_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shape = {"save_every": 3, "eval_every": 50, "keep": 2, "epochs": 3, "max_steps": 11}
+    shape = {**WHOLE, "save_every": 3, "keep": 2, "epochs": 3, "max_steps": 11}
     straight = run(settings(tmp_path, **shape, out="straight"))
     reached, writing = threading.Event(), [0]
 
@@ -143,7 +144,7 @@ def test_steps_are_made_while_one_checkpoint_is_written_and_the_next_save_waits(
 def test_what_cannot_be_written_ends_the_run_at_the_next_step_in_the_same_words(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shape = {"eval_every": 50, "max_steps": 5}
+    shape = {**WHOLE, "max_steps": 5}
     straight = run(settings(tmp_path, **shape, out="straight"))
 
     def refuse(folder: Path, *given: Any) -> None:
@@ -176,7 +177,7 @@ def test_what_cannot_be_written_ends_the_run_at_the_next_step_in_the_same_words(
 def test_a_stop_and_an_error_wait_for_the_checkpoint_that_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shape = {"eval_every": 50, "save_every": 2}
+    shape = {**WHOLE, "save_every": 2}
     slow(monkeypatch, lambda step: time.sleep(0.3))
     with pytest.raises(Stopped):
         run(settings(tmp_path, **shape), terminate_at(3))
@@ -220,7 +221,7 @@ def test_an_error_of_a_rank_waits_for_what_all_write_together(
 
 @pytest.mark.parametrize("at", ["write", "rename", "best"])
 def test_a_kill_while_training_goes_on_leaves_the_checkpoint_before(at: str, tmp_path: Path):
-    shape = {"eval_every": 50, "save_every": 2, "max_steps": 6, "keep": 2}
+    shape = {**WHOLE, "save_every": 2, "max_steps": 6, "keep": 2}
     straight = run(settings(tmp_path, **shape, out="straight"))
     recipe = settings(tmp_path, **shape)
 

@@ -115,9 +115,18 @@ TRAINING: dict[str, tuple[str, int]] = {
 }
 
 
+TRAINED: dict[str, Any] = {"eval_every": 2, "max_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that got no signal, beside its model and its rows."""
+    return run(settings(tmp_path_factory.mktemp("straight"), **TRAINED, out="straight")).folder
+
+
 @pytest.mark.parametrize("phase", TRAINING)
 def test_a_signal_in_training_is_heeded_at_the_next_safe_place_and_nothing_is_lost(
-    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str, straight: Path, monkeypatch: pytest.MonkeyPatch
 ):
     what, step = TRAINING[phase]
     original, called = pkgutil.resolve_name(what), list[float]()
@@ -128,19 +137,19 @@ def test_a_signal_in_training_is_heeded_at_the_next_safe_place_and_nothing_is_lo
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **named)
 
-    shape = {"eval_every": 2, "max_steps": 4}
-    straight = run(settings(tmp_path, **shape, out="straight"))
+    recipe = settings(straight.parent, **TRAINED, out=phase.replace(" ", "-"))
+    folder = Path(recipe["out"])
     monkeypatch.setattr(what, signalled)
     with pytest.raises(Stopped, match=r"stopped by SIGTERM at step \d of 4; saved") as stopped:
-        run(settings(tmp_path, **shape))
+        run(recipe)
     assert called and time.monotonic() - called[0] < 2
     if phase == "a save" and f"at step {step + 1}" in str(stopped.value):
         step += 1
     assert f"at step {step} of 4" in str(stopped.value)
-    assert newest(tmp_path / "run").name == f"step-{step}"
-    checkpoint.verify(newest(tmp_path / "run"))
-    run(settings(tmp_path, **shape), resume=True)
-    assert_same_run(tmp_path / "run", straight.folder)
+    assert newest(folder).name == f"step-{step}"
+    checkpoint.verify(newest(folder))
+    run(recipe, resume=True)
+    assert_same_run(folder, straight)
 
 
 @pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])

@@ -30,6 +30,7 @@ from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, numbers, run, settings, state_of
 
 pytestmark = pytest.mark.usefixtures("no_picture")
+WHOLE = {"batch_size": 4, "accumulate": 1}  # a step in one pass, for what is about whole steps
 
 
 def snapshots_of(folder: Path) -> list[str]:
@@ -140,8 +141,8 @@ def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(
     family: str, method: str, every: int, tmp_path: Path
 ):
     shape = {"family": family, "method": method, "eval_every": 3, "save_every": 50, "schedule": "cosine"}
-    straight = run(settings(tmp_path, **shape, out="straight"))
-    recipe = settings(tmp_path, **shape, snapshot_every=every)
+    straight = run(settings(tmp_path, **WHOLE, **shape, out="straight"))
+    recipe = settings(tmp_path, **WHOLE, **shape, snapshot_every=every)
     found = ends(1, killed_at(5, lambda folder: "step-4" in snapshots_of(folder)), recipe, {})
     assert found[0].code == -signal.SIGKILL, found
     with pytest.raises(UsageError, match="occupied"):  # what has nothing but snapshots is no beginning either
@@ -160,8 +161,8 @@ def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(
 
 @pytest.mark.parametrize("at", ["write", "rename"])
 def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_path: Path):
-    straight = run(settings(tmp_path, save_every=50, out="straight"))
-    recipe = settings(tmp_path, save_every=50, snapshot_every=1)
+    straight = run(settings(tmp_path, **WHOLE, save_every=50, out="straight"))
+    recipe = settings(tmp_path, **WHOLE, save_every=50, snapshot_every=1)
 
     def train(recipe: dict[str, Any]) -> None:
         rename, write = os.rename, write_packed
@@ -203,7 +204,7 @@ def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_
 @pytest.mark.timeout(600)
 def test_runs_killed_at_forty_random_moments_go_on_to_the_same_end(tmp_path: Path):
     shape = {"epochs": 6, "save_every": 100, "eval_every": 100, "schedule": "cosine"}
-    straight = run(settings(tmp_path, **shape, out="straight"))
+    straight = run(settings(tmp_path, **WHOLE, **shape, out="straight"))
     draw, taken_up = random.Random(5), 0
 
     def train(recipe: dict[str, Any], after_s: float) -> None:
@@ -219,7 +220,7 @@ def test_runs_killed_at_forty_random_moments_go_on_to_the_same_end(tmp_path: Pat
         run(recipe)
 
     for at in range(40):
-        recipe = settings(tmp_path, **shape, snapshot_every=1, out=f"run-{at}")
+        recipe = settings(tmp_path, **WHOLE, **shape, snapshot_every=1, out=f"run-{at}")
         folder = tmp_path / f"run-{at}"
         if ends(1, train, recipe, draw.uniform(0, 0.9))[0].code:
             taken_up += bool(checkpoint.candidates(folder / "checkpoints"))
@@ -314,7 +315,7 @@ def test_a_run_folder_that_is_gone_is_not_made_anew_and_its_state_is_kept(every:
             (tmp_path / "run").rename(tmp_path / "moved")
 
     with pytest.raises(MachineError, match="was removed, moved or taken"):
-        run(settings(tmp_path, save_every=50, snapshot_every=every), Listener(move))
+        run(settings(tmp_path, **WHOLE, save_every=50, snapshot_every=every), Listener(move))
     assert not (tmp_path / "run").exists()
     assert newest(tmp_path / "run-rescued-1").name == "step-3"
 

@@ -86,7 +86,7 @@ def test_steps_are_made_while_ranks_write_a_snapshot_and_those_between_take_none
 def test_what_a_rank_cannot_write_ends_the_run_in_the_same_words_and_leaves_no_torso(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_beats: None
 ) -> None:
-    recipe = small(tmp_path, "llama", "lora", parallel=PLANS["tp"], timeout=3, **SHAPE)
+    recipe = small(tmp_path, "llama", "lora", parallel=PLANS["tp"], timeout=3, max_steps=3, **SHAPE)
     write = RangeWriter.write
 
     def refused(self: RangeWriter, name: str, *given: Any) -> None:
@@ -128,8 +128,9 @@ def test_a_rank_killed_while_a_snapshot_is_written_leaves_the_one_before(
 ) -> None:
     monkeypatch.setattr(beats, "BEAT_S", 0.02)
     monkeypatch.setattr(beats, "SILENT_S", 0.1)
-    recipe = small(tmp_path, "llama", "lora", parallel=PLANS["tp"], timeout=2, **SHAPE)
-    straight = trained(small(tmp_path, "llama", "lora", parallel=PLANS["tp"], **SHAPE, out="straight"))
+    shape = {**SHAPE, "max_steps": 3, "parallel": PLANS["tp"]}
+    recipe = small(tmp_path, "llama", "lora", timeout=2, **shape)
+    straight = trained(small(tmp_path, "llama", "lora", **shape, out="straight"))
 
     def train(recipe: dict[str, Any]) -> None:
         commit, take = checkpoint.commit, Step.take

@@ -24,7 +24,7 @@ from tests.planned_runs import PLANS
 from tests.small_runs import Listener, assert_same_run, newest, numbers, run, settings, state_of, terminate_at
 
 pytestmark = pytest.mark.usefixtures("no_picture")
-AT, STEPS = 6, 9  # the step that spikes, and the last one
+AT, STEPS = 6, 8  # the step that spikes, and the last one
 FEW, SOON = 4, 3  # in short runs: steps that a range is made of, and spikes in a row with which a run ends
 
 
@@ -82,8 +82,9 @@ def judged_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe_of(place: Path, **changes: Any) -> dict[str, Any]:
-    """Nine steps of four rows, six an epoch, with dropout."""
+    """Eight steps of four rows, six an epoch, with dropout."""
     shape = {"epochs": 2, "max_steps": STEPS, "save_every": 100, "eval_every": 100, "keep": 10}
+    shape |= {"batch_size": 4, "accumulate": 1}
     return settings(place, **{**shape, "schedule": "cosine", **changes})
 
 
@@ -251,7 +252,7 @@ def test_a_spike_on_one_rank_is_left_out_by_all(
     plan: str, action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     save_every = {"skip": 4, "rewind": 100}[action]  # back to the start, which has no moments
-    recipe = recipe_of(tmp_path, on_spike=action, save_every=save_every, batch_size=4, accumulate=1)
+    recipe = recipe_of(tmp_path, on_spike=action, save_every=save_every)
     with monkeypatch.context() as patched:
         spiking(patched, [AT])
         run(recipe | {"out": str(tmp_path / "alone")})

@@ -43,6 +43,7 @@ from tests.small_runs import (
 pytestmark = pytest.mark.usefixtures("no_picture")
 ROOT = Path(__file__).parents[2]
 STEPS = 6
+WHOLE = {"batch_size": 4, "accumulate": 1}  # a step in one pass, for what is about whole steps
 
 
 class Shared:
@@ -54,12 +55,12 @@ class Shared:
 
     def settings(self, out: Path, **changes: Any) -> dict[str, Any]:
         """A recipe on them that runs in a folder of the test's own."""
-        return settings(self.place, **changes, out=str(out))
+        return settings(self.place, **WHOLE, **changes, out=str(out))
 
     def straight(self, **changes: Any) -> Run:
         """The run of a recipe that was not stopped; it is only read."""
         if (key := json.dumps(changes)) not in self._made:
-            self._made[key] = run(settings(self.place, **changes, out=f"straight-{len(self._made)}"))
+            self._made[key] = run(settings(self.place, **WHOLE, **changes, out=f"straight-{len(self._made)}"))
         return self._made[key]
 
 
@@ -127,17 +128,17 @@ def test_rates_of_their_own_are_kept_in_the_state_and_go_on(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"),
+    ("family", "method", "steps"),
     [
-        ("t5", "adapter"),
+        ("t5", "adapter", (1, 4)),
         *(
-            pytest.param(*pair, marks=pytest.mark.long)
-            for pair in (("llama", "full"), ("bert", "lora"), ("bart", "side"))
+            pytest.param(*pair, range(1, STEPS), marks=pytest.mark.long)
+            for pair in (("t5", "adapter"), ("llama", "full"), ("bert", "lora"), ("bart", "side"))
         ),
     ],
 )
 def test_a_run_stopped_after_every_step_ends_bit_by_bit_as_one_that_was_not(
-    family: str, method: str, tmp_path: Path, shared: Shared
+    family: str, method: str, steps: Sequence[int], tmp_path: Path, shared: Shared
 ):
     shape = {
         "family": family,
@@ -149,9 +150,8 @@ def test_a_run_stopped_after_every_step_ends_bit_by_bit_as_one_that_was_not(
     }
     straight = shared.straight(**shape)
     recipe = shared.settings(tmp_path / "run", **shape)
-    stopped_at(recipe, 1)
-    for step in range(2, STEPS):
-        stopped_at(recipe, step, resume=True)
+    for step in steps:
+        stopped_at(recipe, step, resume=step > 1)
     run(recipe, resume=True)
     assert_same_run(tmp_path / "run", straight.folder)
 
@@ -645,15 +645,16 @@ class Draws(petune.Callback):
 
 def test_pythons_and_numpys_generators_are_seeded_and_go_on_where_they_were(tmp_path: Path):
     straight, again, stopped, resumed = (Draws() for _ in range(4))
-    run(settings(tmp_path, out="straight"), callbacks=[straight])
-    run(settings(tmp_path, out="again"), callbacks=[again])
-    stopped_at(settings(tmp_path), 3, callbacks=[stopped])
+    shape: dict[str, Any] = {"max_steps": 3, "save_every": 50}
+    run(settings(tmp_path, **shape, out="straight"), callbacks=[straight])
+    run(settings(tmp_path, **shape, out="again"), callbacks=[again])
+    stopped_at(settings(tmp_path, **shape), 2, callbacks=[stopped])
     random.seed(99)
     numpy.random.seed(99)
-    run(settings(tmp_path), resume=True, callbacks=[resumed])
-    assert len(straight.drawn) == STEPS and again.drawn == straight.drawn == stopped.drawn + resumed.drawn
-    run(settings(tmp_path, seed=1, out="other"), callbacks=[again])
-    assert again.drawn[STEPS:] != straight.drawn
+    run(settings(tmp_path, **shape), resume=True, callbacks=[resumed])
+    assert len(straight.drawn) == 3 and again.drawn == straight.drawn == stopped.drawn + resumed.drawn
+    run(settings(tmp_path, **shape, seed=1, out="other"), callbacks=[again])
+    assert again.drawn[3:] != straight.drawn
 
 
 def test_a_run_killed_soon_after_a_request_to_stop_says_next_time_what_was_lost(

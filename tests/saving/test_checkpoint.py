@@ -318,7 +318,7 @@ def save_until_killed(root: Path, report: int) -> None:
 
 @pytest.mark.forks
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [60, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [30, pytest.param(2000, marks=pytest.mark.long)])
 def test_kills_at_random_moments_of_save_and_rotation_lose_nothing(kills: int, fast: Path) -> None:
     chance = random.Random(kills)
     last = 0
@@ -357,7 +357,7 @@ def test_kills_at_random_moments_of_save_and_rotation_lose_nothing(kills: int, f
 # ---------------------------------------------------------------- damage
 
 
-@pytest.mark.parametrize("count", [700, pytest.param(3000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [350, pytest.param(3000, marks=pytest.mark.long)])
 def test_every_flipped_bit_is_found(count: int, fast: Path) -> None:
     path = save(fast, 1)
     files = [file for file in path.rglob("*") if file.is_file()]

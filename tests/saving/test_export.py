@@ -24,6 +24,7 @@ from petune.saving.load import load
 from tests.tiny_models import IDS, METHODS, MODELS, bart, bert, edit, llama, logits, stir, t5, tuned
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_trip_is_bit_exact(name: str, method: str, tmp_path: Path) -> None:
@@ -302,6 +303,7 @@ def test_a_compiled_model_saves_plain_names(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- merged folders
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_merged_folder_is_plain_and_equal(name: str, method: str, tmp_path: Path) -> None:
@@ -395,6 +397,7 @@ def test_a_flipped_bit_in_a_number_is_found(method: str, tmp_path: Path) -> None
         load(bert(), tmp_path / "a")
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn])
 def test_a_tensor_that_holds_no_weights_is_refused_by_name_and_the_base_is_untouched(

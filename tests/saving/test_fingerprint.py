@@ -14,6 +14,7 @@ from petune.saving.fingerprint import base_tensors, compare, fingerprint, full_h
 from tests.tiny_models import METHODS, MODELS, bert, llama, stir, tuned
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_wrapping_and_training_leave_it_as_it_was(name: str, method: str) -> None:

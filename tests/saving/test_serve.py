@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("to", SERVERS)
 def test_every_server_computes_what_was_trained(to: str, way: str, tmp_path: Path) -> None:

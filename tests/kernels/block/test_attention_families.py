@@ -31,7 +31,7 @@ from petune.rng.dropout import draw, drawing, places, step_key
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64 = torch.float64
 QUERIES, KEYS = (5, 1, 8, 3), (4, 6, 1, 9)  # tokens of each text in the decoder, and in the encoder
-LONG, SHORT = (40, 1, 33, 17), (9, 35, 1, 32)  # on both sides of the edges of a kernel's blocks
+LONG, SHORT = (40, 1, 17), (9, 35, 1)  # on both sides of the edges of a kernel's blocks
 ROWS = (5, -1, 2**20, 0)
 BUCKETS, MAX_DISTANCE = 8, 20
 
@@ -260,15 +260,15 @@ KERNELS = {
     "bias": Case(t5, LONG, bias="distance", heads=2, kv=2, d=32, p=0.1, scale=0.4),
     "bias, decoder": Case(t5, LONG, bias="distance", causal=True, heads=2, kv=2, d=64, scale=0.2),
     "bias, wide heads": Case(t5, (20, 1, 3, 9), bias="distance", heads=1, kv=1, d=128, scale=0.2),
-    "window": Case(bart, LONG, causal=True, window=7, heads=2, kv=2, d=32, scale=0.4),
+    "window": Case(bart, LONG, causal=True, window=7, heads=1, kv=1, d=32, scale=0.4),
     "window past a block": Case(gemma, LONG, causal=True, window=33, heads=2, kv=1, d=64, scale=0.2, p=0.1),
     "window of one token": Case(bart, (33, 1, 2, 5), causal=True, window=1, heads=1, kv=1, d=32),
-    "window to both sides": Case(bart, LONG, window=7, heads=2, kv=2, d=32, scale=0.4),
+    "window to both sides": Case(bart, LONG, window=7, heads=1, kv=1, d=32, scale=0.4),
     "window to both sides past a block": Case(
         gemma, LONG, window=33, softcap=0.7, heads=2, kv=1, d=64, scale=0.2, p=0.1
     ),
     "window of one token to both sides": Case(bart, (33, 1, 2, 5), window=1, heads=1, kv=1, d=32),
-    "bias in windows": Case(t5, LONG, window=9, bias="distance", heads=2, kv=2, d=32, scale=0.4),
+    "bias in windows": Case(t5, LONG, window=9, bias="distance", heads=1, kv=1, d=32, scale=0.4),
     "soft cap": Case(
         gemma, LONG, causal=True, window=16, softcap=0.7, heads=2, kv=1, d=32, bias="", scale=0.4
     ),

@@ -154,7 +154,7 @@ def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(keep: Any) -
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petune.kernels.fuse.select", lambda *args: triton_ops())
     fused, plain = pair("gemma3-causal", "full", torch.float32, final_logit_softcapping=None)
-    inputs = {name: value.to(DEVICE) for name, value in batch("gemma3-causal").items()}
+    inputs = {name: value.to(DEVICE) for name, value in batch("gemma3-causal", rows=2, length=7).items()}
     (loss, found), (expected, wanted) = (gradients(model.to(DEVICE), inputs) for model in (fused, plain))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_same_gradients(found, wanted, 1e-5)

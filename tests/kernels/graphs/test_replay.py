@@ -34,7 +34,7 @@ from petune.models.quantise import quantise_blocks
 from petune.models.stack import Stack
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
-from tests.kernels.fused_pairs import BERT, METHODS, MODELS, MOVED
+from tests.kernels.fused_pairs import BERT, METHODS, MODELS, MOVED, fresh
 from tests.kernels.replays import Again, replayed, stacks
 
 Batch = dict[str, Tensor]
@@ -68,13 +68,16 @@ def tuned(
     base_dtype: BaseDtype | None = None,
 ) -> nn.Module:
     """A fused model in training whose updates are not zero."""
-    torch.manual_seed(0)
-    model = (make or MODELS[name])()
-    petune.wrap(model, **settings, kernels="off")
-    with torch.no_grad():
-        for path, value in model.named_parameters():
-            if any(part in path for part in MOVED):
-                value.add_(torch.randn_like(value), alpha=0.1)
+    if make is None:
+        model = fresh(name, settings)
+    else:
+        torch.manual_seed(0)
+        model = make()
+        petune.wrap(model, **settings, kernels="off")
+        with torch.no_grad():
+            for path, value in model.named_parameters():
+                if any(part in path for part in MOVED):
+                    value.add_(torch.randn_like(value), alpha=0.1)
     if base_dtype is not None:
         quantise_blocks(model, family_of(model), base_dtype)
     assert fuse(model, family_of(model), "reference")
@@ -144,12 +147,9 @@ def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: 
         (9, 4, 7),
         (9, 4, 7),
         (6, 9, 3),
-        (8, 2),
         (30, 11, 9),
-        (9, 9, 8),
+        (8, 2),
         (1, 20, 28),
-        (7, 6, 4),
-        (30, 5, 9),
         (2, 8, 9),
     ]
     for step, lengths in enumerate(sizes):
@@ -158,7 +158,7 @@ def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: 
             optimizer.step()
             optimizer.zero_grad()
     assert recorder.recorded == 2
-    assert recorder.forwards == recorder.backwards == 10
+    assert recorder.forwards == recorder.backwards == len(sizes)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -278,14 +278,14 @@ def bert(**changes: float) -> nn.Module:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("which", DROPS)
+@pytest.mark.parametrize(
+    "which", [pytest.param(one, marks=pytest.mark.long if one == "of connections" else ()) for one in DROPS]
+)
 def test_dropout_is_drawn_as_block_by_block(which: str) -> None:
     name, settings, make = DROPS[which]
     model = tuned(name, settings, make)
     plain, recorder = copy.deepcopy(model), replayed(model)
-    for step, lengths in enumerate(
-        [(9, 4, 7), (9, 4, 7), (9, 3, 8), (2, 9, 4), (30, 3, 7), (30, 20, 9), (9, 9, 9), (9, 9, 9)]
-    ):
+    for step, lengths in enumerate([(9, 4, 7), (9, 4, 7), (2, 9, 4), (30, 3, 7), (9, 9, 9), (9, 9, 9)]):
         inputs = batch(name, lengths, step)
         model.zero_grad(), plain.zero_grad()
         losses = []

@@ -115,11 +115,12 @@ def test_dropout_of_every_kind_draws_the_masks_of_blocks_that_run_one_by_one(nam
         else {"dropout_rate": 0.2}
     )
     model, plain, recorder = pair(name, settings={"dropout": 0.2}, **drops)
-    for step, sizes in enumerate(SIZES[:3]):
+    for step, sizes in enumerate(SIZES[:2]):
         assert_same_step(model, plain, texts(*sizes, step), step)
-    assert recorder.forwards == 6
+    assert recorder.forwards == 4
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("tuned", ["encoder", "decoder"])
 @pytest.mark.parametrize("name", ["bart-seq2seq", "t5-gated"])
 def test_a_side_of_which_nothing_trains_still_carries_the_gradients_of_the_other(

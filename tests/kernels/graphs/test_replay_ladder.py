@@ -81,6 +81,7 @@ def cached(tmp_path: Path) -> Iterator[Any]:
         one.close()
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_all_levels_at_once_train_as_one_by_one(name: str, whole: bool, cached: Any) -> None:

@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -110,6 +111,7 @@ def test_shared_blocks_train_replayed_as_in_one_process(method: str, backend: st
         assert any("runs as CUDA graphs" in line for line in rank["said"])
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
 @pytest.mark.parametrize(
     ("backend", "replays"), [("sp-ulysses", 4), ("sp-gather", 2), ("cut", 2), ("sp-ring", 0)]
@@ -124,15 +126,21 @@ def test_tokens_that_ranks_exchange_are_replayed_where_the_recording_says_which(
     assert [rank["replays"] for rank in checked(one)] == [(replays, replays)] * 2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",  # BART's kinds of dropout are replayed in test_replay_encoder_decoder
+    [pytest.param(one, marks=pytest.mark.long if one == "bart-seq2seq" else ()) for one in FAMILIES],
+)
 def test_what_drops_out_of_shared_blocks_is_drawn_as_in_one_process(name: str) -> None:
-    one = case(name, "lora", BACKENDS["galaxy"](name, 2), dropout=0.1, blocks=WHOLE)
+    one = case(name, "lora", BACKENDS["galaxy"](name, 2), dropout=0.1, steps=1, blocks=WHOLE)
     assert all(min(rank["replays"]) > 0 for rank in checked(one))
 
 
-@pytest.mark.parametrize("composed", ["tp x pp", "galaxy x pp", "dp x galaxy"])
+# halves of stages, below, are of galaxy x pp
+@pytest.mark.parametrize(
+    "composed", ["tp x pp", pytest.param("galaxy x pp", marks=pytest.mark.long), "dp x galaxy"]
+)
 def test_shared_blocks_of_stages_and_replicas_are_replayed(composed: str) -> None:
-    one = case("bert-classify", "lora", COMPOSED[composed]("bert-classify"), blocks=WHOLE)
+    one = case("bert-classify", "lora", COMPOSED[composed]("bert-classify"), steps=1, blocks=WHOLE)
     assert all(min(rank["replays"]) > 0 for rank in checked(one))
 
 
@@ -203,7 +211,7 @@ def test_a_trial_that_fails_ends_the_run_as_others_wait_for_its_answer() -> None
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("bert-classify", BACKENDS["tp"]),
+        pytest.param("bert-classify", BACKENDS["tp"], marks=pytest.mark.long),
         ("bert-classify", BACKENDS["galaxy"]),
         ("llama-causal", overlapping("galaxy")),
     ],
@@ -218,10 +226,16 @@ def test_a_recording_that_fails_on_one_rank_is_made_on_none(name: str, plan: Pla
     assert reasons == [{"see the message of another rank"}, {"no room"}]
 
 
-@pytest.mark.crossed(1)
-@pytest.mark.parametrize("rows", [4, 5])
-@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
-@pytest.mark.parametrize("backend", ["tp", "galaxy", "galaxy2", "cut", "sp-gather", "sp-ulysses"])
+IN_TURNS = [("tp", "lora", 4), ("galaxy", "full", 5), ("cut", "adapter", 4), ("sp-ulysses", "lora", 5)]
+HALVED = product(
+    ("tp", "galaxy", "galaxy2", "cut", "sp-gather", "sp-ulysses"), ("lora", "full", "adapter"), (4, 5)
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "method", "rows"),
+    [pytest.param(*one, marks=() if one in IN_TURNS else pytest.mark.long) for one in HALVED],
+)
 def test_halves_of_a_batch_are_replayed_in_turns(backend: str, method: str, rows: int) -> None:
     plan = overlapping(backend)("llama-causal", 2)
     one = case("llama-causal", method, plan, passes=(rows,), blocks=WHOLE, dropout=0.1)
@@ -251,7 +265,7 @@ def timed(one: Case, limit: float, seconds: float, spare: int) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("seconds", "spare", "halved"),
     [
-        (0.9, 2**30, [True]),
+        pytest.param(0.9, 2**30, [True], marks=pytest.mark.long),  # as what takes longer
         (replay.HALVED - 0.1, 2**30, [True]),
         (replay.HALVED + 0.1, 2**30, []),
         (1.1, 0, []),  # gradients have no room beside themselves

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,6 +90,7 @@ def test_the_backward_pass_of_the_mlp_holds_what_a_hand_lists() -> None:
     assert mebibytes == held | inside
 
 
+@settings(deadline=None)
 @given(
     keep=st.sampled_from(KEEPS),
     shape=st.sampled_from([LLAMA, BERT]),
@@ -593,15 +594,14 @@ class Halved:
         "experts in eight bits",
     ],
 )
-@pytest.mark.parametrize(
-    ("keep", "tile"),
-    [(keep, tile) for keep in KEEPS for tile in (None, 1024) if not (keep == "all" and tile)],
-)
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("tile", [None, 1024])
 def test_the_tables_say_what_the_engine_holds(
     shape: BlockShape, keep: Keep, tile: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Byte for byte what is kept; the peak of a block's passes to a few hundredths, and above what is said by
     half of one at most."""
+    tile = None if keep == "all" else tile  # nothing of it is computed again
     monkeypatch.setattr(attending, "forward", hollow_attention)
     monkeypatch.setattr(attending, "backward", hollow_attention_backward)
     monkeypatch.setattr(grouped, "_kernels", lambda *_: HollowGrouped())

@@ -161,7 +161,7 @@ def test_unequal_batches_share_their_buffers() -> None:
 @pytest.mark.slow
 def test_what_is_never_fetched_gives_its_buffers_back() -> None:
     store = Store(CPU)
-    for _ in range(5):
+    for _ in range(2):
         parked = [store.park(tensors(number)) for number in range(3)]
         del parked
         gc.collect()
@@ -171,7 +171,7 @@ def test_what_is_never_fetched_gives_its_buffers_back() -> None:
 @pytest.mark.slow
 def test_what_is_never_fetched_leaves_the_queue() -> None:
     store = Store(CPU)
-    for _ in range(5):
+    for _ in range(2):
         store.park(tensors(0))
         gc.collect()
     assert len(store.waiting) <= 1

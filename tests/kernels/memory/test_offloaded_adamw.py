@@ -534,7 +534,7 @@ def with_traffic(
     return model, optimizer
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("slots", [2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_copies_that_come_as_late_as_they_may_change_nothing(slots: int) -> None:
     model, optimizer = with_traffic(Late(), slots)
     losses = [stepped(model, optimizer, step) for step in range(3)]
@@ -608,6 +608,7 @@ def races(
     return clocks.races
 
 
+@pytest.mark.crossed
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen-embedding"])
 @pytest.mark.parametrize("states", [FP32, BF16])

@@ -241,7 +241,7 @@ def test_an_update_that_the_matrix_has_already_is_not_added_again(gated: bool) -
 
 @each_form
 def test_tiles_shared_between_programs_add_up(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = operands(200, 200, 16, 16, gated, torch.bfloat16, scaled="but own")
+    given = operands(130, 130, 16, 16, gated, torch.bfloat16, scaled="but own")
     for parts in (1, 2, 5):
         for module in (activation, activation_backward):
             monkeypatch.setattr(module, "shares", lambda walks, steps, places, parts=parts: parts)

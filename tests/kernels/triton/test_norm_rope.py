@@ -130,7 +130,7 @@ def test_the_way_ahead_is_norm_and_rope_one_after_the_other_bit_for_bit(
     assert torch.equal(ahead(norm_rope, given), rope.rope_(out, given["cos"], given["sin"], first))
 
 
-@pytest.mark.crossed
+@pytest.mark.crossed(1)
 @each_dtype
 @each_shape
 def test_the_way_back_is_the_references(rows: int, positions: int, width: int, dtype: torch.dtype) -> None:

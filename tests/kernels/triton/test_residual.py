@@ -3,10 +3,6 @@ autograd, kernels against it."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -26,7 +22,7 @@ def test_add_low_in_the_reference_is_differentiated_by_autograd() -> None:
     torch.testing.assert_close(reference.add_low(x, y, (s, b)), x + y + s @ b.T)
 
 
-@pytest.mark.crossed
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns", "rank"),
@@ -121,6 +117,7 @@ def test_shares_fill_the_device_and_are_no_finer_than_that_takes(walks: int, ste
 # ------------------------------------------------------------------ eight-bit floats
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns", "strided"),
@@ -165,25 +162,3 @@ def test_columns_that_are_scaled_first_count_for_the_range_of_a_row(columns: int
     q, scale = residual.quantise(x, by)
     assert q.float()[:, -1].tolist() == [-448.0] * 2 and q.float()[:, 0].tolist() == [56.0] * 2
     torch.testing.assert_close(q.float() * scale, by.expand(2, -1))
-
-
-NATIVE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from petune.kernels.triton.residual import _quantise_kernel, _quantise_warps
-values = {"by": None, "BLOCK": 16384, "NATIVE": True}
-types = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "width": "i32", "x_stride": "i32"} | dict.fromkeys(values, "constexpr")
-source = ASTSource(_quantise_kernel, types, values)
-built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": _quantise_warps(16384)})
-print(built.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32"))
-"""
-
-
-@pytest.mark.slow
-def test_hopper_rounds_to_eight_bits_by_its_own_instruction() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", NATIVE], capture_output=True, text=True, env=environment, check=True
-    )
-    assert int(done.stdout) == 16384 // 32 // residual._quantise_warps(16384) // 2

@@ -152,7 +152,7 @@ def test_heads_shared_between_programs_are_each_turned_once(monkeypatch: pytest.
         )
 
 
-@pytest.mark.crossed
+@pytest.mark.crossed(1)
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("apart", [False, True])

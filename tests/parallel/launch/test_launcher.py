@@ -174,7 +174,7 @@ def test_ranks_that_end_well_are_quiet_and_listen_only_to_this_machine(
 
 
 def test_an_error_in_one_rank_is_told_first_with_its_code_and_not_retried(
-    run: Path, capfd: pytest.CaptureFixture[str]
+    run: Path, forks: Forks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
     with pytest.raises(DataError) as caught:

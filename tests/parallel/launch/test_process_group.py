@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from petune.errors import DataError, DistributedError, MachineError
 from petune.parallel.launch import process_group, rendezvous
 from petune.parallel.launch.rendezvous import Place, first_node
+from tests.group_pool import ends
 
 ROOT = Path(__file__).parents[3]
 NAMES = (
@@ -50,13 +52,14 @@ try:
     group.agree({"recipe": "abc"})
     value = torch.full((1,), rank + 1.0)
     dist.all_reduce(value)
-    for step in range(200):
+    for step in range(20):
         group.at_step(step)
         dist.all_reduce(value)
         if mode == "bad-data" and rank == 1:
             raise DataError("the row is no object", where="rows.jsonl:7")
         if mode == "freeze-0" and rank == 0 and step == 3:
-            open(os.path.join(place, "frozen"), "w").close()
+            with open(os.path.join(place, "frozen"), "w") as file:
+                file.write(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.005)
     every = group.gather(f"rank {rank} of {world}")
@@ -306,47 +309,54 @@ def worker(tmp_path: Path) -> Path:
     return path
 
 
-def two(worker: Path, mode: str) -> list[subprocess.Popen[str]]:
-    """Two ranks with torchrun's variables and nobody above them: rank 0 holds the store."""
-    port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, str(worker), mode, str(worker.parent)],
-            env=environment(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def _as_script(worker: Path, mode: str) -> None:
+    """Be the worker, in a fork that need not import torch; what it says goes to files."""
+    place, rank = worker.parent, os.environ["RANK"]
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(place / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    leave = process_group.quit_process
+
+    def last(code: int) -> None:
+        (place / f"end-{rank}").write_text(str(time.time()))
+        if (place / "frozen").exists():  # whom the test waits for, too
+            os.kill(int((place / "frozen").read_text()), signal.SIGKILL)
+        leave(code)
+
+    process_group.quit_process = last  # type: ignore[assignment]  # in this very process, which ends soon
+    sys.argv = [str(worker), mode, str(place)]
+    runpy.run_path(str(worker), run_name="__main__")
+
+
+def two(worker: Path, mode: str) -> tuple[list[int], list[str], list[str]]:
+    """Codes and words of two ranks with torchrun's variables and nobody above them: rank 0 holds the
+    store."""
+    found = ends(2, _as_script, worker, mode)
+    said = [[(worker.parent / f"{name}-{rank}").read_text() for rank in range(2)] for name in ("out", "err")]
+    return [end.code for end in found], said[0], said[1]
 
 
 def test_ranks_without_a_launcher_meet_and_part(worker: Path) -> None:
-    ranks = two(worker, "well")
-    shown = [rank.communicate(timeout=60) for rank in ranks]
-    assert [out for out, _ in shown] == ["rank 0 of 2; rank 1 of 2\n"] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    codes, out, _ = two(worker, "well")
+    assert out == ["rank 0 of 2; rank 1 of 2\n"] * 2
+    assert codes == [0, 0]
 
 
 def test_ranks_without_a_launcher_tell_which_of_them_failed(worker: Path) -> None:
-    ranks = two(worker, "bad-data")
-    shown = [rank.communicate(timeout=60)[1] for rank in ranks]
+    codes, _, shown = two(worker, "bad-data")
     assert "rank 1: rows.jsonl:7  the row is no object" in shown[1]
     assert "rank 0: rank 1 failed: rows.jsonl:7  the row is no object" in shown[0]
-    assert [rank.returncode for rank in ranks] == [6, 3]
+    assert codes == [6, 3]
 
 
 @pytest.mark.slow
 def test_a_frozen_rank_that_holds_the_store_is_named(worker: Path) -> None:
-    ranks = two(worker, "freeze-0")
-    shown = ranks[1].communicate(timeout=60)[1]
-    taken = time.time() - (worker.parent / "frozen").stat().st_mtime
-    ranks[0].send_signal(signal.SIGKILL)
-    ranks[0].communicate()
-    assert "rank 1: rank 0" in shown
-    assert "has not answered for" in shown
-    assert ranks[1].returncode == 6
-    assert taken < 4 + 5
+    codes, _, shown = two(worker, "freeze-0")
+    place = worker.parent
+    assert "rank 1: rank 0" in shown[1]
+    assert "has not answered for" in shown[1]
+    assert codes == [-signal.SIGKILL, 6]
+    assert float((place / "end-1").read_text()) - (place / "frozen").stat().st_mtime < 4 + 5
 
 
 @pytest.mark.long
