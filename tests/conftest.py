@@ -33,8 +33,8 @@ from tests.crossings import leave_to_long
 from tests.marks import marks_of
 from tests.slow_tests import named, slow_tests
 
-# The same examples on every machine; `make test-long` draws fresh ones (--hypothesis-profile=fresh). None has a
-# deadline, for another process may hold the processor for as long.
+# The same examples on every machine; `make test-long` draws fresh ones (--hypothesis-profile=fresh). There is
+# no deadline, for another process may hold the processor for as long.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("fresh", deadline=None)
 settings.load_profile("same")
