@@ -147,19 +147,36 @@ def test_a_row_of_the_decoder_is_known_by_its_input_too(tmp_path: Path) -> None:
     torch.testing.assert_close(found[0], expected[0])
 
 
+def padded_in_front(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows behind two columns of padding."""
+    found = {
+        name: torch.cat([value[:, :2] * 0, value], 1) if value.dim() == 2 else value
+        for name, value in inputs.items()
+    }
+    if found["labels"].dim() == 2:
+        found["labels"][:, :2] = -100
+    return found
+
+
 @pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
 def test_the_place_of_a_rows_first_token_is_part_of_what_it_is_known_by(name: str, tmp_path: Path) -> None:
     model, inputs = sided(name), batch(name)
-    left = {key: value if value.dim() == 1 else value.roll(2, 1) for key, value in pick(inputs, [1]).items()}
-    left = {key: torch.cat([value[:, :2] * 0, value], 1) if value.dim() == 2 else value
-            for key, value in pick(inputs, [1]).items()}  # fmt: skip
-    if "labels" in left and left["labels"].dim() == 2:
-        left["labels"][:, :2] = -100
+    left = padded_in_front(pick(inputs, [1]))
     expected = gradients(model, left)
     with ActivationCache(model, tmp_path) as cache:
         gradients(model, pick(inputs, [1]))
         assert_equal(gradients(model, left), expected)
         assert cache.counts.read == 0
+
+
+def test_a_row_that_is_padded_in_front_is_read_where_it_stands(tmp_path: Path) -> None:
+    model = sided("llama-causal")
+    left = padded_in_front(pick(batch("llama-causal"), [1]))
+    expected = gradients(model, left)
+    with ActivationCache(model, tmp_path) as cache:
+        for _ in range(2):
+            assert_equal(gradients(model, left), expected)
+        assert (cache.counts.read, cache.counts.computed) == (1, 1)
 
 
 def test_packed_rows_are_met_again_whatever_fills_them_up(tmp_path: Path) -> None:
