@@ -70,6 +70,7 @@ def _each(one: Case, *ways: tuple[bool, ...]) -> list[Any]:
 
 def _by_way(one: Case, *ways: tuple[bool, ...]) -> list[tuple[Any, ...]]:
     """What each rank found in each of these ways, by way."""
+    harness.build(one)  # remembered, as making it draws
     return list(zip(*run(2, _each, one, *ways), strict=True))
 
 
