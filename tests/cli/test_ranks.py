@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import rich
 from petune_cli.display import Live
 from petune_cli.main import app
 from petune_cli.ranks import ROWS, panel, share
@@ -97,14 +98,14 @@ def test_a_plan_of_forked_ranks_shows_them_on_a_terminal(
 
     monkeypatch.setattr(Step, "take", slowly)
     monkeypatch.setattr("petune.parallel.launch.beats.BEAT_S", 0.1)
-    recipe = _written(tmp_path, 20)
+    recipe = _written(tmp_path, 8)
     ours, theirs = _terminal()
     if (pid := os.fork()) == 0:
         _typed_in_a_fork(["train", str(recipe)], theirs)
     os.close(theirs)
     said = _read(ours)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
-    _assert_ranks_are_shown(said, 20)
+    _assert_ranks_are_shown(said, 8)
 
 
 @pytest.mark.long
@@ -165,6 +166,7 @@ def _typed_in_a_fork(words: list[str], terminal: int) -> NoReturn:
         os.environ["TERM"] = "xterm"
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
+        rich.reconfigure()  # an earlier test may have made the console, with a width of its own
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  # not what pytest captures
         app(words)
     except SystemExit as end:
