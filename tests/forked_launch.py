@@ -29,6 +29,14 @@ from petune.parallel.launch import rank_entry
 from petune.parallel.launch.replacing import Replacing
 
 
+def say_to(out: int, err: int) -> None:
+    """What this process says from here on goes to these descriptors, past what pytest captures."""
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    # they are the process's own, and stay open to its end
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+
+
 class Process:
     """A forked process with what torch's agent and petune's launcher ask of subprocess.Popen."""
 

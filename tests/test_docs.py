@@ -12,19 +12,19 @@ import runpy
 import shlex
 import shutil
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from petune_cli.main import app, command_line
+from petune_cli.main import app
 from petune_cli.sweep import sorted_out
 
 import petune
 from petune.recipe import load_recipe, shipped_recipes
 from petune.run.sweep import grid
+from tests.built_command import built
 from tests.narrow_models import write_narrow_minilm
 from tests.picture_runs import write_pictures, write_vit
 from tests.small_runs import write_model, write_rows
@@ -201,11 +201,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's many options take longer to build than most lines to run."""
+    """See tests/built_command.py."""
     monkeypatch.setattr("petune_cli.main.command_line", built)
-
-
-built = cache(command_line)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from tests.parallel.cells import (
     TWINS,
     UNSTAGED,
     case,
+    in_part,
 )
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLAPPED, VOCABULARY, pp
@@ -44,11 +45,6 @@ from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLA
 long = pytest.mark.long
 # Masks and angles differ from block to block: one method under each plan in the short part.
 MIXED = [(backend, METHODS[at % 4], "gemma3-causal") for at, backend in enumerate(BACKENDS)]
-
-
-def in_part(cells: list[Any], short: list[Any]) -> list[Any]:
-    """The cells as parameters, those that are not in the short suite marked as long."""
-    return [pytest.param(*cell, marks=() if cell in short else long) for cell in cells]
 
 
 @pytest.mark.parametrize(

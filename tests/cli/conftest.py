@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from petune_cli.main import app, command_line
+from petune_cli.main import app
 
 from petune.recipe import load_recipe
+from tests.built_command import built
 
 
 @dataclass
@@ -24,7 +24,6 @@ class Answer:
 
 
 Type = Callable[..., Answer]
-built = cache(command_line)  # its many options take longer than most of what is typed
 
 
 @pytest.fixture

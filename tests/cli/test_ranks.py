@@ -28,7 +28,7 @@ from rich.console import Console
 from petune.parallel.launch import process_group
 from petune.parallel.launch.beats import Health
 from petune.run.step import Step
-from tests.forked_launch import Forks
+from tests.forked_launch import Forks, say_to
 from tests.forked_launch import forks as forks
 from tests.small_runs import as_yaml, settings
 
@@ -161,13 +161,12 @@ def _typed_in_a_fork(words: list[str], terminal: int) -> NoReturn:
     """Be the command, at a terminal."""
     code = 1
     try:
-        for number in (0, 1, 2):
-            os.dup2(terminal, number)
+        os.dup2(terminal, 0)
+        say_to(terminal, terminal)
         os.environ["TERM"] = "xterm"
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
         rich.reconfigure()  # an earlier test may have made the console, with a width of its own
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  # not what pytest captures
         app(words)
     except SystemExit as end:
         code = int(end.code or 0)

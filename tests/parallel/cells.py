@@ -9,6 +9,9 @@ backend and a family is there. Where blocks are fused under a backend too, two o
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
+
+import pytest
 
 from petune.kernels.configs import MemoryConfig
 from petune.parallel.plan import ParallelPlan
@@ -149,6 +152,11 @@ SPREAD_FUSED = [
     ("adapter", "qwen2moe-causal", 2, 1, "projections"),
     ("lora", "gptoss-causal", 2, 1, "all"),  # biases, transposed weights
 ]
+
+
+def in_part(cells: list[Any], short: list[Any]) -> list[Any]:
+    """The cells as parameters, those that are not in the short suite marked as long."""
+    return [pytest.param(*cell, marks=() if cell in short else pytest.mark.long) for cell in cells]
 
 
 def case(name: str, method: str, plan: ParallelPlan, **changes: object) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -272,7 +273,7 @@ def test_float64_agrees_to_the_last_digits() -> None:
 def test_half_precision_weights_stay_so_beside_float32_tuning() -> None:
     """The ladder is float32 and the head bfloat16, in one unit, which reduces in one dtype: the smaller part
     stays whole."""
-    build = lambda: model_of("llama-classify", "side", torch.bfloat16)  # noqa: E731
+    build = partial(model_of, "llama-classify", "side", torch.bfloat16)
     for found in assert_as_alone("llama-classify", build, plan_of(2), 2e-2):
         assert not found["sharded"]["score.weight"] and found["sharded"]["model.layers.side.up.weight"]
 
@@ -526,7 +527,7 @@ def test_a_light_method_stays_whole_and_trains_as_one_process_does(
     monkeypatch.setattr(fsdp, "LARGE", 1024)
     monkeypatch.setattr(in_place, "LARGE", 1024)
     plan = plan_of(4 if changes.get("replicas") else 2, replace(PLAIN, **changes))
-    build = lambda: model_of("llama-causal", "lora", r=1)  # noqa: E731
+    build = partial(model_of, "llama-causal", "lora", r=1)
     for found in assert_as_alone("llama-causal", build, plan):
         whole = {name for name, cut in found["sharded"].items() if not cut}
         assert any("lora" in name for name in whole)

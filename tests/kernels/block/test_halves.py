@@ -15,7 +15,7 @@ from petune.kernels.block.turns import Turns
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory import policy_hook
 from tests.parallel import harness
-from tests.parallel.cells import KEPT, case
+from tests.parallel.cells import KEPT, case, in_part
 from tests.parallel.harness import Case, Trace, compare, oracle
 from tests.parallel.plans import overlapping
 from tests.pool import run
@@ -77,10 +77,7 @@ ODD = [("cut", 0), ("sp-ulysses", 1), ("sp-ulysses", 2), ("cut", 3)]
 
 @pytest.mark.parametrize(
     ("backend", "kept"),
-    [
-        pytest.param(*one, marks=() if one in ODD else pytest.mark.long)
-        for one in product(CUT, range(len(KEPT)))
-    ],
+    in_part(list(product(CUT, range(len(KEPT)))), ODD),
 )
 def test_halves_of_an_odd_number_of_rows_draw_the_same_and_compute_again(backend: str, kept: int) -> None:
     plan = PLANS[backend]("llama-causal", 2)

@@ -256,7 +256,7 @@ def test_halves_of_stages_are_replayed() -> None:
 
 def timed(one: Case, limit: float, seconds: float, spare: int) -> dict[str, Any]:
     """On a rank whose blocks take so many seconds, where those of less than one are launched too slowly."""
-    # put in place of the method, and never back: this process ends with the test
+    # put in place of the method, which no type checker likes, and never back: this process ends with the test
     block_cost.Rates.seconds = lambda *given: seconds  # type: ignore[method-assign]
     replay.SPARE = spare
     return replayed(one, limit)

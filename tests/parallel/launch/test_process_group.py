@@ -25,6 +25,7 @@ import torch.distributed as dist
 from petune.errors import DataError, DistributedError, MachineError
 from petune.parallel.launch import process_group, rendezvous
 from petune.parallel.launch.rendezvous import Place, first_node
+from tests.forked_launch import say_to
 from tests.group_pool import ends
 
 ROOT = Path(__file__).parents[3]
@@ -312,9 +313,7 @@ def worker(tmp_path: Path) -> Path:
 def _as_script(worker: Path, mode: str) -> None:
     """Be the worker, in a fork that need not import torch; what it says goes to files."""
     place, rank = worker.parent, os.environ["RANK"]
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(place / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    say_to(*(os.open(place / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT) for name in ("out", "err")))
     leave = process_group.quit_process
 
     def last(code: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from petune.parallel.plan import ALONE
 from petune.rng.context import running
 from petune.run.evaluate import outputs_of
 from tests.parallel import harness
-from tests.parallel.cells import case
+from tests.parallel.cells import case, in_part
 from tests.parallel.harness import Case, Trace, collate, compare, oracle, place, rows
 from tests.parallel.plans import BACKENDS, LOOPED
 from tests.pool import run
@@ -85,7 +86,7 @@ def _steps(one: Case, limit: float) -> dict[str, Any]:
         return plain(mask, wanted)
 
     schedule.moved = runner.moved = copied  # type: ignore[attr-defined]  # in this very process, which ends soon
-    unpad.from_mask = reading  # type: ignore[assignment]
+    unpad.from_mask = reading  # type: ignore[assignment]  # in this process, too
     return {"trace": harness._steps(one, limit), "read": read}
 
 
@@ -95,11 +96,12 @@ SHORT = [("llama-causal", "pp-interleaved"), ("bert-classify", "alone"), ("t5-se
 
 @pytest.mark.parametrize(
     ("model", "backend"),
-    [
-        pytest.param(model, backend, marks=() if (model, backend) in SHORT else pytest.mark.long)
-        for model in ("llama-causal", "bert-classify", "t5-seq2seq")
-        for backend in ("alone", "pp-1f1b", "pp-interleaved")
-    ],
+    in_part(
+        list(
+            product(("llama-causal", "bert-classify", "t5-seq2seq"), ("alone", "pp-1f1b", "pp-interleaved"))
+        ),
+        SHORT,
+    ),
 )
 def test_masks_are_read_on_the_host_and_training_is_that_of_one_process(backend: str, model: str) -> None:
     plan = ALONE if backend == "alone" else (BACKENDS | LOOPED)[backend](model, 2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from petune.kernels.graphs.replay import Graphs
 from petune.parallel.plan import ParallelPlan, in_flight
 from tests.kernels.replays import Again, stacks
 from tests.parallel import harness
-from tests.parallel.cells import case
+from tests.parallel.cells import case, in_part
 from tests.parallel.harness import Case, Trace, compare, oracle
 from tests.parallel.plans import BACKENDS, LOOPED
 from tests.pool import run
@@ -70,11 +71,14 @@ SHORT = [("llama-causal", "pp-interleaved"), ("bert-classify", "pp-gpipe"), ("t5
 
 @pytest.mark.parametrize(
     ("model", "schedule"),
-    [
-        pytest.param(model, schedule, marks=() if (model, schedule) in SHORT else pytest.mark.long)
-        for model in ("llama-causal", "bert-classify", "t5-seq2seq")
-        for schedule in ("pp-1f1b", "pp-gpipe", "pp-interleaved")
-    ],
+    in_part(
+        list(
+            product(
+                ("llama-causal", "bert-classify", "t5-seq2seq"), ("pp-1f1b", "pp-gpipe", "pp-interleaved")
+            )
+        ),
+        SHORT,
+    ),
 )
 def test_stages_that_are_replayed_train_as_one_process(model: str, schedule: str) -> None:
     plan = (BACKENDS | LOOPED)[schedule](model, 2)
