@@ -41,7 +41,7 @@ def test_a_profile_is_a_tree_of_modules_and_what_a_step_is_made_of(
         "weights, frozen",
         "activations",
         "matrix products",
-        "aten::mm",
+        "aten::",  # which operators take longest is the processor's to say
         "trace ",
     ):
         assert any(line.startswith(start) for line in lines), start
