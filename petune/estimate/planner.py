@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from petune.errors import MachineError, RecipeError, UsageError
@@ -180,18 +180,30 @@ class Planner:
     # ------------------------------------------------------------ shares
 
     def shared(self, layout: ParallelConfig, again: bool) -> Iterator[ParallelConfig]:
-        """The layout with even lists, and with lists that balance its ranks."""
+        """The layout with even lists, and with lists that balance its ranks over all blocks, or over those of
+        one stack: ranks meet in every block, so that what suits all of them together may suit none."""
         plan = self.plan(layout)
+        seen = {layout}
         yield layout
-        with suppress(
-            MachineError, UsageError
-        ):  # too little memory, or too few rows or blocks for these lists
-            found = self._cut(self._over_experts(layout, plan, again), plan, again)
-            for _ in range(2 if plan.pp > 1 and plan.dp > 1 else 1):  # stages suit rows, and rows stages
-                found = self._staged(found, self.plan(found), again)
-                found = self._rowed(found, self.plan(found), again)
-            if found != layout:
-                yield found
+        for parts in self._stacked():
+            with suppress(
+                MachineError, UsageError
+            ):  # too little memory, or too few rows or blocks for these lists
+                found = self._cut(self._over_experts(layout, plan, again), plan, again, parts)
+                for _ in range(2 if plan.pp > 1 and plan.dp > 1 else 1):  # stages suit rows, and rows stages
+                    found = self._staged(found, self.plan(found), again)
+                    found = self._rowed(found, self.plan(found), again)
+                if found not in seen:
+                    seen.add(found)
+                    yield found
+            if plan.cut is None:
+                return
+
+    def _stacked(self) -> list[Counter[Part]]:
+        """The parts of all blocks, and where there are several stacks those of each."""
+        ends = accumulate(self.work.depth.values(), initial=0)
+        ranges = dict.fromkeys([(0, len(self.work.blocks)), *pairwise(ends)])
+        return [self.work.of_blocks(*one) for one in ranges]
 
     def _groups(self, plan: ParallelPlan) -> set[tuple[int, Group]]:
         """The different groups of ranks that share blocks, each with its place in the pipeline."""
@@ -207,22 +219,22 @@ class Planner:
 
         return over_experts(layout, plan, self.clocks[again], price)
 
-    def _cut(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
-        """Heads, columns and tokens by how fast ranks are in each."""
+    def _cut(
+        self, layout: ParallelConfig, plan: ParallelPlan, again: bool, every: Mapping[Part, int]
+    ) -> ParallelConfig:
+        """Heads, columns and tokens by how fast ranks are in each, of `every` part of the blocks."""
         cut, clock = plan.cut, self.clocks[False]
         if cut is None:
             return layout
         kinds = {group.kinds for _, group in self._groups(plan)}
         by_rank = [{clock.rates[own[index]] for own in kinds} for index in range(plan.tp)]
         piece = max(1, self.work.rows // plan.dp / plan.microbatches)
-        block = self.work.kinds[self.work.blocks[-1][1]]
         name, axis = next((name, axis) for name, axis in layout.axes.items() if isinstance(axis, CutConfig))
         shape, filled = self.work.shape, dict[str, Any]()
         room = self._limits(plan, again)
 
         def costs(places: Sequence[Place], total: int) -> list[Any]:
-            regions = (region for region in block if region[0].place in places)
-            parts = [part for region in regions for part in region if part.place != "connection"]
+            parts = {part: times for part, times in every.items() if part.place in places}
             lines = [[line_of(rates, parts, piece) for rates in own] for own in by_rank]
 
             def cost(index: int, count: int) -> float:
@@ -234,7 +246,9 @@ class Planner:
             return [partial(cost, index) for index in range(plan.tp)]
 
         if cut.heads:
-            groups = balance(shape.kv_heads, costs(["attention"], shape.kv_heads), "key and value head")
+            groups = balance(
+                shape.kv_heads, costs(["attention", "scores"], shape.kv_heads), "key and value head"
+            )
             filled["heads"] = tuple(count * (shape.heads // shape.kv_heads) for count in groups)
         if cut.columns:
             step = grain(shape.columns, plan.tp, columns_together(shape))
@@ -242,7 +256,7 @@ class Planner:
             *counts, last = balance(steps, costs(["mlp", "experts"], steps), "MLP column")
             filled["columns"] = (*(count * step for count in counts), last * step + rest)
         if cut.sequence:
-            sequence = self._tokens(cut, [part for region in block for part in region], by_rank, piece)
+            sequence = self._tokens(cut, every, by_rank, piece)
             filled["sequence"] = reduced(sequence)
         if len(set(map(frozenset, by_rank))) == 1 and "sequence" not in filled:
             return layout
@@ -267,12 +281,13 @@ class Planner:
         return found
 
     def _tokens(
-        self, cut: Cut, parts: Sequence[Part], by_rank: Sequence[set[Rates]], rows: float
+        self, cut: Cut, parts: Mapping[Part, int], by_rank: Sequence[set[Rates]], rows: float
     ) -> tuple[int, ...]:
         """Tokens of the ranks, of which later ones cost more where attention is causal."""
-        own = [part for part in parts if by_tokens(part, cut)]
-        late = [part for part in own if part.place == "scores" and part.causal and cut.exchange != "ulysses"]
-        same = [part for part in own if part not in late]
+        own = {part: times for part, times in parts.items() if by_tokens(part, cut)}
+        turned = cut.exchange == "ulysses"
+        late = {part: own[part] for part in own if part.place == "scores" and part.causal and not turned}
+        same = {part: own[part] for part in own if part not in late}
         lines = [[(line_of(one, same, rows), line_of(one, late, rows)) for one in rates] for rates in by_rank]
         total = max(FINEST, 4 * len(by_rank))
 

@@ -9,7 +9,7 @@ those of `Rates`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, cast
@@ -152,12 +152,16 @@ class Workload:
 
     def parts(self, start: int, end: int) -> Counter[Part]:
         """What a rank of blocks [start, end) computes, with how many there are of each."""
+        ends = (self.embedding if start == 0 else ()) + (self.head if end == len(self.blocks) else ())
+        return self.of_blocks(start, end) + Counter(ends)
+
+    def of_blocks(self, start: int, end: int) -> Counter[Part]:
+        """`parts` without what stands before the first block and behind the last."""
         found: Counter[Part] = Counter()
         for kind, times in Counter(kind for _, kind in self.blocks[start:end]).items():
             for part in (part for region in self.kinds[kind] for part in region):
                 found[part] += times
-        ends = (self.embedding if start == 0 else ()) + (self.head if end == len(self.blocks) else ())
-        return found + Counter(ends)
+        return found
 
 
 def _returns(region: Region) -> bool:
@@ -187,21 +191,13 @@ def workload(drawn: Sketch) -> Workload:
     )
     tables = cast("Any", drawn.model).get_input_embeddings().parameters()
     trained = sum(value.numel() for value in tables if value.requires_grad)
+    table = Part("embedding", sum(dict(tokens).values()), shape.width, work.itemsize, table=trained)
     return Workload(
         family,
         shape,
         tuple(kinds),
         tuple(blocks),
-        (
-            Part(
-                "embedding",
-                sum(dict(tokens).values()),
-                shape.width,
-                work.itemsize,
-                table=trained,
-                returned=bool(trained),
-            ),
-        ),
+        (replace(table, returned=bool(trained)),),
         (replace(head, vocabulary=max((one.out_features for one in outside), default=0)),),
         work.rows,
         tokens,
@@ -338,13 +334,12 @@ def line(rates: Rates, part: Part, rows: float) -> Line:
     return Line(way(ahead), way(back), update)
 
 
-def line_of(rates: Rates, parts: Sequence[Part], rows: float) -> tuple[float, float]:
-    """Seconds of both passes of some parts on a device, that are there for any share, and those of the
-    whole."""
-    ways = [
-        way for part in parts for one in (line(rates, part, rows),) for way in (one.forward, one.backward)
-    ]
-    return sum(fixed for fixed, _ in ways), sum(slope for _, slope in ways)
+def line_of(rates: Rates, parts: Mapping[Part, int], rows: float) -> tuple[float, float]:
+    """Seconds of both passes of some parts on a device, with how many there are of each, that are there for
+    any share, and those of the whole."""
+    lines = [(line(rates, part, rows), times) for part, times in parts.items()]
+    ways = [(way, times) for one, times in lines for way in (one.forward, one.backward)]
+    return sum(times * fixed for (fixed, _), times in ways), sum(times * slope for (_, slope), times in ways)
 
 
 def seconds_at(one: tuple[float, float], share: float) -> float:
