@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    GenerationConfig,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+)
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 
 from petune.tasks.sounds import wav
 from tests.small_runs import tokenizer
@@ -17,12 +25,12 @@ from tests.small_runs import tokenizer
 RATE, TEXTS = 16000, ("red sun", "blue sea")
 
 
-def write_whisper(folder: Path, **changes: Any) -> Path:
-    """A model whose window is one second, of 8 features."""
+def write_whisper(folder: Path, words: Any = None, **changes: Any) -> Path:
+    """A model whose window is one second, of 8 features. words: its tokenizer, if not the one of words."""
     torch.manual_seed(0)
-    words = tokenizer()
+    words = words or tokenizer()
     words.save_pretrained(folder)
-    config = WhisperConfig(
+    settings = dict(
         vocab_size=len(words),
         d_model=32,
         encoder_layers=2,
@@ -40,10 +48,49 @@ def write_whisper(folder: Path, **changes: Any) -> Path:
         decoder_start_token_id=words.bos_token_id,
         begin_suppress_tokens=None,
         init_std=0.1,
-        **changes,
     )
-    WhisperForConditionalGeneration(config).save_pretrained(folder)
+    model = WhisperForConditionalGeneration(WhisperConfig(**(settings | changes)))
+    if words.eos_token_id == words.pad_token_id:  # torch makes a row of zeros of a token that pads
+        model.model.decoder.embed_tokens.weight.data[words.eos_token_id].normal_(std=model.config.init_std)
+    model.save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder)
+    return folder
+
+
+def whisper_tokenizer() -> WhisperTokenizer:
+    """Whisper's own tokenizer, with a token of every language but the last, as most checkpoints have them,
+    and one for each word of the texts."""
+    tokens, merges = sorted(ByteLevel.alphabet()), []
+    for word in ("red", "\u0120sun", "blue", "\u0120sea"):
+        for end in range(1, len(word)):
+            merges.append((word[:end], word[end]))
+            tokens.append(word[: end + 1])
+    languages = [f"<|{code}|>" for code in list(LANGUAGES)[:-1]]
+    tasks = [f"<|{name}|>" for name in TASK_IDS]
+    return WhisperTokenizer(
+        vocab={token: at for at, token in enumerate(dict.fromkeys(tokens))},
+        merges=list(dict.fromkeys(merges)),
+        extra_special_tokens=["<|startoftranscript|>", *languages, *tasks, "<|notimestamps|>"],
+        pad_token="<|endoftext|>",
+    )
+
+
+def write_multilingual(folder: Path, several: bool | None = True) -> Path:
+    """A model like Whisper's of many languages. several: what it says of itself; None: nothing."""
+    words = whisper_tokenizer()
+    begins = words.convert_tokens_to_ids("<|startoftranscript|>")
+    write_whisper(folder, words, decoder_start_token_id=begins, init_std=0.4)
+    (folder / "generation_config.json").unlink()
+    if several is not None:
+        GenerationConfig(
+            is_multilingual=several,
+            lang_to_id={f"<|{code}|>": begins + at for at, code in enumerate(list(LANGUAGES)[:-1], 1)},
+            task_to_id={name: words.convert_tokens_to_ids(f"<|{name}|>") for name in TASK_IDS},
+            no_timestamps_token_id=words.convert_tokens_to_ids("<|notimestamps|>"),
+            decoder_start_token_id=begins,
+            eos_token_id=words.eos_token_id,
+            pad_token_id=words.pad_token_id,
+        ).save_pretrained(folder)
     return folder
 
 

@@ -17,7 +17,7 @@ from petune.models.loading import kind_of, packs, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
 from petune.run.build import Prepared, plan_of, positions_of, prepare
-from petune.run.readers import inputs_of
+from petune.run.readers import inputs_of, with_language
 from petune.run.rows import shelf_of
 from petune.run.setup import data_facts
 from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
@@ -77,6 +77,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
         looking.at(lambda: make_coder(tokenizer, recipe.data, max_positions=positions_of(model[0])))
     if model:
         looking.at(lambda: refuse_settings(recipe.data, reads(model[0])))
+    if model and source:
+        looking.at(lambda: with_language(model[1], model[2], recipe.data, source))
     distant = looking.at(lambda: hub_specs(recipe.data, recipe.folder), recipe.where("data")) or ()
     local = not looking.errors_of(DataError) and recipe.data.path not in distant
     task: str | None = recipe.task

@@ -61,6 +61,7 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("sample_packing", "pack"), "data.packing"),
     **dict.fromkeys(("max_samples", "max_train_samples"), "data.max_rows"),
     "truncation_side": "data.truncation",
+    **dict.fromkeys(("lang", "source_lang", "target_lang"), "data.language"),
     **dict.fromkeys(("output_dir", "output", "out_dir", "run_dir", "save_dir"), "out"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "schedule"),
     **dict.fromkeys(("warmup_ratio", "warmup_steps", "num_warmup_steps", "warm_up"), "warmup"),

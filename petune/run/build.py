@@ -29,6 +29,7 @@ from petune.models import FAMILIES, family_of
 from petune.models.contents import attach, contents_of, detach
 from petune.models.fresh import draw_tuned
 from petune.models.heads import reads
+from petune.models.languages import speak
 from petune.models.loading import (
     Head,
     Loaded,
@@ -47,7 +48,7 @@ from petune.run.fisher import weigh_by_rows
 from petune.run.fusing import fuse
 from petune.run.objective import embed_objective, objective_of, rerank_objective
 from petune.run.objects import NO_OBJECTS, Objects
-from petune.run.readers import Processors, inputs_of
+from petune.run.readers import Processors, inputs_of, with_language
 from petune.run.rows import rows_of
 from petune.run.streaming import refuse_unstreamable, stream, streams
 from petune.saving.export import Processor, refuse_unwritable
@@ -166,6 +167,7 @@ def prepare(
     refuse_settings(recipe.data, reads(config))
     labels = labels or (objects.labels if TASKS[name].names_classes else None)
     tokenizer, reader = inputs_of(source, config, objects.tokenizer, objects.processor)
+    tokenizer = with_language(tokenizer, reader, recipe.data, source, objects.model)
     rows, encoded = rows_of(recipe, name, config, positions_of(config), tokenizer, labels, objects, reader)
     if name == "prefer":
         refuse_other_rows(recipe.prefer, rows.format, recipe.where("prefer"))
@@ -204,6 +206,7 @@ def load_base(
     loaded = load_model(*own) if given is None else adopt_model(given, *ends)
     if tokenizer is not None:
         loaded.model.config.pad_token_id = tokenizer.pad_token_id
+        speak(loaded.model, tokenizer)
     for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
         loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
     return loaded

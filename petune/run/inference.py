@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from petune.errors import Problem, UsageError, nearest
 from petune.methods import is_wrapped, without_tuning
+from petune.models.languages import begun
 from petune.run.build import Place, positions_of
 from petune.run.readers import asked_with
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
@@ -192,10 +193,9 @@ class Speaker:
         prompt, limit = prompt if talk and prompt else text_of(prompt), positions_of(self.model.config)
         if self.reader is not None:
             if limit is not None and not options.keys() & {"max_new_tokens", "max_length"}:
-                settings["max_new_tokens"] = min(settings["max_new_tokens"], limit - 1)
-            return self._generated(
-                asked_with(text_of(prompt), self.reader, self.place.device), settings, options
-            )
+                settings["max_new_tokens"] = min(settings["max_new_tokens"], limit - begun(self.tokenizer))
+            given = asked_with(text_of(prompt), self.reader, self.place.device)
+            return self._generated(given, settings, options)
         coded = encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)
         _refuse_empty(coded)
         ids = torch.tensor([coded], device=self.place.device)

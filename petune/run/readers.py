@@ -15,10 +15,12 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedTok
 
 from petune.errors import FileError, UsageError
 from petune.models import FAMILIES
+from petune.models.languages import in_language, is_multilingual
 from petune.models.load_errors import hub_errors
 from petune.models.loading import load_tokenizer, with_padding
 from petune.models.signal import Signal
 from petune.models.source import Source
+from petune.tasks.configs import DataConfig
 from petune.tasks.media import ONE, Kind, Media, Reader, Reading, blank, made, made_of_sound
 
 # settings of a config by which blocks, or parts of an input, are left out at random
@@ -51,6 +53,20 @@ def inputs_of(
     if reader is not None and reader.kind == "image":
         return None, reader
     return load_tokenizer(source) if tokenizer is None else with_padding(tokenizer, "tokenizer"), reader
+
+
+def with_language(
+    tokenizer: PreTrainedTokenizerBase | None,
+    reader: Reader | None,
+    data: DataConfig,
+    source: Source,
+    given: Any = None,
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model of sounds, set to the language of the data; any other as it is. given: the
+    model, where it is in memory. Raises as `in_language` and `is_multilingual`."""
+    if tokenizer is None or reader is None or reader.kind != "audio":
+        return tokenizer
+    return in_language(tokenizer, data.language, is_multilingual(source, given))
 
 
 def reader_of(source: Source, config: Any, given: Any = None) -> Reader | None:

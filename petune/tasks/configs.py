@@ -96,6 +96,12 @@ class DataConfig:
     separator: str = field(
         default="\n", metadata={"doc": "text between prompt and completion of a pair, causal only"}
     )
+    language: str | None = field(
+        default=None,
+        metadata={
+            "doc": "of a sound model of several languages, the one that is spoken and written: german, or de"
+        },
+    )
     on_bad_line: str = field(
         default="error",
         metadata={

@@ -198,13 +198,13 @@ def read_in(format_: str) -> Literal["text", "image", "audio"]:
 
 
 def refuse_settings(config: DataConfig, reads: str) -> None:
-    """Raise UsageError for settings of texts beside a model that reads something else."""
-    if reads == "text":
-        return
+    """Raise UsageError for settings of texts beside a model that reads something else, and for one of sounds
+    beside a model that reads none."""
     usual = DataConfig(path=config.path)
     names = [name for name in _OF_TEXTS if reads == "image" or name != "max_target_length"]
+    names = [] if reads == "text" else [*names, "stream"]
+    names += [] if reads == "audio" else ["language"]
     set_here = [name for name in names if getattr(config, name) != getattr(usual, name)]
-    set_here += ["stream"] if config.stream else []
     problems = [
         Problem(
             f"it means nothing for a model that reads {CALLED[reads]}",
