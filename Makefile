@@ -1,7 +1,7 @@
 # setup: .venv from the pins    demo: tune a real checkpoint    wheel: dist/    clean: all of these undone
 # quick: the tests in one process, for the hand    test: lint and the suite, what CI runs    test-long: the full crossings
 # test-anywhere: the suite as other processors round    test-system: what needs a browser (chromium) or others' programs
-# docs: the site, site/index.html
+# test-gpu: kernels, compiled, on a GPU    docs: the site, site/index.html
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN := HF_HUB_OFFLINE=1 $(BIN)/petune
 DEMO := runs/bert_lora
 
-.PHONY: setup demo docs quick test suite test-anywhere test-long test-system lint style types format wheel clean
+.PHONY: setup demo docs quick test suite test-anywhere test-gpu test-long test-system lint style types format wheel clean
 
 setup: $(STAMP)
 
@@ -50,9 +50,15 @@ quick: setup
 test: style
 	$(MAKE) --jobs 2 types suite
 
-# One worker more than cores, as tests of ranks and of kills wait for others.
+# One worker more than cores, as tests of ranks and of kills wait for others. GPUs are hidden: a process that has used one
+# cannot fork ranks.
 suite: setup
-	OMP_NUM_THREADS=1 $(SUITE) -n 3 -m "not long and not system"
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(SUITE) -n 3 -m "not long and not system"
+
+# What runs on a GPU where there is one: kernels as they are compiled, graphs, streams, and ranks of two GPUs.
+test-gpu: setup
+	OMP_NUM_THREADS=1 $(SUITE) -n 4 -m "not long and not system and not forks" tests/kernels tests/rng
+	OMP_NUM_THREADS=1 $(SUITE) -n 0 -m "gpu and forks" tests/parallel
 
 # Settings under which torch and MKL round as they do on other processors. avx512 is asked for only where there is one.
 ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE

@@ -171,7 +171,8 @@ def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None
     if read is not None and (_array(read) & behind).any():
         return "a label stands on it, or a head pools a token that the mask leaves out"
     starts = np.cumsum([0, *counts], dtype=np.int32)
-    begins, places = (torch.from_numpy(one).to(mask.device) for one in (starts, np.flatnonzero(kept)))
+    found = (torch.from_numpy(one) for one in (starts, np.flatnonzero(kept)))
+    begins, places = (one.to(mask.device, non_blocking=True) for one in found)  # the host has waited once
     return Segments(begins, tuple(counts.tolist()), places, _shape(mask))
 
 

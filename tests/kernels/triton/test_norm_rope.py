@@ -173,7 +173,7 @@ def test_gradients_of_weights_are_made_only_where_they_are_asked_for() -> None:
     draw, dq, dk = back(norm_rope, grads, given, weight_grad=False)
     assert (dq, dk) == (None, None)
     found = [back(norm_rope, grads, given) for _ in range(2)]
-    assert torch.equal(draw, found[0][0])
+    torch.testing.assert_close(draw, found[0][0])  # another kernel, which may round otherwise
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
