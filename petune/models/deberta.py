@@ -65,7 +65,10 @@ class Disentangled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the base."""
         self.dropout.first_head = getattr(self, "first_head", 0)
-        return super().forward(*args, **kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            del self.dropout.first_head  # which would stay behind in a merged model
 
     def disentangled_attention_bias(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the base."""

@@ -172,9 +172,15 @@ def _explain(folder: Path) -> None:
     )
 
 
+def _is_one_tensor(fields: Mapping[str, Any]) -> bool:
+    """Whether peft's config is of a method with one tensor a layer."""
+    kind = fields.get("peft_type")
+    return isinstance(kind, str) and kind in BY_TYPE
+
+
 def _check_peft(fields: Mapping[str, Any], file: Path) -> None:
     """Raise FileError for a config of peft's that asks for what petune does not compute."""
-    check = check_one_tensor if fields.get("peft_type") in BY_TYPE else check_config
+    check = check_one_tensor if _is_one_tensor(fields) else check_config
     check(fields, file)
 
 
@@ -187,7 +193,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         return
     _check_peft(fields, folder / CONFIG)
     tensors = read_tensors(folder / TENSORS, links=True)
-    if fields["peft_type"] in BY_TYPE:
+    if _is_one_tensor(fields):
         load_one_tensor(model, fields, tensors, folder)
         if record is not None:
             remember(model, replace(tuning(model), config=record.config))
