@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.halves import Halves
 from petune.kernels.block.layout import BIAS
-from petune.kernels.block.module import FusedBlock, hooked
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.watchers import block_by_block, hooked
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
 from petune.rng.context import Running, bound_to
@@ -35,14 +34,11 @@ class HalvedStack:
             stack.ladder is None
             and type(hidden) is Tensor
             and all(
-                isinstance(block, FusedBlock)
-                and block.spec.goes_in_halves(len(hidden), call)
-                and not hooked(block)
+                isinstance(block, FusedBlock) and block.spec.goes_in_halves(len(hidden), call)
                 for block in stack.blocks
             )
-            and not _has_any_global_hook()
-            and not torch.compiler.is_compiling()
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
+            and not hooked(stack.blocks)
+            and not block_by_block()
         )
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:

@@ -29,11 +29,10 @@ from petune.kernels.block.exchange_steps import shared
 from petune.kernels.block.halves import BlockPass, Halves, calls_of_halves
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
+from petune.kernels.block.watchers import hooks_act
 from petune.kernels.configs import Rung
 from petune.log import say
-from petune.models.boundary import BoundaryHook
 from petune.models.exchange import exchange_of
-from petune.models.experts import RoutesHook
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLayer, TunedLinear
 from petune.rng.context import bound, bound_to, running
 from petune.rng.dropout import drawing
@@ -94,7 +93,7 @@ class FusedBlock(nn.Module):
         was found."""
         count, found = self.spec.hooked
         if count != RemovableHandle.next_id or found is not None:
-            found = next((name for name, module in self.spec.inside if _would_act(module)), None)
+            found = next((name for name, module in self.spec.inside if hooks_act(module)), None)
             self.spec.hooked = RemovableHandle.next_id, found
         return found
 
@@ -333,33 +332,6 @@ class FusedBlock(nn.Module):
         return drawn(self.spec, parts, places) if self.training else Draws.nothing(parts, self.spec.program)
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether there are hooks on a module."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
-
-
-def _would_act(module: nn.Module) -> bool:
-    """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
-    only when asked to; what those of a boundary do is done by steps."""
-    if not hooked(module):
-        return False
-    before = [hook for hook in module._forward_pre_hooks.values() if not _known(hook)]
-    behind = [hook for hook in module._forward_hooks.values() if not _known(hook)]
-    others = (*before, *module._backward_hooks.values(), *module._backward_pre_hooks.values())
-    return bool(others) or any(hook.__module__ != _RECORDS for hook in behind)
-
-
-def _known(hook: Any) -> bool:
-    """Whether a block does itself what a hook does: steps do it, or tell the hook who is sent where."""
-    return isinstance(getattr(hook, "__self__", hook), BoundaryHook | RoutesHook)
-
-
-_RECORDS = "transformers.utils.output_capturing"
 _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 

@@ -35,11 +35,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.call import Spec
 from petune.kernels.block.layout import BIAS, memory_in_autocast
-from petune.kernels.block.module import FusedBlock, hooked
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.watchers import block_by_block, hooked
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size
 from petune.kernels.graphs.graph import Arrival, Graph, drawn
@@ -127,8 +127,7 @@ class Graphs:
             and call.get("encoder_attention_mask") is None
             and all(edges.replays for edges in stack.edges)
             and all(isinstance(block, FusedBlock) for _, block in self._numbered(stack))
-            and not torch.compiler.is_compiling()
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
+            and not block_by_block()
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
             and not self._is_long(hidden)
@@ -376,7 +375,7 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
         return "it is handed a bias of relative positions"
     if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
-    if _has_any_global_hook() or any(map(hooked, blocks)):
+    if hooked(blocks):
         return "there are hooks on its blocks"
     whole = Rung()
     if any(block.spec.rung != whole for block in blocks):
