@@ -8,7 +8,8 @@ works on:
         a linear that trains, or has factors    its input: once for q, k and v together in float32, a copy for
                                                 each in bf16
         low-rank factors, bottlenecks           their own inner features, a bottleneck also its input
-        attention                               q, k, v and the output, a each
+        attention                               q, k, v and the output, a each; of one linear for q, k and v
+                                                its whole output beside q and k
         experts                                 as an MLP, for each expert that a token goes through
         MLP                                     gated: gate, act(gate) and up; plain: what enters the
                                                 activation; and what enters `down`
@@ -16,9 +17,10 @@ works on:
         norm                                    its input, 4, and its result, 4, if its scale trains
         dropout                                 1 per feature of the mask
 
-Per pair of tokens and head: with dropout on the probabilities 4 + 2 a + 1, as they are computed openly; for
-T5 the bias in a, once for all rows, or 4 per row when the bias table trains, which no fused kernel knows. A
-frozen linear saves nothing. tests/parallel measure it.
+Per pair of tokens and head: with dropout on the probabilities 4 + 2 a + 1, as they are computed openly; as
+they are with sinks, capped scores (a more) or scores of positions, 4, and a under autocast; for T5 the bias
+in a, once for all rows, or 4 per row when the bias table trains, which no fused kernel knows. A frozen linear
+saves nothing. tests/estimate measure it.
 """
 
 from __future__ import annotations
@@ -127,6 +129,7 @@ def _of_experts(
     tuned = module.weights if isinstance(module, TunedLayer) else ()
     inner = module.kept_features().inner if isinstance(module, TunedLayer) else 0
     features = made + columns + inner  # gate and up, act(gate)
+    features += 3 * columns * (core.act == "clamped")  # both as they are clamped, and the sigmoid
     if tuned:
         features += columns  # what the router's share weighs, before the way down
     else:
@@ -178,8 +181,11 @@ def _of_region(
         if isinstance(core, LinearAttention):
             return Saved(total + tokens * _of_state(cast("Any", _module(block, core.at)), itemsize))
         made = {role: ends_of(layer)[1] for role, layer in layers.items()}
-        total += itemsize * tokens * (1 + 2 * core.gated) * ends_of(leave)[0]
+        inner = ends_of(leave)[0]  # of all heads
+        total += itemsize * tokens * (1 + 2 * core.gated) * inner
         total += itemsize * sum((keys if role in ("k", "v") else tokens) * made.get(role, 0) for role in QKV)
+        if "qkv" in made:  # whole, as v is a part of it, beside q and k
+            total += itemsize * tokens * (made["qkv"] + inner) / 2
         for by_head, role in ((core.q_norm, "q"), (core.k_norm, "k")):
             if by_head is not None and (norm := child_of(block, by_head.path)) is not None:
                 size = made[role] / (1 + (core.gated and role == "q"))
@@ -190,7 +196,11 @@ def _of_region(
         if core.positions is not None:
             table = 2 * getattr(_module(block, core.at), core.positions.half, 0)
             total += itemsize * (keys * made["k"] + table * (made["q"] + made["k"]))  # repeated for each row
-            total += 0 if dropout else pairs * (NORM + itemsize * (itemsize < NORM))
+        capped = bool(getattr(_module(block, core.at), "attn_logit_softcapping", None))
+        if capped or core.sinks is not None or core.positions is not None:  # no kernel knows them
+            total += 0 if dropout else pairs * (OPEN + itemsize * (itemsize < NORM))
+            total += pairs * itemsize * capped
+            total += itemsize * keys * (2 * inner - made.get("k", inner) - made.get("v", inner))
         return Saved(total) + _pairs(block, region, rule, pairs, itemsize, dropout)
     columns = ends_of(leave)[0]
     steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)

@@ -43,7 +43,9 @@ def model_of(name: str, method: str, depth: int, bf16: bool = False, r: int = 16
         for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "n_layer")
         if key in values
     }
-    wide = {key: value for key, value in WIDE.items() if key in values}
+    wide: dict[str, Any] = {key: value for key, value in WIDE.items() if key in values}
+    if "layer_types" in values:
+        wide["layer_types"] = values["layer_types"][-1:] * depth
     torch.manual_seed(0)
     model = made(config(**{**values, **wide, **layers, **changes})).train()
     settings = {"side": {"reduction": 8}, "lora": {"r": r}}.get(method, {})
@@ -94,6 +96,7 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
     [
         *("llama-causal", "qwen3-causal", "bert-classify", "deberta-classify"),
         *("bart-seq2seq", "t5-seq2seq", "t5-gated"),
+        *("phi3-causal", "modernbert-classify", "gemma2-causal"),
     ],
 )
 def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) -> None:
@@ -102,14 +105,14 @@ def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) 
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_of_layers_whose_weights_lie_the_other_way_it_is_near(method: str) -> None:
+def test_so_is_that_of_layers_whose_weights_lie_the_other_way(method: str) -> None:
     saved = [saved_by_autograd(model_of("gpt2-causal", method, depth), "gpt2-causal") for depth in (1, 2)]
-    assert estimated(model_of("gpt2-causal", method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.2)
+    assert estimated(model_of("gpt2-causal", method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)
 
 
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("name", ["mixtral-causal", "qwen2moe-causal"])
+@pytest.mark.parametrize("name", ["mixtral-causal", "qwen2moe-causal", "gptoss-causal"])
 def test_of_experts_those_that_a_token_goes_through_are_counted(name: str, method: str) -> None:
     saved = [saved_by_autograd(model_of(name, method, depth), name) for depth in (1, 2)]
     assert estimated(model_of(name, method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)

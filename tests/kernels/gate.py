@@ -59,7 +59,8 @@ def gate(names: list[str] | None = None, path: Path = ROOT, part: Part = "all") 
     and number of warps of a kernel is in one (tests/crossings.py), for the architectures in turn, the first
     of a kernel for all."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT}:{path}"
+    given = os.environ.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(path), given)))
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.gate", "--json", part, *(names or modules())],
         capture_output=True,
