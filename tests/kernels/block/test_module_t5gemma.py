@@ -36,22 +36,27 @@ class Sizes(dict[str, Any]):
 WIDER = (("encoder", Sizes(T5GEMMA["encoder"], hidden_size=96, intermediate_size=160)),)
 
 
-def pair(kind: Any = T5GemmaForConditionalGeneration, **changes: Any) -> tuple[nn.Module, nn.Module]:
+def pair(
+    kind: Any = T5GemmaForConditionalGeneration,
+    ops: str = "reference",
+    device: str = "cpu",
+    **changes: Any,
+) -> tuple[nn.Module, nn.Module]:
     """A model under LoRA with fused blocks and with its own, nothing in it at identity."""
     made = []
-    for kernels in ("reference", "off"):
+    for kernels in (ops, "off"):
         torch.manual_seed(0)
-        model = kind(T5GemmaConfig(**{**T5GEMMA, **changes}))
+        model = kind(T5GemmaConfig(**{**T5GEMMA, **changes})).to(device)
         made.append(wrap(model, "lora", kernels=kernels, **SETTINGS["lora"]).train())
         stir(made[-1], std=0.1)
     return made[0], made[1]
 
 
-def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor]) -> None:
+def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], near: float = 5e-6) -> None:
     """Equal losses and gradients, and no block that ran its own forward."""
     (loss, found), (expected, wanted) = gradients(fused, inputs), gradients(plain, inputs)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert_same_gradients(found, wanted, 5e-6)
+    assert_same_gradients(found, wanted, near)
     blocks = [module for module in fused.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == 4 and not any(block.spec.said for block in blocks)
 
@@ -169,3 +174,14 @@ def test_fused_blocks_train_under_every_plan_as_in_one_process(
 def test_a_window_to_both_sides_costs_twice_the_keys() -> None:
     one, both = (attention(64, 64, 8, 4, 16, causal, window=16).flop for causal in (True, False))
     assert both == 2 * one == 4 * 8 * 16 * 64 * (2 * 16 - 16 * 16 / 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_our_kernels_train_as_its_own_modules_do() -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
+    sizes |= {"num_key_value_heads": 4, "query_pre_attn_scalar": 64, "sliding_window": 64}
+    part = T5GEMMA["encoder"] | sizes | {"max_position_embeddings": 512}
+    fused, plain = pair(ops="auto", device="cuda", encoder=part, decoder=part)
+    inputs = {name: value.cuda() for name, value in batch(NAME, rows=4, length=300).items()}
+    assert_alike(fused, plain, inputs, 2e-5)
