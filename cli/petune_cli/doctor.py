@@ -169,7 +169,9 @@ def devices() -> list[tuple[str, str]]:
 
     import torch
 
-    found = [("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads")]
+    counts = ((os.cpu_count() or 1, "core"), (torch.get_num_threads(), "thread"))
+    words = (f"{number} {what}" + ("s" if number > 1 else "") for number, what in counts)
+    found = [("cpu", ", ".join(words))]
     for at in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(at)
         found.append((f"cuda:{at}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"))

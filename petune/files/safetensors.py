@@ -85,6 +85,7 @@ _REMEDIES = {
     errno.ENOSPC: "free some space and run again; what was committed before is intact",
     errno.EDQUOT: "your quota is used up: free some space and run again; what was committed before is intact",
     errno.EFBIG: "the file size is limited here: see `ulimit -f`",
+    errno.ENOENT: "its folder is not there: make it first (mkdir -p)",
     errno.EACCES: "check owner and mode of the file and its folder",
     errno.EPERM: "check owner and mode of the file and its folder",
     errno.EROFS: "the file system is read-only: choose another folder",
@@ -149,7 +150,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def _machine_error(doing: str, path: Path, error: OSError) -> MachineError:
     name = errno.errorcode.get(error.errno or 0, str(error.errno))
-    where = str(error.filename or path)
+    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")  # its name tells the reader nothing
+    where = str(path if error.filename in (None, str(work), work) else error.filename)
     return MachineError(
         f"cannot {doing}: {error.strerror} ({name})", where=where, remedy=_REMEDIES.get(error.errno or 0)
     )

@@ -47,6 +47,7 @@ def merge(model: Model, name: str | None = None) -> Model:
     if name is not None:
         settle(model, name)
     _refuse_unmergeable(model)
+    _refuse_absent(model)
     warn_of_quantised(model)
     unfuse(model)
     disown_stacks(model)
@@ -107,6 +108,18 @@ def was_merged(model: nn.Module) -> bool:
     return model in _merged
 
 
+def _refuse_absent(model: nn.Module) -> None:
+    """Raise UsageError where a weight that an update goes into has no values, so that both would be lost."""
+    for name, layer in tuned_layers(model):
+        for own, value in layer.named_parameters(recurse=False):
+            if value.is_meta:
+                raise UsageError(
+                    "this tensor has no values: it is on the meta device",
+                    where=f"{name}.{own}",
+                    remedy="load the whole model, without offloading (device_map)",
+                )
+
+
 @contextmanager
 def merged_weights(model: Model, dtype: torch.dtype | None = None) -> Iterator[Model]:
     """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on
@@ -120,6 +133,7 @@ def merged_weights(model: Model, dtype: torch.dtype | None = None) -> Iterator[M
     Raises UsageError for adapter and side, and when already inside.
     """
     _refuse_unmergeable(model)
+    _refuse_absent(model)
     layers = [layer for _, layer in tuned_layers(model)]
     if any(layer.merged for layer in layers):
         raise UsageError(

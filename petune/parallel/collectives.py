@@ -105,6 +105,8 @@ def all_max_(tensors: Sequence[Tensor], group: Group) -> None:
 
 def least_of(numbers: Sequence[int], device: torch.device, group: Group) -> list[int]:
     """The least of each number among the ranks, on all of them; the message lies on `device`."""
+    if alone(group):
+        return list(numbers)
     negative = torch.tensor([-number for number in numbers], device=device)
     all_max_([negative], group)
     return [-number for number in negative.tolist()]

@@ -63,6 +63,7 @@ from petune.tasks import (
     infer_task,
     refuse_single,
 )
+from petune.tasks.classify import READ_AT_END, refuse_unended
 from petune.tasks.judgements import refuse_other_rows
 from petune.tasks.media import Reader, refuse_settings
 
@@ -171,6 +172,9 @@ def prepare(
     rows, encoded = rows_of(recipe, name, config, positions_of(config), tokenizer, labels, objects, reader)
     if name == "prefer":
         refuse_other_rows(recipe.prefer, rows.format, recipe.where("prefer"))
+    if name == "classify" and config.model_type in READ_AT_END:
+        for side in (encoded.train, encoded.eval):
+            refuse_unended(side, config.eos_token_id)
     if name == "rerank":
         refuse_single(recipe.rerank, encoded.train, recipe.where("rerank"))
     return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects, reader)

@@ -75,7 +75,10 @@ def check_up(path: Path) -> Checkup:
             )
         )
     found.facts.append(("--resume", _RESUME.get(state, resume)))
-    found.facts.append(("verdict", f"damaged: {len(found.problems)} problems" if found.problems else "whole"))
+    found.problems = list(dict.fromkeys(found.problems))  # what two looks have met is told once
+    number = len(found.problems)
+    damaged = f"damaged: {number} problem" + ("s" if number > 1 else "")
+    found.facts.append(("verdict", damaged if number else "whole"))
     return found
 
 

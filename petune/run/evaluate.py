@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,9 +59,16 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
         inputs["decoder_input_ids"] = _read_while_writing(model, batch["labels"])
     family = family_of(model)
-    if family is None or family.caches:  # a cache would let packed samples see one another
+    own: Any = getattr(model, "_orig_mod", model)
+    # a cache would let packed samples see one another
+    if family is None or (family.caches and _takes_a_cache(type(own))):
         inputs["use_cache"] = False
     return inputs
+
+
+def _takes_a_cache(kind: type[nn.Module]) -> bool:
+    """Whether a model may be told of a cache: T5Gemma's with classes say themselves that there is none."""
+    return "use_cache" in signature(kind.forward).parameters
 
 
 def _read_while_writing(model: nn.Module, labels: Tensor) -> Tensor:

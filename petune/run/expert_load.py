@@ -47,14 +47,16 @@ class ExpertLoad:
 
     def take(self, add: Callable[[Sequence[float]], list[float]]) -> float | None:
         """The load of the busiest expert over that of the mean one, averaged over mixtures: 1 is even. None
-        without experts. `add` sums numbers over replicas, of which one may have had no rows."""
+        where no token was counted: without experts, and in a frozen model beside a side network. `add` sums
+        numbers over replicas, of which one may have had no rows."""
         if not self.sizes:
             return None
         counts = zip(self.counts, self.sizes, strict=True)
         own = [float(n) for one, size in counts for n in ([0] * size if one is None else one.tolist())]
         self.counts = [None] * len(self.sizes)
         whole = torch.tensor(add(own), dtype=torch.float64).split(self.sizes)
-        return float(torch.stack([one.max() / one.mean() for one in whole]).mean())
+        loads = [one.max() / one.mean() for one in whole if one.any()]
+        return float(torch.stack(loads).mean()) if loads else None
 
 
 class _Count(RoutesHook):

@@ -141,15 +141,16 @@ class Run:
 
     @cached_property
     def base(self) -> Speaker | None:
-        """The untouched model of a full fine-tuning, loaded again.
+        """The untouched model of a full fine-tuning, or of one with a head or other modules that were trained
+        whole, loaded again.
 
-        None for the other methods, which can be switched off, and for a model given in memory, which was
-        tuned in place.
+        None for what can be switched off, and for a model given in memory, which was tuned in place.
         """
-        source = resolve_model(self.recipe.model, self.recipe.folder)
-        if not method_of(self.recipe.method).trains_base or source.kind == "object":
+        source, record = resolve_model(self.recipe.model, self.recipe.folder), self._record
+        whole = method_of(self.recipe.method).trains_base or record.also_train
+        if not whole or source.kind == "object":
             return None
-        tuned, record = self.speaker, self._record
+        tuned = self.speaker
         if source.kind != "config":
             record.check_files(model_files(source.place, source.revision), afresh=self.verify_base)
         model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.words).read()

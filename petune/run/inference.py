@@ -7,20 +7,19 @@ against another is an error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from petune.errors import Problem, UsageError, nearest
+from petune.errors import UsageError
 from petune.methods import is_wrapped, without_tuning
 from petune.models.languages import begun
 from petune.run.build import Place, positions_of
+from petune.run.generation import settle_options, told, within
 from petune.run.readers import asked_with
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Coder, cut_on
@@ -28,115 +27,7 @@ from petune.tasks.media import Reader
 from petune.tasks.rerank_loss import passage_scores
 from petune.tasks.tokens import encode_words
 
-_WHOLE = {
-    "max_new_tokens": 1,
-    "min_new_tokens": 0,
-    "max_length": 1,
-    "min_length": 0,
-    "num_beams": 1,
-    "top_k": 0,
-    "no_repeat_ngram_size": 0,
-}
-_NUMBERS = {"temperature": math.inf, "top_p": 1.0, "min_p": 1.0}  # from 0 to
-_TRUTHS = ("do_sample", "use_cache")
-# idle without do_sample
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
-# of generate itself
-_CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "streamer")
-_OTHER_ANSWERS = {
-    "num_return_sequences",
-    "return_dict_in_generate",
-    "output_scores",
-    "output_logits",
-    "output_attentions",
-}
 _PASSAGES = 32  # that are read at a time
-_NOT_OPTIONS = _OTHER_ANSWERS | {"output_hidden_states", "transformers_version"}
-
-
-def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers' generation options, completed: an option of sampling turns sampling on, temperature 0
-    turns it off, 128 new tokens.
-
-    Raises UsageError naming the options that are unknown, of another type or out of range, or that contradict
-    each other.
-    """
-    known = [
-        name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _NOT_OPTIONS
-    ]
-    problems = [_unknown(name, (*known, *_CALLED)) for name in options if name not in (*known, *_CALLED)]
-    said = {name: value for name, value in options.items() if value is not None}
-    problems += [problem for name, value in said.items() if (problem := _misfit(name, value)) is not None]
-    if problems:
-        raise UsageError(problems)
-    sampling, greedy = [name for name in _SAMPLING if name in said], said.get("temperature") == 0
-    if greedy and (said.get("do_sample") or len(sampling) > 1):
-        other = (
-            "do_sample=True"
-            if said.get("do_sample")
-            else next(name for name in sampling if name != "temperature")
-        )
-        raise UsageError(
-            f"temperature=0 is greedy and {other} samples", where="generate", remedy="give one of the two"
-        )
-    if said.get("do_sample") is False and sampling and not greedy:
-        raise UsageError(
-            f"{sampling[0]} samples and do_sample=False does not",
-            where="generate",
-            remedy="give one of the two",
-        )
-    if "max_new_tokens" in said and "max_length" in said:
-        raise UsageError(
-            "max_new_tokens and max_length are two limits",
-            where="generate",
-            remedy="give max_new_tokens alone",
-        )
-    least, most = said.get("min_new_tokens", 0), said.get("max_new_tokens", math.inf)
-    if least > most:
-        raise UsageError(
-            "min_new_tokens is above max_new_tokens",
-            where="generate",
-            expected=f"at most {most}",
-            found=str(least),
-        )
-    if greedy:
-        del said["temperature"]
-    # transformers takes no whole number there
-    said |= {name: float(said[name]) for name in _NUMBERS if name in said}
-    limit = {} if "max_length" in said else {"max_new_tokens": max(128, said.get("min_new_tokens", 0))}
-    return {**limit, "do_sample": bool(sampling) and not greedy, **said}
-
-
-def _unknown(name: str, known: Sequence[str]) -> Problem:
-    if name in _NOT_OPTIONS:
-        return Problem(
-            f"{name} asks for more than one text",
-            "generate",
-            remedy="use the model's own generate: run.speaker.model.generate(...)",
-        )
-    near = nearest(name, known, 1)
-    return Problem(
-        f"{name!r} is no generation option", "generate", remedy=f"did you mean: {near[0]}" if near else None
-    )
-
-
-def _misfit(name: str, value: Any) -> Problem | None:
-    """What is wrong with the value of one option, or None."""
-    truth = isinstance(value, bool)
-    if name in _TRUTHS:
-        wanted, fits = "true or false", truth
-    elif name in _WHOLE:
-        wanted, fits = (
-            f"a whole number, at least {_WHOLE[name]}",
-            isinstance(value, Integral) and not truth and int(value) >= _WHOLE[name],
-        )
-    elif name in _NUMBERS:
-        most = _NUMBERS[name]
-        wanted = "a number, at least 0" + (f" and at most {most:g}" if most < math.inf else "")
-        fits = isinstance(value, Real) and not truth and 0 <= float(value) <= most and float(value) < math.inf
-    else:
-        return None
-    return None if fits else Problem(f"{name} does not fit", "generate", wanted, repr(value)[:80])
 
 
 @dataclass(frozen=True)
@@ -178,9 +69,9 @@ class Speaker:
         tokens a line `word<tab>tag` per word, for mlm the masks filled in, for rerank see `rank_lines`.
 
         `options` are transformers' generation options (max_new_tokens, temperature, top_p, num_beams, ...);
-        greedy, 128 new tokens unless said, and sampled where one of sampling is given. Raises UsageError for
-        any other prompt, for options that are unknown or do not fit, and for a prompt longer than the model's
-        positions.
+        greedy, 128 new tokens unless said or the model's positions end, and sampled where one of sampling is
+        given. Raises UsageError for any other prompt, for options that are unknown or do not fit, and for a
+        prompt or an answer longer than the model's positions.
         """
         settings = self.settle(options)
         if answer := _ANSWERS.get(self.task.name):
@@ -192,22 +83,28 @@ class Speaker:
         )
         prompt, limit = prompt if talk and prompt else text_of(prompt), positions_of(self.model.config)
         if self.reader is not None:
-            if limit is not None and not options.keys() & {"max_new_tokens", "max_length"}:
-                settings["max_new_tokens"] = min(settings["max_new_tokens"], limit - begun(self.tokenizer))
+            start, taken = 0, begun(self.tokenizer)
             given = asked_with(text_of(prompt), self.reader, self.place.device)
-            return self._generated(given, settings, options)
+        else:
+            ids = self._ids(prompt, limit)
+            start = 0 if self.task.name == "seq2seq" else ids.shape[1]
+            given, taken = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, start or 1
+        if limit is not None:
+            settings = within(settings, options, limit - taken)
+        return self._generated(given, settings, options, start)
+
+    def _ids(self, prompt: str | Sequence[Message], limit: int | None) -> Tensor:
+        """The tokens of a prompt, [1, length]. Raises UsageError where there are none, or more than the
+        model's positions."""
         coded = encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)
         _refuse_empty(coded)
-        ids = torch.tensor([coded], device=self.place.device)
-        if limit is not None and ids.shape[1] > limit:
+        if limit is not None and len(coded) > limit:
             raise UsageError(
                 "the prompt is longer than the model's positions",
                 expected=f"at most {limit} tokens",
-                found=str(ids.shape[1]),
+                found=str(len(coded)),
             )
-        start = 0 if self.task.name == "seq2seq" else ids.shape[1]
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return self._generated(given, settings, options, start)
+        return torch.tensor([coded], device=self.place.device)
 
     def _generated(
         self,
@@ -221,14 +118,8 @@ class Speaker:
         settings = {"pad_token_id": pad_token_id(self.tokenizer)} | settings
         if "stop_strings" in settings:
             settings["tokenizer"] = self.tokenizer
-        with torch.no_grad(), self.place.autocast():
-            try:
-                found = self.model.generate(**given, **settings)[0]  # type: ignore[operator]
-            except ValueError as error:  # transformers' word for an option it cannot take
-                what = (str(error).splitlines() or ["no reason is given"])[0]
-                raise UsageError(
-                    f"transformers refuses: {what}", where="generate", found=", ".join(options)
-                ) from error
+        with torch.no_grad(), self.place.autocast(), told(options, positions_of(self.model.config)):
+            found = self.model.generate(**given, **settings)[0]  # type: ignore[operator]
         return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
 
     def classify(self, text: str) -> tuple[str, float]:

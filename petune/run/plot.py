@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
         one.grid(alpha=0.3)
     figure.axes[-1].set(xlabel="step")
     figure.axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(picture, dpi=120)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of a name in other letters: boxes
+        figure.savefig(picture, dpi=120)
     return True
 
 

@@ -271,9 +271,12 @@ def refuse_foreign(
     """Raise FileError where the facts `saved` in the checkpoint at `path` are of other rows, another base or
     another method than `now`."""
     reasons = {
-        "rows": "the data has changed",
-        "frozen": "the base model is another one",
-        "method": "the method is another one",
+        "rows": (
+            "the data has changed",
+            "put its files back as they were, say --allow-change data, or start anew: --overwrite",
+        ),
+        "frozen": ("the base model is another one", "put its files back as they were, or choose another out"),
+        "method": ("the method is another one", "give it back its settings, or choose another out"),
     }
     problems = [
         Problem(
@@ -281,8 +284,9 @@ def refuse_foreign(
             where=str(path),
             expected=str(saved[key])[:16],
             found=str(now[key])[:16],
+            remedy=remedy,
         )
-        for key, reason in reasons.items()
+        for key, (reason, remedy) in reasons.items()
         if saved[key] != now[key]
         and not (key == "rows" and any(name.split(".")[0] == "data" for name in allow_change))
     ]

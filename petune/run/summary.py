@@ -3,6 +3,7 @@ where it broke off."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,9 +74,10 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
     first, last = summary["loss"]
     speed, memory = summary["tokens_per_s"], human(summary["peak_memory_bytes"])
     picture = f", {folder.picture}" if folder.picture.exists() else ""
-    ask = f"petune chat {out}" if summary["task"] == "chat" else f'petune generate {out} "..."'
-    use = f"petune merge {out}" if METHODS[method].mergeable else f'petune.load(base, "{out}/tuned")'
-    next_ = "   |   ".join([f"petune eval {out}", *([ask] if summary["task"] != "embed" else []), use])
+    run = shlex.quote(str(out))
+    ask = f"petune chat {run}" if summary["task"] == "chat" else f'petune generate {run} "..."'
+    use = f"petune merge {run}" if METHODS[method].mergeable else f'petune.load(base, "{out}/tuned")'
+    next_ = "   |   ".join([f"petune eval {run}", *([ask] if summary["task"] != "embed" else []), use])
     if base_name(folder.recipe) is None:  # of a model in memory, which no command of the shell has
         next_ = 'run.eval()   |   run.generate("...")   |   run.model, in the process that trained it'
     return [

@@ -108,6 +108,12 @@ def _samples(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[
     picked: dict[torch.device, list[tuple[str, Tensor]]] = {}
     with torch.no_grad():
         for name, value in tensors.items():
+            if value.is_meta and contents is None:
+                raise UsageError(
+                    "this tensor has no values: it is on the meta device",
+                    where=name,
+                    remedy="load the whole model, without offloading (device_map)",
+                )
             few = contents.sampled(name) if contents is not None and value.is_meta else sampled(value)
             picked.setdefault(few.device, []).append((name, few))
         found: dict[str, list[float | str]] = {}

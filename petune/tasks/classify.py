@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from petune.errors import DataError, FileError
 from petune.tasks.examples import Coder, Example, cut_on
 from petune.tasks.media import Reader, Reading
 from petune.tasks.rows import Labelled, Pictured, Row
@@ -38,3 +39,31 @@ def pair_example(text: str, pair: str | None, label: int, where: str, coder: Cod
         whole = coder.tokenizer(text, pair, verbose=False, **cut)
     types = whole.get("token_type_ids") if coder.segments else None
     return Example(whole["input_ids"], label, where, length, types)
+
+
+# whose head reads the state of a text's last end token, and is called for texts of as many each
+READ_AT_END = frozenset({"bart", "mbart", "t5", "mt5"})
+
+
+def refuse_unended(examples: Sequence[Example], end: int) -> None:
+    """Raise FileError where no text has the end token that such a head reads, DataError where some have more
+    of them than others, which a batch may not."""
+    first: Example | None = None
+    for example in examples:
+        first = example if first is None else first
+        found, expected = example.input_ids.count(end), first.input_ids.count(end)
+        if not found:
+            raise FileError(
+                "the tokenizer ends no text with the model's end token, which the head of classes reads",
+                where=example.where,
+                expected=f"a token {end}",
+                remedy="take the tokenizer of this model, or add the token to its post-processor",
+            )
+        if found != expected:
+            raise DataError(
+                "the head of classes reads the last end token, and takes texts of as many in each",
+                where=example.where,
+                expected=f"{expected}, as in {first.where}",
+                found=f"{found}",
+                remedy="take the end token out of the text, and give all rows a pair or none",
+            )

@@ -10,6 +10,7 @@ file or split is never touched.
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -96,7 +97,12 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
         return _given(spec, objects)
     if spec.startswith("demo:"):
         return _demo(spec.removeprefix("demo:"))
-    tried = list(dict.fromkeys((base / Path(spec).expanduser()).resolve() for base in (folder, Path.cwd())))
+    places = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
+    for place in places:
+        if place.is_symlink() and not place.exists():
+            what, aim = "a symbolic link that leads nowhere", f"a link to {os.readlink(place)}"
+            raise DataError(what, where=str(place), found=aim, remedy="mend the link, or give the file")
+    tried = list(dict.fromkeys(Path(os.path.realpath(place)) for place in places))
     hub = (
         None
         if spec.startswith((".", "~", "/")) or Path(spec).suffix.lower() in READERS
@@ -118,8 +124,8 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
             return Source(spec, train=tuple(found), notes=(f"{len(found)} files match {spec}",))
     if hub and not glob.has_magic(hub["id"]):
         return Source(spec, hub=(hub["id"], hub["config"], hub["split"]))
-    places = " or ".join(dict.fromkeys(str(path.parent) for path in tried))
-    raise DataError(f"no data at {spec!r}", found=f"no such file or folder in {places}", remedy=_near(tried))
+    looked = " or ".join(dict.fromkeys(str(path.parent) for path in tried))
+    raise DataError(f"no data at {spec!r}", found=f"no such file or folder in {looked}", remedy=_near(tried))
 
 
 def held_out_of(

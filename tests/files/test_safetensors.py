@@ -462,3 +462,11 @@ def test_json_too_large_is_refused_unread(tmp_path: Path) -> None:
         file.truncate(tensorfile.MAX_JSON + 1)
     with pytest.raises(FileError, match="too large"):
         read_json(tmp_path / "a.json")
+
+
+def test_a_file_whose_folder_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> None:
+    place = tmp_path / "absent" / "page.html"
+    with pytest.raises(MachineError) as caught:
+        write_file(place, [b"x"])
+    assert str(caught.value).startswith(f"{place}  cannot write")
+    assert "mkdir -p" in str(caught.value)

@@ -215,6 +215,16 @@ def test_merging_layers_that_are_not_tied_leaves_the_tie_alone() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_weight_without_values_takes_no_update() -> None:
+    """An update that is added to nothing would be lost without a word."""
+    model = wrap(tiny("llama-causal"), "lora", r=2)
+    model.get_submodule("model.layers.1.mlp.down_proj").to("meta")
+    for attempt in (merge, lambda model: merged_weights(model).__enter__()):
+        with pytest.raises(UsageError, match=r"down_proj[\s\S]*this tensor has no values"):
+            attempt(model)
+    assert is_wrapped(model)
+
+
 def test_conv1d_merges_in_its_own_layout() -> None:
     torch.manual_seed(0)
     model = wrap(

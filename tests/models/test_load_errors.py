@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from petune.errors import MachineError
-from petune.models.load_errors import asking, room_for
+from petune.models.load_errors import asking, first_line, room_for
 from petune.models.source import Source
 
 
@@ -39,3 +39,9 @@ def test_waiting_for_the_hub_is_told(
     with caplog.at_level("INFO", "petune"), asking(Source("org/name", kind, "org/name", None, "")):
         time.sleep(0.1)
     assert any("asking the hub for org/name ..." in line for line in caplog.messages) == told
+
+
+def test_a_line_that_only_announces_the_fault_brings_the_next() -> None:
+    assert first_line(ValueError("field 'hidden_size':\n    expected int\nmore")) == (
+        "field 'hidden_size': expected int"
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from petune.errors import DataError, FileError, MachineError, UsageError
@@ -17,7 +18,7 @@ from petune.recipe import load_recipe
 from petune.run.build import build_whole, choose_place, prepare
 from petune.run.finished import rebuild
 from petune.saving.tuning_record import read_record
-from tests.small_runs import METHODS, TASK, Listener, run, settings, write_model, write_rows
+from tests.small_runs import METHODS, TASK, Listener, run, settings, tokenizer, write_model, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -61,6 +62,24 @@ def test_the_task_is_inferred_from_rows_and_model(family: str, task: str, tmp_pa
     recipe = settings(tmp_path, family, task=task)
     del recipe["task"]
     assert prepare(load_recipe(recipe)).task.name == task
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_texts_of_no_end_or_of_several_are_refused_where_a_head_reads_the_end(family: str, tmp_path: Path):
+    """transformers raises a ValueError at the batch that has them, which under a plan is another one."""
+    recipe = load_recipe(settings(tmp_path, family, task="classify", max_steps=1, warmup=0))
+    with pytest.raises(FileError, match="ends no text with the model's end token"):
+        prepare(recipe)
+    ending = tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
+    ending.save_pretrained(tmp_path / family)
+    prepare(recipe)
+    rows = tmp_path / "classify.jsonl"
+    rows.write_text(rows.read_text() + json.dumps({"text": "red sun </s> moon", "label": "red"}) + "\n")
+    with pytest.raises(DataError, match=r"takes texts of as many in each\n.*expected 1.*found 2"):
+        prepare(recipe)
 
 
 def test_packing_with_an_encoder_is_refused(tmp_path: Path):

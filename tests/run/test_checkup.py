@@ -183,3 +183,10 @@ def test_what_holds_no_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=str(place)):
             check_up(place)
     assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_one_damaged_file_is_one_problem_in_the_singular(finished: Path) -> None:
+    (finished / "summary.json").write_text("[]")
+    found = check_up(finished)
+    assert len(found.problems) == 1
+    assert dict(found.facts)["verdict"] == "damaged: 1 problem"

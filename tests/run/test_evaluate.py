@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import T5GemmaConfig, T5GemmaForSequenceClassification
 
 from petune.errors import TrainingFault
 from petune.methods import without_tuning
@@ -29,6 +30,8 @@ from petune.run.evaluate import (
 )
 from petune.run.step import Step
 from petune.tasks import Example, Scorer, pad_token_id
+from tests.methods.more_models import T5GEMMA
+from tests.methods.zoo import batch
 from tests.small_runs import TASK, settings, training, write_model
 
 
@@ -47,6 +50,13 @@ def test_scores_do_not_depend_on_the_batch_size(family: str, tmp_path: Path):
     made = training(settings(tmp_path, family))
     assert scored(made, 9) == pytest.approx(scored(made, 1), abs=1e-5)
     assert scored(made, 4) == pytest.approx(scored(made, 1), abs=1e-5)
+
+
+def test_a_head_that_says_itself_that_there_is_no_cache_is_not_told_so() -> None:
+    model = T5GemmaForSequenceClassification(T5GemmaConfig(**T5GEMMA)).eval()
+    inputs = batch("t5gemma-seq2seq")
+    labels = torch.zeros(len(inputs["input_ids"]), dtype=torch.long)
+    assert forward(model, inputs | {"labels": labels}).shape == (len(labels), 3)
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])

@@ -41,6 +41,14 @@ def test_a_run_on_experts_reports_their_load_and_merges(tmp_path: Path) -> None:
     assert isinstance(AutoModelForCausalLM.from_pretrained(done.merge()), Qwen3MoeForCausalLM)
 
 
+def test_a_frozen_mixture_beside_a_side_network_has_no_load(tmp_path: Path) -> None:
+    moe_folder(tmp_path / "llama")
+    side = {"name": "side", "reduction": 4}
+    done = run(settings(tmp_path, method=side, max_steps=2, warmup=0))
+    text = (done.folder / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "expert_load" not in text
+
+
 def test_the_routers_loss_is_added_where_the_config_asks_for_it(tmp_path: Path) -> None:
     losses = []
     for coefficient in (0.0, 0.5):

@@ -476,6 +476,24 @@ def test_other_rows_are_scored_by_the_models_labels_and_the_base_is_scored_anew(
 
 
 @pictureless
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("bert", "lora"), ("bert", "full"), ("llama", {"name": "lora", "r": 2, "also_train": ["lm_head"]})],
+)
+def test_the_base_has_nothing_of_what_trained_whole_beside_the_method(
+    family: str, method: Any, tmp_path: Path
+):
+    finished = run(brief(tmp_path, family, method, max_steps=20, lr=0.02))
+    before = finished.summary["before"]
+    assert finished.summary["after"]["loss"] < before["loss"] - 0.05
+    rows = Path(finished.recipe.data.path)
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))  # the held-out rows stay
+    again = load_run(finished.folder)
+    assert again.eval()["base"] == pytest.approx(before, rel=1e-5)
+    assert again.chat().base is not None  # what /base answers
+
+
+@pictureless
 def test_a_run_on_a_quantised_base_is_scored_beside_its_dense_base(tmp_path: Path):
     values = brief(tmp_path, kernels="reference")
     plain = run(values | {"out": str(tmp_path / "plain")})
@@ -496,6 +514,14 @@ def test_a_label_the_model_does_not_know_is_an_error(tmp_path: Path):
     finished.recipe = load_recipe(finished.recipe, {"data.path": str(other), "data.eval": None})
     with pytest.raises(petune.errors.DataError, match="not one the model knows"):
         finished.eval()
+
+
+@pictureless
+def test_the_commands_that_come_next_can_be_typed_where_the_folder_has_a_space(tmp_path: Path):
+    listener = Listener()
+    finished = run(brief(tmp_path, out="my run"), listener)
+    next_ = next(line for line in listener.closing if line.startswith("next"))
+    assert f"petune eval '{finished.folder}'   |" in next_
 
 
 @pictureless

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from petune.errors import UsageError
 from petune.methods import without_tuning
-from petune.run.inference import settle_options
 from petune.run.train import load_run
 from petune.tasks import encode_prompt
-from tests.small_runs import METHODS, WORDS, run, settings, write_model
+from tests.small_runs import METHODS, WORDS, brief, run, settings, tokenizer, write_model
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -110,42 +110,6 @@ def test_options_of_sampling_sample_and_are_transformers_own(shared: Callable[..
     for wrong in ("red", 5, None):
         with pytest.raises(UsageError, match="takes a list of texts"):
             loaded.generate_many(wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temprature": 1.5}, "'temprature' is no generation option[\\s\\S]*did you mean: temperature"),
-        ({"max_tokens": 5}, "max_new_tokens"),
-        ({"prompt": "red"}, "'prompt' is no generation option"),
-        ({"num_return_sequences": 3}, "more than one text"),
-        ({"temperature": "hot"}, "temperature does not fit[\\s\\S]*at least 0, found 'hot'"),
-        ({"temperature": -1}, "temperature does not fit"),
-        ({"temperature": float("nan")}, "temperature does not fit"),
-        ({"temperature": True}, "temperature does not fit"),
-        ({"top_p": 1.5}, "at most 1, found 1.5"),
-        ({"max_new_tokens": 0}, "at least 1, found 0"),
-        ({"max_new_tokens": 5.0}, "a whole number"),
-        ({"do_sample": "no"}, "true or false"),
-        ({"temperature": 1.5, "do_sample": False}, "temperature samples and do_sample=False does not"),
-        ({"temperature": 0, "do_sample": True}, "temperature=0 is greedy and do_sample=True samples"),
-        ({"temperature": 0, "top_p": 0.5}, "top_p samples"),
-        ({"max_new_tokens": 5, "max_length": 9}, "two limits"),
-        ({"max_new_tokens": 5, "min_new_tokens": 6}, "at most 5, found 6"),
-    ],
-)
-def test_options_that_would_be_ignored_or_contradict_are_refused(options: dict[str, Any], message: str):
-    with pytest.raises(UsageError, match=message):
-        settle_options(options)
-
-
-def test_every_fault_of_the_options_is_named_at_once_and_none_means_unsaid():
-    with pytest.raises(UsageError) as caught:
-        settle_options({"temprature": 1, "top_p": 2.0})
-    assert len(caught.value.problems) == 2
-    assert settle_options({"temperature": None, "max_length": 9}) == {"do_sample": False, "max_length": 9}
-    assert settle_options({"min_new_tokens": 200})["max_new_tokens"] == 200
-    assert settle_options({"top_p": 0.9}) == {"max_new_tokens": 128, "do_sample": True, "top_p": 0.9}
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -283,3 +247,18 @@ def test_the_base_inside_a_wrapped_model_is_the_untouched_one(method: str, tmp_p
         assert not torch.allclose(
             loaded.speaker.model(input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-4
         )
+
+
+def test_an_answer_ends_where_a_table_of_positions_does(tmp_path: Path):
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    ends: Any = {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = OPTConfig(vocab_size=26, num_attention_heads=4, **sizes, **ends)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    tokenizer().save_pretrained(tmp_path / "opt")
+    finished = run(brief(tmp_path) | {"model": str(tmp_path / "opt")})
+    assert 40 <= len(finished.generate("red sun", suppress_tokens=[0, 1, 2]).split()) <= 64
+    assert finished.generate("red " * 60, suppress_tokens=[0, 1, 2])
+    too_long = r"the answer is longer than the model's positions[\s\S]*at most 64 tokens"
+    with pytest.raises(UsageError, match=too_long):
+        finished.generate("red sun", min_new_tokens=100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,11 @@ def test_the_picture_of_a_run_has_its_title_metric_learning_rate_and_whole_steps
     assert figure.get_suptitle() == "a $run$ \\frac: lora on demo:minilm"
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats)", "accuracy", "learning rate"]
     assert all(step == round(step) for step in figure.axes[-1].get_xticks())
+
+
+def test_a_name_in_letters_that_the_font_lacks_is_no_warning(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    folder = write_run(tmp_path / "\u4e2d")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert draw_loss(folder / "metrics.jsonl", folder / "loss.png")

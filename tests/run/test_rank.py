@@ -586,3 +586,11 @@ def test_runs_killed_at_four_random_moments_go_on_to_the_same_end(tmp_path: Path
 @pytest.mark.timeout(1200)
 def test_runs_killed_at_two_hundred_random_moments_go_on_to_the_same_end(tmp_path: Path, fast_beats: None):
     assert kill_and_go_on(tmp_path, 200, seed=1) > 100
+
+
+def test_replicas_that_share_weights_evaluate_in_as_many_pieces_each(tmp_path: Path) -> None:
+    """Of three held-out rows one replica has two and the other one, which would be pieces of their own."""
+    shape = {"max_steps": 1, "warmup": 0, "eval_batch_size": 3}
+    plan = {"dp": {"size": 2, "shard": True}, "pp": {"size": 2}}
+    expected = trained(small(tmp_path, "llama", "lora", **shape, out="one"))
+    assert_same_but_for_rounding(trained(small(tmp_path, "llama", "lora", **shape, parallel=plan)), expected)

@@ -13,7 +13,7 @@ from torch import nn
 
 from petune.errors import FileError
 from petune.recipe import load_recipe
-from petune.run.state import check_tuned, make_optimizer, write_packed
+from petune.run.state import check_tuned, make_optimizer, refuse_foreign, write_packed
 from petune.saving import checkpoint
 from tests.group_pool import files, ranks
 from tests.planned_runs import PLANS, rewritten, small, trained
@@ -95,3 +95,10 @@ def test_a_hundred_small_updates_are_those_of_float64_and_would_be_lost_in_bfloa
     exact = moved[torch.float64]
     assert float((moved[torch.float32] - exact).norm() / exact.norm()) < 1e-3
     assert float((moved[torch.bfloat16] - exact).norm() / exact.norm()) > 0.5
+
+
+def test_rows_that_have_changed_say_how_to_go_on(tmp_path: Path) -> None:
+    saved = {"rows": "a", "frozen": "b", "method": "c"}
+    with pytest.raises(FileError, match=r"the data has changed since[\s\S]*--allow-change data"):
+        refuse_foreign(saved, saved | {"rows": "z"}, tmp_path, ())
+    refuse_foreign(saved, saved | {"rows": "z"}, tmp_path, ("data",))

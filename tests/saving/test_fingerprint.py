@@ -95,3 +95,10 @@ def test_the_hash_sees_every_bit() -> None:
 def test_a_fingerprint_of_another_version_is_refused() -> None:
     with pytest.raises(FileError, match="another version"):
         compare({"version": 2, "tensors": {}}, llama(), "petune.json")
+
+
+def test_a_tensor_without_values_is_named() -> None:
+    model = llama()
+    model.model.layers[1].mlp.down_proj.to("meta")
+    with pytest.raises(UsageError, match=r"layers\.1\.mlp\.down_proj\.weight  this tensor has no values"):
+        fingerprint(model)

@@ -286,3 +286,10 @@ def test_only_data_files_of_a_like_name_are_offered_for_a_missing_one(tmp_path: 
     with pytest.raises(DataError) as caught:
         find_source("./nope.csv", tmp_path)
     assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["rows.jsonl", "gone.jsonl"])
+def test_a_link_that_leads_nowhere_is_named(target: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to(target)
+    with pytest.raises(DataError, match=rf"link that leads nowhere\s+found a link to {target}"):
+        find_source("rows.jsonl", tmp_path)

@@ -39,6 +39,7 @@ from petune.log import say
 from petune.models import input_of
 from petune.models.spec import Family
 from petune.models.stack import Stack, own_stacks
+from petune.parallel.collectives import least_of
 from petune.parallel.mesh import Coordinate, Mesh
 from petune.parallel.objective import Batch, Objective
 from petune.parallel.pipeline.linked_stage import LinkedStage, Transfers, message_bytes
@@ -155,6 +156,7 @@ class Pipeline:
     ) -> None:
         self.modules, self.plan, self.device = list(modules), plan, mesh.device
         self.group, self.at, self.main = mesh.groups["pp"], mesh.at.pp, mesh.main
+        self.replicas = mesh.groups["dp"] if plan.sharding is not None else None
         self.stacks = tuple(family.stacks)
         self.final, self.texts = len(plan.stages) - 1, objective.texts
         self.now = Now()
@@ -165,8 +167,7 @@ class Pipeline:
         ]
         # by training or not, and whether ladders climb
         self.kinds: dict[tuple[bool, bool], list[tuple[Kinds, Kinds]]] = {}
-        # training or not: (what it was made for, the schedule)
-        self.schedules: dict[bool, tuple[Any, Any]] = {}
+        self.schedules: dict[bool, tuple[Any, Any]] = {}  # training or not: (made for what, the schedule)
         self.said = False
         self.transfers = Transfers(self.group, self.device, self.final + 1) if mesh.linked("pp") else None
 
@@ -197,7 +198,8 @@ class Pipeline:
     def logits(self, batch: Batch) -> Tensor | None:
         """Logits of all rows on the last stage, None on the others."""
         self.now.key, self.now.training = None, False
-        pieces = self._pieces(len(input_of(batch)))
+        own = self._pieces(len(input_of(batch)))  # for each of which weights are gathered
+        pieces = -least_of([-own], self.device, self.replicas)[0]
         self._step(*self._padded(batch, pieces), pieces)
         found, self.now.logits = self.now.logits, []
         return torch.cat(found) if found else None

@@ -1,0 +1,153 @@
+"""Options of an answer: what may be asked of transformers' generate, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral, Real
+from typing import Any
+
+from transformers import GenerationConfig
+
+from petune.errors import Problem, UsageError, nearest
+
+_WHOLE = {
+    "max_new_tokens": 1,
+    "min_new_tokens": 0,
+    "max_length": 1,
+    "min_length": 0,
+    "num_beams": 1,
+    "top_k": 0,
+    "no_repeat_ngram_size": 0,
+}
+_NUMBERS = {"temperature": math.inf, "top_p": 1.0, "min_p": 1.0}  # from 0 to
+_TRUTHS = ("do_sample", "use_cache")
+# idle without do_sample
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+# of generate itself
+_CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "streamer")
+_OTHER_ANSWERS = {
+    "num_return_sequences",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+}
+_NOT_OPTIONS = _OTHER_ANSWERS | {"output_hidden_states", "transformers_version"}
+
+
+def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' generation options, completed: an option of sampling turns sampling on, temperature 0
+    turns it off, 128 new tokens.
+
+    Raises UsageError naming the options that are unknown, of another type or out of range, or that contradict
+    each other.
+    """
+    known = [
+        name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _NOT_OPTIONS
+    ]
+    problems = [_unknown(name, (*known, *_CALLED)) for name in options if name not in (*known, *_CALLED)]
+    said = {name: value for name, value in options.items() if value is not None}
+    problems += [problem for name, value in said.items() if (problem := _misfit(name, value)) is not None]
+    if problems:
+        raise UsageError(problems)
+    sampling, greedy = [name for name in _SAMPLING if name in said], said.get("temperature") == 0
+    if greedy and (said.get("do_sample") or len(sampling) > 1):
+        other = (
+            "do_sample=True"
+            if said.get("do_sample")
+            else next(name for name in sampling if name != "temperature")
+        )
+        raise UsageError(
+            f"temperature=0 is greedy and {other} samples", where="generate", remedy="give one of the two"
+        )
+    if said.get("do_sample") is False and sampling and not greedy:
+        raise UsageError(
+            f"{sampling[0]} samples and do_sample=False does not",
+            where="generate",
+            remedy="give one of the two",
+        )
+    if "max_new_tokens" in said and "max_length" in said:
+        raise UsageError(
+            "max_new_tokens and max_length are two limits",
+            where="generate",
+            remedy="give max_new_tokens alone",
+        )
+    least, most = said.get("min_new_tokens", 0), said.get("max_new_tokens", math.inf)
+    if least > most:
+        raise UsageError(
+            "min_new_tokens is above max_new_tokens",
+            where="generate",
+            expected=f"at most {most}",
+            found=str(least),
+        )
+    if greedy:
+        del said["temperature"]
+    # transformers takes no whole number there
+    said |= {name: float(said[name]) for name in _NUMBERS if name in said}
+    limit = {} if "max_length" in said else {"max_new_tokens": max(128, said.get("min_new_tokens", 0))}
+    return {**limit, "do_sample": bool(sampling) and not greedy, **said}
+
+
+def _unknown(name: str, known: Sequence[str]) -> Problem:
+    if name in _NOT_OPTIONS:
+        return Problem(
+            f"{name} asks for more than one text",
+            "generate",
+            remedy="use the model's own generate: run.speaker.model.generate(...)",
+        )
+    near = nearest(name, known, 1)
+    return Problem(
+        f"{name!r} is no generation option", "generate", remedy=f"did you mean: {near[0]}" if near else None
+    )
+
+
+def _misfit(name: str, value: Any) -> Problem | None:
+    """What is wrong with the value of one option, or None."""
+    truth = isinstance(value, bool)
+    if name in _TRUTHS:
+        wanted, fits = "true or false", truth
+    elif name in _WHOLE:
+        wanted, fits = (
+            f"a whole number, at least {_WHOLE[name]}",
+            isinstance(value, Integral) and not truth and int(value) >= _WHOLE[name],
+        )
+    elif name in _NUMBERS:
+        most = _NUMBERS[name]
+        wanted = "a number, at least 0" + (f" and at most {most:g}" if most < math.inf else "")
+        fits = isinstance(value, Real) and not truth and 0 <= float(value) <= most and float(value) < math.inf
+    else:
+        return None
+    return None if fits else Problem(f"{name} does not fit", "generate", wanted, repr(value)[:80])
+
+
+def within(settings: Mapping[str, Any], options: Mapping[str, Any], room: int) -> dict[str, Any]:
+    """The settings of `options` with no more new tokens than there is room for, where the options do not say
+    how many."""
+    if options.keys() & {"max_new_tokens", "max_length"}:
+        return dict(settings)
+    least = max(1, settings.get("min_new_tokens", 0))
+    return {**settings, "max_new_tokens": max(least, min(settings["max_new_tokens"], room))}
+
+
+@contextmanager
+def told(options: Mapping[str, Any], limit: int | None) -> Iterator[None]:
+    """Tell what generate refuses as a UsageError: options that do not fit, and an answer longer than the
+    model's positions, of which there are `limit`."""
+    try:
+        yield
+    except ValueError as error:  # transformers' word for an option it cannot take
+        what = (str(error).splitlines() or ["no reason is given"])[0]
+        raise UsageError(
+            f"transformers refuses: {what}", where="generate", found=", ".join(options)
+        ) from error
+    except IndexError as error:  # a table of positions has no row behind its last
+        if limit is None:
+            raise
+        raise UsageError(
+            "the answer is longer than the model's positions",
+            where="generate",
+            expected=f"at most {limit} tokens, a decoder's prompt among them",
+            remedy="ask for fewer: max_new_tokens",
+        ) from error
