@@ -1,5 +1,5 @@
 """Everything a recipe names, looked at before anything is spent: files, config, tokenizer, first rows, plan.
-No weights are read."""
+Of files with weights the headers are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from petune.models.heads import reads
 from petune.models.loading import kind_of, packs, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
-from petune.run.build import Prepared, plan_of, positions_of, prepare
+from petune.run.build import Prepared, load_base, plan_of, positions_of, prepare
 from petune.run.readers import inputs_of, with_language
 from petune.run.rows import shelf_of
 from petune.run.setup import data_facts
@@ -68,7 +68,7 @@ class Inputs:
 
 
 def check_inputs(recipe: Recipe) -> Inputs:
-    """Look at all that needs no weights. Raises a PetuneError with every problem found."""
+    """Look at all that needs no values of weights. Raises a PetuneError with every problem found."""
     looking = _Looking()
     source = looking.at(lambda: resolve_model(recipe.model, recipe.folder), recipe.where("model"))
     model = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
@@ -94,6 +94,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
         looking.at(lambda: sketch(recipe), recipe.where("method"))
     if not looking.errors and kind:
         looking.at(lambda: plan_of(recipe))
+    if task and source and source.kind in ("folder", "demo") and not looking.errors:
+        looking.at(lambda: load_base(source, find_task(task), None, recipe, None))
     looking.settle()
     on_hub = source is not None and source.kind == "hub"
     return Inputs(

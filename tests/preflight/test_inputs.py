@@ -39,8 +39,11 @@ def refused(**changes: Any) -> PetuneError:
     return caught.value
 
 
-def test_what_is_there_is_accepted_and_no_weight_is_read(mine: Path) -> None:
-    (mine / "model" / "model.safetensors").write_bytes(b"no weights at all")
+def test_what_is_there_is_accepted_and_no_value_of_a_weight_is_read(mine: Path) -> None:
+    place = mine / "model" / "model.safetensors"
+    whole = place.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    place.write_bytes(whole[:header] + b"\xff" * (len(whole) - header))  # which no run would begin with
     assert (
         check_inputs(
             load_recipe(None, {"model": "model", "data": "rows.csv", "data.eval": "rows.csv"})
@@ -127,6 +130,17 @@ def test_a_task_that_is_not_for_what_the_model_reads_is_not_refused_for_its_rows
 def test_a_file_a_model_lacks_is_found(file: str, mine: Path) -> None:
     (mine / "model" / file).unlink()
     assert isinstance(refused(), FileError)
+
+
+def test_weights_that_do_not_fill_the_model_are_found(mine: Path) -> None:
+    """By their headers, without their values."""
+    weights, config = (mine / "model" / name for name in ("model.safetensors", "config.json"))
+    whole, fields = weights.read_bytes(), json.loads(config.read_text())
+    weights.write_bytes(whole[:-100])
+    assert "model.safetensors  cut short" in str(refused())
+    weights.write_bytes(whole)
+    config.write_text(json.dumps(fields | {"num_hidden_layers": fields["num_hidden_layers"] + 1}))
+    assert "the checkpoint does not fill the model it describes" in str(refused())
 
 
 def test_a_shard_that_its_index_names_is_missed(mine: Path) -> None:
