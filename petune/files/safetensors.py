@@ -148,10 +148,15 @@ def reading(path: Path) -> Iterator[None]:
         raise _machine_error("read", path, error) from error
 
 
+def _work_of(path: Path) -> Path:
+    """The file beside `path` that becomes it when it is whole."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
 def _machine_error(doing: str, path: Path, error: OSError) -> MachineError:
     name = errno.errorcode.get(error.errno or 0, str(error.errno))
-    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")  # its name tells the reader nothing
-    where = str(path if error.filename in (None, str(work), work) else error.filename)
+    ours = (None, str(_work_of(path)), _work_of(path))  # whose name would tell the reader nothing
+    where = str(path if error.filename in ours else error.filename)
     return MachineError(
         f"cannot {doing}: {error.strerror} ({name})", where=where, remedy=_REMEDIES.get(error.errno or 0)
     )
@@ -182,7 +187,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview | int], *, sync: 
     `sync` flushes the file and its folder to disk; inside `checkpoint.commit` that is done once for all.
     Raises MachineError.
     """
-    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    work = _work_of(path)
     with writing(path):
         try:
             work.unlink(missing_ok=True)

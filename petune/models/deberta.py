@@ -64,11 +64,9 @@ class Disentangled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the base."""
-        self.dropout.first_head = getattr(self, "first_head", 0)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            del self.dropout.first_head  # which would stay behind in a merged model
+        if first := getattr(self, "first_head", 0):  # on ranks alone, as it would stay in a merged model
+            self.dropout.first_head = first
+        return super().forward(*args, **kwargs)
 
     def disentangled_attention_bias(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the base."""

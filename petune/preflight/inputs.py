@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from petune.errors import DataError, FileError, PetuneError, RecipeError
 from petune.estimate.forecast import sketch
 from petune.log import human
-from petune.models.heads import reads
-from petune.models.loading import kind_of, packs, read_config
+from petune.models.heads import Head, reads
+from petune.models.loading import kind_of, load_model, packs, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
-from petune.run.build import Prepared, load_base, plan_of, positions_of, prepare
+from petune.run.build import Prepared, plan_of, positions_of, prepare
 from petune.run.readers import inputs_of, with_language
 from petune.run.rows import shelf_of
 from petune.run.setup import data_facts
@@ -95,7 +96,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     if not looking.errors and kind:
         looking.at(lambda: plan_of(recipe))
     if task and source and source.kind in ("folder", "demo") and not looking.errors:
-        looking.at(lambda: load_base(source, find_task(task), None, recipe, None))
+        looking.at(lambda: load_model(source, cast("Head", find_task(task).head), None, torch.float32))
     looking.settle()
     on_hub = source is not None and source.kind == "hub"
     return Inputs(

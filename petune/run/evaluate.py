@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple, cast
 
@@ -61,12 +62,13 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Any]:
     family = family_of(model)
     own: Any = getattr(model, "_orig_mod", model)
     # a cache would let packed samples see one another
-    if family is None or (family.caches and _takes_a_cache(type(own))):
+    if family is None or (family.caches and _takes_a_cache(own.__class__)):
         inputs["use_cache"] = False
     return inputs
 
 
-def _takes_a_cache(kind: type[nn.Module]) -> bool:
+@cache
+def _takes_a_cache(kind: Any) -> bool:
     """Whether a model may be told of a cache: T5Gemma's with classes say themselves that there is none."""
     return "use_cache" in signature(kind.forward).parameters
 

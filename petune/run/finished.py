@@ -144,11 +144,12 @@ class Run:
         """The untouched model of a full fine-tuning, or of one with a head or other modules that were trained
         whole, loaded again.
 
-        None for what can be switched off, and for a model given in memory, which was tuned in place.
+        None for what can be switched off, for a model given in memory, which was tuned in place, and for one
+        that began with an adapter.
         """
         source, record = resolve_model(self.recipe.model, self.recipe.folder), self._record
         whole = method_of(self.recipe.method).trains_base or record.also_train
-        if not whole or source.kind == "object":
+        if not whole or source.kind == "object" or self.recipe.init_adapter is not None:
             return None
         tuned = self.speaker
         if source.kind != "config":
@@ -190,7 +191,7 @@ class Run:
 
     def chat(self, **options: Any) -> Chat:
         """A conversation with the tuned model that can switch to the untouched base."""
-        return Chat(self.speaker, self.base, options)
+        return Chat(self.speaker, lambda: self.base, options)
 
     def eval(self) -> dict[str, Any]:
         """Score the tuned model and the untouched base on the recipe's held-out rows; also written to
@@ -223,7 +224,8 @@ class Run:
             | {"before": before, "after": after, "held_out": rows}
             | ({} if same else {"last": after, "head_only": None})
         )
-        said = {"warnings": shortcomings(found), "notes": [*self.dense_base, *undecided(found)]}
+        notes = [*self.dense_base, *([] if same else self.trained_head), *undecided(found)]
+        said = {"warnings": shortcomings(found), "notes": notes}
         scores = {"base": before, "tuned": after, "rows": rows, **said}
         checkpoint.write_json(self.folder / "eval.json", scores)
         return scores
@@ -235,6 +237,12 @@ class Run:
         kind = self.recipe.base_dtype
         why = f"trained beside a base in {kind}, and scored beside the dense one of its files: base and tuned"
         return [] if kind is None else [f"{why} model differ from the run's by what {kind} rounds away"]
+
+    @property
+    def trained_head(self) -> list[str]:
+        """That the base is asked with what was trained whole beside the method, where it has nothing else."""
+        names = ", ".join(self._record.also_train)
+        return [f"the base is scored with {names} as trained"] if names and self.base is None else []
 
     def _score(self, model: nn.Module, prepared: Prepared) -> dict[str, float]:
         task, place, units = prepared.task, self.speaker.place, prepared.encoded.eval

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
+from torch import Tensor
 from transformers import GenerationConfig
 
 from petune.errors import Problem, UsageError, nearest
@@ -122,32 +122,29 @@ def _misfit(name: str, value: Any) -> Problem | None:
     return None if fits else Problem(f"{name} does not fit", "generate", wanted, repr(value)[:80])
 
 
-def within(settings: Mapping[str, Any], options: Mapping[str, Any], room: int) -> dict[str, Any]:
-    """The settings of `options` with no more new tokens than there is room for, where the options do not say
-    how many."""
-    if options.keys() & {"max_new_tokens", "max_length"}:
-        return dict(settings)
-    least = max(1, settings.get("min_new_tokens", 0))
-    return {**settings, "max_new_tokens": max(least, min(settings["max_new_tokens"], room))}
+def within(settings: Mapping[str, Any], room: float, taken: int) -> dict[str, Any]:
+    """The settings with no more new tokens than there is room for behind those that are `taken`, as a table
+    of positions has no row behind its last. Raises UsageError where they ask for more at the least."""
+    if (least := max(settings.get("min_new_tokens", 0), settings.get("min_length", 0) - taken)) > room:
+        _refuse_long(room, f"at least {least}")
+    if "max_length" in settings:
+        return {**settings, "max_length": min(settings["max_length"], taken + room)}
+    return {**settings, "max_new_tokens": min(settings["max_new_tokens"], room)}
 
 
-@contextmanager
-def told(options: Mapping[str, Any], limit: int | None) -> Iterator[None]:
-    """Tell what generate refuses as a UsageError: options that do not fit, and an answer longer than the
-    model's positions, of which there are `limit`."""
-    try:
-        yield
-    except ValueError as error:  # transformers' word for an option it cannot take
-        what = (str(error).splitlines() or ["no reason is given"])[0]
-        raise UsageError(
-            f"transformers refuses: {what}", where="generate", found=", ".join(options)
-        ) from error
-    except IndexError as error:  # a table of positions has no row behind its last
-        if limit is None:
-            raise
-        raise UsageError(
-            "the answer is longer than the model's positions",
-            where="generate",
-            expected=f"at most {limit} tokens, a decoder's prompt among them",
-            remedy="ask for fewer: max_new_tokens",
-        ) from error
+def refuse_cut(found: Tensor, settings: Mapping[str, Any], room: float, taken: int, end: int | None) -> None:
+    """Raise UsageError for an answer that the model's positions have cut short of what was asked for. found:
+    its tokens, behind those that were taken; end: the token that it would end with."""
+    asked = settings.get("max_new_tokens", settings.get("max_length", 0) - taken)
+    if asked > room and len(found) >= taken + room and int(found[-1]) != end:
+        _refuse_long(room, f"more, of {asked} at the most")
+
+
+def _refuse_long(room: float, found: str) -> NoReturn:
+    raise UsageError(
+        "the answer is longer than the model's positions",
+        where="generate",
+        expected=f"at most {room:g} tokens behind this prompt",
+        found=found,
+        remedy="ask for fewer, or with a shorter prompt",
+    )

@@ -7,6 +7,7 @@ against another is an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from petune.errors import UsageError
 from petune.methods import is_wrapped, without_tuning
 from petune.models.languages import begun
 from petune.run.build import Place, positions_of
-from petune.run.generation import settle_options, told, within
+from petune.run.generation import refuse_cut, settle_options, within
 from petune.run.readers import asked_with
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Coder, cut_on
@@ -89,9 +90,11 @@ class Speaker:
             ids = self._ids(prompt, limit)
             start = 0 if self.task.name == "seq2seq" else ids.shape[1]
             given, taken = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, start or 1
-        if limit is not None:
-            settings = within(settings, options, limit - taken)
-        return self._generated(given, settings, options, start)
+        room = math.inf if limit is None else max(1, limit - taken)
+        found = self._generated(given, within(settings, room, taken), options)
+        if options.keys() & {"max_new_tokens", "max_length"}:
+            refuse_cut(found, settings, room, taken, self.tokenizer.eos_token_id)
+        return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
 
     def _ids(self, prompt: str | Sequence[Message], limit: int | None) -> Tensor:
         """The tokens of a prompt, [1, length]. Raises UsageError where there are none, or more than the
@@ -107,20 +110,22 @@ class Speaker:
         return torch.tensor([coded], device=self.place.device)
 
     def _generated(
-        self,
-        given: Mapping[str, Tensor],
-        settings: dict[str, Any],
-        options: Mapping[str, Any],
-        start: int = 0,
-    ) -> str:
-        """What the model writes behind its inputs, from the token at `start` on. Raises UsageError for
-        options that transformers refuses."""
+        self, given: Mapping[str, Tensor], settings: dict[str, Any], options: Mapping[str, Any]
+    ) -> Tensor:
+        """The tokens that the model writes, behind those of its prompt. Raises UsageError for options that
+        transformers refuses."""
         settings = {"pad_token_id": pad_token_id(self.tokenizer)} | settings
         if "stop_strings" in settings:
             settings["tokenizer"] = self.tokenizer
-        with torch.no_grad(), self.place.autocast(), told(options, positions_of(self.model.config)):
-            found = self.model.generate(**given, **settings)[0]  # type: ignore[operator]
-        return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
+        with torch.no_grad(), self.place.autocast():
+            try:
+                found: Tensor = self.model.generate(**given, **settings)[0]  # type: ignore[operator]
+            except ValueError as error:  # transformers' word for an option it cannot take
+                what = (str(error).splitlines() or ["no reason is given"])[0]
+                raise UsageError(
+                    f"transformers refuses: {what}", where="generate", found=", ".join(options)
+                ) from error
+        return found
 
     def classify(self, text: str) -> tuple[str, float]:
         """The most probable label of `text`, cut as in training, or of the picture at that path, and its
@@ -256,7 +261,7 @@ class Chat:
     """A conversation with a tuned model, and with its untouched base in between when asked for."""
 
     speaker: Speaker
-    base: Speaker | None = None
+    base: Callable[[], Speaker | None] = lambda: None  # found when it is first asked
     options: dict[str, Any] = field(default_factory=dict)
     turns: list[Message] = field(default_factory=list)
     on_base: bool = False
@@ -284,8 +289,8 @@ class Chat:
     def _answer(self, prompt: str | list[Message]) -> str:
         if not self.on_base:
             return self.speaker.ask(prompt, **self.options)
-        if self.base is not None:
-            return self.base.ask(prompt, **self.options)
+        if (base := self.base()) is not None:
+            return base.ask(prompt, **self.options)
         assert is_wrapped(self.speaker.model)
         with without_tuning(self.speaker.model):
             return self.speaker.ask(prompt, **self.options)

@@ -46,24 +46,25 @@ READ_AT_END = frozenset({"bart", "mbart", "t5", "mt5"})
 
 
 def refuse_unended(examples: Sequence[Example], end: int) -> None:
-    """Raise FileError where no text has the end token that such a head reads, DataError where some have more
-    of them than others, which a batch may not."""
-    first: Example | None = None
+    """Raise FileError for a text without the end token that such a head reads, DataError where some texts
+    have more of them than others, which no batch may."""
+    expected, first = 0, ""
     for example in examples:
-        first = example if first is None else first
-        found, expected = example.input_ids.count(end), first.input_ids.count(end)
+        found = example.input_ids.count(end)
         if not found:
             raise FileError(
-                "the tokenizer ends no text with the model's end token, which the head of classes reads",
+                "the tokenizer does not end a text with the end token that the head of classes reads",
                 where=example.where,
                 expected=f"a token {end}",
                 remedy="take the tokenizer of this model, or add the token to its post-processor",
             )
+        if not first:
+            expected, first = found, example.where
         if found != expected:
             raise DataError(
                 "the head of classes reads the last end token, and takes texts of as many in each",
                 where=example.where,
-                expected=f"{expected}, as in {first.where}",
+                expected=f"{expected}, as in {first}",
                 found=f"{found}",
                 remedy="take the end token out of the text, and give all rows a pair or none",
             )

@@ -98,10 +98,6 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
     if spec.startswith("demo:"):
         return _demo(spec.removeprefix("demo:"))
     places = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
-    for place in places:
-        if place.is_symlink() and not place.exists():
-            what, aim = "a symbolic link that leads nowhere", f"a link to {os.readlink(place)}"
-            raise DataError(what, where=str(place), found=aim, remedy="mend the link, or give the file")
     tried = list(dict.fromkeys(Path(os.path.realpath(place)) for place in places))
     hub = (
         None
@@ -122,6 +118,10 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
             )
         ):
             return Source(spec, train=tuple(found), notes=(f"{len(found)} files match {spec}",))
+    for place in places:
+        if place.is_symlink():
+            what, aim = "a symbolic link that leads nowhere", f"a link to {os.readlink(place)}"
+            raise DataError(what, where=str(place), found=aim, remedy="mend the link, or give the file")
     if hub and not glob.has_magic(hub["id"]):
         return Source(spec, hub=(hub["id"], hub["config"], hub["split"]))
     looked = " or ".join(dict.fromkeys(str(path.parent) for path in tried))

@@ -68,7 +68,7 @@ def test_the_task_is_inferred_from_rows_and_model(family: str, task: str, tmp_pa
 def test_texts_of_no_end_or_of_several_are_refused_where_a_head_reads_the_end(family: str, tmp_path: Path):
     """transformers raises a ValueError at the batch that has them, which under a plan is another one."""
     recipe = load_recipe(settings(tmp_path, family, task="classify", max_steps=1, warmup=0))
-    with pytest.raises(FileError, match="ends no text with the model's end token"):
+    with pytest.raises(FileError, match="does not end a text with the end token"):
         prepare(recipe)
     ending = tokenizer()
     ending.backend_tokenizer.post_processor = TemplateProcessing(

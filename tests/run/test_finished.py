@@ -490,7 +490,7 @@ def test_the_base_has_nothing_of_what_trained_whole_beside_the_method(
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))  # the held-out rows stay
     again = load_run(finished.folder)
     assert again.eval()["base"] == pytest.approx(before, rel=1e-5)
-    assert again.chat().base is not None  # what /base answers
+    assert again.chat().base() is not None  # what /base answers
 
 
 @pictureless

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from petune.errors import UsageError
-from petune.run.generation import settle_options, within
+from petune.run.generation import refuse_cut, settle_options, within
 
 
 @pytest.mark.parametrize(
@@ -46,10 +49,21 @@ def test_every_fault_of_the_options_is_named_at_once_and_none_means_unsaid():
     assert settle_options({"top_p": 0.9}) == {"max_new_tokens": 128, "do_sample": True, "top_p": 0.9}
 
 
-def test_no_more_tokens_are_asked_for_than_there_is_room_unless_options_say_so():
-    def most(room: int, **options: Any) -> Any:
-        return within(settle_options(options), options, room).get("max_new_tokens")
+def test_no_more_tokens_are_asked_for_than_there_is_room():
+    def most(room: float, **options: Any) -> dict[str, Any]:
+        return within(settle_options(options), room, 10)
 
-    assert [most(room) for room in (500, 50, 0)] == [128, 50, 1]
-    assert most(50, min_new_tokens=60) == 60
-    assert most(50, max_new_tokens=70) == 70 and most(50, max_length=70) is None
+    assert [most(room)["max_new_tokens"] for room in (math.inf, 500, 50)] == [128, 128, 50]
+    assert most(50, max_new_tokens=70)["max_new_tokens"] == 50
+    assert [most(50, max_length=length)["max_length"] for length in (40, 70)] == [40, 60]
+    for least in ({"min_new_tokens": 51}, {"min_length": 61}):
+        with pytest.raises(UsageError, match="longer than the model's positions"):
+            most(50, **least)
+
+
+@pytest.mark.parametrize(("length", "last", "cut"), [(60, 5, True), (60, 2, False), (59, 5, False)])
+def test_an_answer_that_was_cut_is_refused_and_one_that_ended_is_not(length: int, last: int, cut: bool):
+    found = torch.tensor([5] * (length - 1) + [last])
+    with pytest.raises(UsageError, match="at most 50 tokens") if cut else nullcontext():
+        refuse_cut(found, {"max_new_tokens": 51}, 50, 10, 2)
+    refuse_cut(found, {"max_new_tokens": 50}, 50, 10, 2)

@@ -156,7 +156,7 @@ class Pipeline:
     ) -> None:
         self.modules, self.plan, self.device = list(modules), plan, mesh.device
         self.group, self.at, self.main = mesh.groups["pp"], mesh.at.pp, mesh.main
-        self.replicas = mesh.groups["dp"] if plan.sharding is not None else None
+        self.replicas = mesh.groups["dp"] if plan.together else None
         self.stacks = tuple(family.stacks)
         self.final, self.texts = len(plan.stages) - 1, objective.texts
         self.now = Now()
@@ -198,7 +198,7 @@ class Pipeline:
     def logits(self, batch: Batch) -> Tensor | None:
         """Logits of all rows on the last stage, None on the others."""
         self.now.key, self.now.training = None, False
-        own = self._pieces(len(input_of(batch)))  # for each of which weights are gathered
+        own = self._pieces(len(input_of(batch)))  # replicas may need one another for each
         pieces = -least_of([-own], self.device, self.replicas)[0]
         self._step(*self._padded(batch, pieces), pieces)
         found, self.now.logits = self.now.logits, []
