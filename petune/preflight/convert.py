@@ -75,9 +75,24 @@ def convert(file: Path, overrides: Sequence[str] = (), program: str | None = Non
     return Converted(known, recipe, frozenset(used), tuple(left))
 
 
+class _Once(yaml.SafeLoader):
+    """Reads YAML, but no key that a mapping has twice, of which the last would be taken."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """As the base."""
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                what = f"{key.value} is set on line {lines[key.value]} and again on line {line}"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.load(file.read_text(encoding="utf-8"), _Once)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]
         raise FileError(

@@ -400,6 +400,15 @@ def test_two_keys_for_one_setting_are_said(tmp_path: Path) -> None:
     assert left["warmup_ratio"] == "warmup is said by warmup_steps already"
 
 
+@pytest.mark.parametrize(
+    "text", ["lora_r: 8\nadapter: lora\nlora_r: 16\n", '{"a": {"lora_r": 8, "lora_r": 16}}']
+)
+def test_a_key_that_is_set_twice_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(text)
+    with pytest.raises(FileError, match=r"lora_r is set on line 1 and again on line [13]"):
+        convert(tmp_path / "a.yml")
+
+
 def test_settings_are_laid_over_what_was_read(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text(AXOLOTL)
     converted = convert(tmp_path / "a.yml", ("lr=1e-3", "method.r=4"))
