@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
@@ -57,7 +57,7 @@ def in_language(
     found: Any = deepcopy(words)  # one that was given from Python stays as it is
     found.set_prefix_tokens(language=language.lower(), task=task)
     found.init_kwargs.update(language=found.language, task=found.task)  # what is saved
-    return found  # type: ignore[no-any-return]  # a tokenizer, as it was
+    return cast("PreTrainedTokenizerBase", found)
 
 
 def speak(model: Any, words: Any) -> None:

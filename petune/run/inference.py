@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ class Speaker:
             settings["tokenizer"] = self.tokenizer
         with torch.no_grad(), self.place.autocast():
             try:
-                found: Tensor = self.model.generate(**given, **settings)[0]  # type: ignore[operator]
+                found: Tensor = cast("Any", self.model).generate(**given, **settings)[0]
             except ValueError as error:  # transformers' word for an option it cannot take
                 what = (str(error).splitlines() or ["no reason is given"])[0]
                 raise UsageError(

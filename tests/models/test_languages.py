@@ -53,6 +53,11 @@ def run(place: Path) -> Run:
     return petune.train(**settings(place))
 
 
+def tokenizer_of(recipe: dict[str, Any]) -> Any:
+    """The tokenizer that a run would have."""
+    return prepare(load_recipe(recipe)).tokenizer
+
+
 def theirs(place: Path, **how: Any) -> WhisperTokenizer:
     """transformers' own tokenizer of the model's folder."""
     found: WhisperTokenizer = AutoTokenizer.from_pretrained(place / "whisper", **how)
@@ -118,7 +123,7 @@ def test_a_merged_folder_writes_the_language_wherever_it_is_read(run: Run, place
     heard = reader([tone(0), tone(1)], generate_kwargs={"max_new_tokens": 6})
     assert [one["text"] for one in heard] == [*TEXTS]
     again = settings(place, None, model=str(folder))  # its tokenizer says the language
-    assert prepare(load_recipe(again)).tokenizer.language == "german"  # type: ignore[union-attr]
+    assert tokenizer_of(again).language == "german"
 
 
 def test_what_the_folder_s_tokenizer_says_is_taken_unless_the_recipe_says_more(tmp_path: Path) -> None:
@@ -126,11 +131,10 @@ def test_what_the_folder_s_tokenizer_says_is_taken_unless_the_recipe_says_more(t
     write_multilingual(tmp_path / "whisper")
     theirs(tmp_path, language="french", task="translate").save_pretrained(tmp_path / "whisper")
     for language, wanted in ((None, ("french", "translate")), ("de", ("de", "transcribe"))):
-        found: Any = prepare(load_recipe(settings(tmp_path, language))).tokenizer
+        found = tokenizer_of(settings(tmp_path, language))
         assert (found.language, found.task) == wanted
     theirs(tmp_path, task=None).save_pretrained(tmp_path / "whisper")
-    half: Any = prepare(load_recipe(settings(tmp_path, None))).tokenizer
-    assert half.task == "transcribe"  # as transformers completes it when it asks
+    assert tokenizer_of(settings(tmp_path, None)).task == "transcribe"  # as transformers has it
 
 
 def test_a_tokenizer_from_python_is_set_and_the_one_given_stays(place: Path) -> None:
@@ -142,13 +146,14 @@ def test_a_tokenizer_from_python_is_set_and_the_one_given_stays(place: Path) -> 
     run = petune.train(**settings(place, **given))
     assert both.tokenizer.language is None
     assert AutoTokenizer.from_pretrained(run.folder / "tuned").language == "german"
-    assert run.speaker.model.generation_config.language == "german"  # type: ignore[union-attr]
+    said: Any = run.speaker.model.generation_config
+    assert said.language == "german"
 
 
 def test_a_model_that_says_nothing_of_itself_is_asked_with_the_tokenizer_s_ids(tmp_path: Path) -> None:
     write_multilingual(tmp_path / "whisper", None)
     write_sounds(tmp_path, 6)
-    assert prepare(load_recipe(settings(tmp_path, None))).tokenizer.language is None  # type: ignore[union-attr]
+    assert tokenizer_of(settings(tmp_path, None)).language is None
     found = petune.train(**settings(tmp_path, max_steps=1)).speaker.model
     assert torch.equal(written(found), written(found, language="german", task="transcribe"))
 
