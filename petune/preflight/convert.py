@@ -92,7 +92,7 @@ class _Once(yaml.SafeLoader):
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), _Once)
+        tree = _Once(file.read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]
         raise FileError(
