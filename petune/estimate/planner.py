@@ -185,7 +185,7 @@ class Planner:
         plan = self.plan(layout)
         seen = {layout}
         yield layout
-        for parts in self._stacked():
+        for parts in ({},) if plan.cut is None else self._stacked():
             with suppress(
                 MachineError, UsageError
             ):  # too little memory, or too few rows or blocks for these lists
@@ -196,8 +196,6 @@ class Planner:
                 if found not in seen:
                     seen.add(found)
                     yield found
-            if plan.cut is None:
-                return
 
     def _stacked(self) -> list[Counter[Part]]:
         """The parts of all blocks, and where there are several stacks those of each."""

@@ -24,6 +24,7 @@ from petune.methods.saving import forget
 from petune.methods.several import settle
 from petune.methods.wrapped import sole_tuning
 from petune.models import attention
+from petune.models.damage import refuse_absent
 from petune.models.frozen_weight import quantised_in, restore_dense
 from petune.models.linear_attention import forget_samples
 from petune.models.stack import disown_stacks
@@ -112,12 +113,7 @@ def _refuse_absent(model: nn.Module) -> None:
     """Raise UsageError where a weight that an update goes into has no values, so that both would be lost."""
     for name, layer in tuned_layers(model):
         for own, value in layer.named_parameters(recurse=False):
-            if value.is_meta:
-                raise UsageError(
-                    "this tensor has no values: it is on the meta device",
-                    where=f"{name}.{own}",
-                    remedy="load the whole model, without offloading (device_map)",
-                )
+            refuse_absent(f"{name}.{own}", value)
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from petune.errors import FileError, Problem
+from petune.errors import FileError, Problem, UsageError
 from petune.files.safetensors import WEIGHTS, Header, is_finite
 from petune.models.contents import Contents
 from petune.models.source import Source
@@ -95,6 +95,16 @@ def refuse_not_finite(names: Sequence[str], place: str) -> None:
     if names:
         raise FileError(
             [Problem("holds a value that is not finite", where=f"{place}: {name}") for name in names[:10]]
+        )
+
+
+def refuse_absent(name: str, value: Tensor) -> None:
+    """Raise UsageError for a tensor on the meta device, of which something is to be read or written."""
+    if value.is_meta:
+        raise UsageError(
+            "this tensor has no values: it is on the meta device",
+            where=name,
+            remedy="load the whole model, without offloading (device_map)",
         )
 
 

@@ -25,10 +25,9 @@ def is_multilingual(source: Source, given: Any = None) -> bool | None:
     if source.kind == "object":
         found = getattr(getattr(given, "generation_config", None), "is_multilingual", None)
     else:
-        place = str(Path(source.place).parent) if source.kind == "config" else source.place
         how = {"revision": source.revision, "_raise_exceptions_for_missing_entries": False}
         with hub_errors(source):  # a file that is missing is none, any other error is one
-            file = cached_file(place, "generation_config.json", **how)
+            file = cached_file(source.beside, "generation_config.json", **how)
         found = None if file is None else read_json(Path(file), links=True).get("is_multilingual")
     return found if isinstance(found, bool) else None
 

@@ -145,7 +145,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
     Raises FileError when there is none, or when it has neither a padding nor an end token.
     """
-    place = str(Path(source.place).parent) if source.kind == "config" else source.place
+    place = source.beside
     with hub_errors(source):
         tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision, trust_remote_code=False)
     return with_padding(tokenizer, place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,6 +117,17 @@ def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """The arguments of a block that may be given by position."""
     parameters = signature(kind.forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
+
+
+def takes_a_cache(model: Any) -> bool:
+    """Whether a model, compiled or not, may be told of a cache: encoders know of none, and T5Gemma's with
+    classes say themselves that there is none."""
+    return _told_of_a_cache(getattr(model, "_orig_mod", model).__class__)
+
+
+@cache
+def _told_of_a_cache(kind: Any) -> bool:
+    return "use_cache" in signature(kind.forward).parameters
 
 
 def same(one: Call, other: Call) -> bool:

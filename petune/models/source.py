@@ -50,6 +50,11 @@ class Source:
     revision: str | None
     note: str
 
+    @property
+    def beside(self) -> str:
+        """Where the files beside the weights are: tokenizer, processor, how it generates."""
+        return str(Path(self.place).parent) if self.kind == "config" else self.place
+
 
 def resolve_model(spec: str, folder: Path) -> Source:
     """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision] | object:CLASS@FINGERPRINT) means,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from petune.errors import RecipeError, TrainingFault
 from petune.models import family_of
+from petune.models.port import takes_a_cache
 from petune.parallel import Batch, Outputs
 from petune.recipe import Recipe
 from petune.rng.context import chosen, on_host
@@ -60,17 +59,10 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
         inputs["decoder_input_ids"] = _read_while_writing(model, batch["labels"])
     family = family_of(model)
-    own: Any = getattr(model, "_orig_mod", model)
     # a cache would let packed samples see one another
-    if family is None or (family.caches and _takes_a_cache(own.__class__)):
+    if family is None or (family.caches and takes_a_cache(model)):
         inputs["use_cache"] = False
     return inputs
-
-
-@cache
-def _takes_a_cache(kind: Any) -> bool:
-    """Whether a model may be told of a cache: T5Gemma's with classes say themselves that there is none."""
-    return "use_cache" in signature(kind.forward).parameters
 
 
 def _read_while_writing(model: nn.Module, labels: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def load_processor(source: Source, kind: Kind) -> Any:
     """What makes tensors of pictures or sounds for a model, from its preprocessor_config.json; of pictures in
     transformers' form that works with Pillow alone, so that the same pixels come out on every machine. Raises
     FileError where there is none."""
-    place = str(Path(source.place).parent) if source.kind == "config" else source.place
+    place = source.beside
     how = {"revision": source.revision, "trust_remote_code": False}
     with hub_errors(source):
         if kind == "audio":

@@ -21,6 +21,7 @@ from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods import is_wrapped, pissa, tuned_parameters, tuning
 from petune.methods.configs import method_of
 from petune.models.contents import contents_of
+from petune.models.damage import refuse_absent
 from petune.models.frozen_weight import QuantisedWeight, sampled
 from petune.models.tuned_linear import tuned_layers
 
@@ -108,12 +109,8 @@ def _samples(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[
     picked: dict[torch.device, list[tuple[str, Tensor]]] = {}
     with torch.no_grad():
         for name, value in tensors.items():
-            if value.is_meta and contents is None:
-                raise UsageError(
-                    "this tensor has no values: it is on the meta device",
-                    where=name,
-                    remedy="load the whole model, without offloading (device_map)",
-                )
+            if contents is None:
+                refuse_absent(name, value)
             few = contents.sampled(name) if contents is not None and value.is_meta else sampled(value)
             picked.setdefault(few.device, []).append((name, few))
         found: dict[str, list[float | str]] = {}

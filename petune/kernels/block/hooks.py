@@ -3,7 +3,6 @@ files."""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.kernels.block.module import FusedBlock
+from petune.models.port import takes_a_cache
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running
 
@@ -65,7 +65,7 @@ class NoCache:
 
     def register(self, model: nn.Module) -> RemovableHandle:
         """Act before every other hook of `model`, which must see the call as it will be."""
-        self.takes = "use_cache" in inspect.signature(type(model).forward).parameters
+        self.takes = takes_a_cache(model)
         stacks = [module for module in model.modules() if isinstance(module, Stack)]
         # beside a ladder the model itself is in eval mode
         self.learners = [model, *(cast("Any", stack.ladder) for stack in stacks if stack.ladder is not None)]
