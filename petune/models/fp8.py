@@ -39,9 +39,12 @@ def values(device: torch.device) -> Tensor:
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
 
-def transposed(q: Tensor) -> Tensor:
-    """float8_e4m3fn [n, k] as [k, n] in memory of its own; rows of `q` are dense."""
-    return q.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
+def transposed(*parts: Tensor) -> Tensor:
+    """float8_e4m3fn [n, k] each, one below the other, as [k, sum of n] in memory of its own; their rows are
+    dense."""
+    turned = [q.view(torch.uint8).T for q in parts]
+    whole = turned[0].contiguous() if len(turned) == 1 else torch.cat(turned, 1)
+    return whole.view(torch.float8_e4m3fn)
 
 
 def product(left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,6 +57,12 @@ def product(left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torc
         )
     wide = torch.promote_types(dtype, torch.float32)
     return ((x.to(wide) * x_scale) @ (y.to(wide) * y_scale).T).to(dtype)
+
+
+def product_of_turned(dy: tuple[Tensor, Tensor], columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy W of a quantised dy * factors [m, n]. columns: W `transposed`, as products in eight bits sum along
+    rows."""
+    return product(dy, columns, torch.ones_like(columns[:, :1], dtype=torch.float32), dtype)
 
 
 class Fp8(ScaledRows):
@@ -85,7 +94,7 @@ class Fp8(ScaledRows):
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """dy W, [m, n] -> [m, k]."""
-        return self.multiply_back(quantise(dy, self.factors), transposed(self.rows), dy.dtype)
+        return product_of_turned(quantise(dy, self.factors), transposed(self.rows), dy.dtype)
 
     @property
     def rows(self) -> Tensor:
@@ -95,14 +104,9 @@ class Fp8(ScaledRows):
     @property
     def factors(self) -> Tensor:
         """What the columns of a gradient [m, n] are multiplied with before it is quantised for
-        `multiply_back`, [n]."""
+        `product_of_turned`, [n]."""
         return self.scale[:, 0]
 
     def multiply(self, x: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """x W^T of a quantised x [m, k]."""
         return product(x, self.rows, self.scale, dtype)
-
-    def multiply_back(self, dy: tuple[Tensor, Tensor], columns: Tensor, dtype: torch.dtype) -> Tensor:
-        """dy W of a quantised dy * factors [m, n]. columns: the transposed `rows`, as products in eight bits
-        sum along rows."""
-        return product(dy, columns, torch.ones_like(columns[:, :1], dtype=torch.float32), dtype)

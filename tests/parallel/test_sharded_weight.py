@@ -14,13 +14,15 @@ from petune.kernels.configs import MemoryConfig
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models import family_of
+from petune.models.form import Form
+from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised_in
 from petune.models.quantise import quantise_blocks
 from petune.parallel.fsdp import gathered, local
 from petune.parallel.plan import ParallelPlan, Sharding
 from petune.parallel.sharded_weight import ShardedWeight
 from tests.parallel import harness
-from tests.parallel.harness import Case, check
+from tests.parallel.harness import Case, check, collate, rows, total
 from tests.pool import run
 
 PLAIN = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
@@ -110,6 +112,28 @@ def _held(block: Any) -> list[Tensor]:
     ]
     assert found
     return found
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8", "fp8"])
+def test_fused_blocks_multiply_gathered_weights_by_their_kernels(form: str) -> None:
+    """Not by the products of the weight itself, which plain torch makes dense."""
+    one = case("llama-causal", "lora", form, 2, blocks=LESS, settings=WIDE["llama"])
+
+    def part() -> float:
+        runner = harness.place(one, one.plan)
+        batches = [collate(runner.share(chosen), one) for chosen in rows(one, 0)]
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in (Form, Fp8):
+                for product in ("linear", "dlinear"):
+                    patch.setattr(kind, product, _unfused)
+            return float(runner.backward(batches, total(one, 0), one.key))
+
+    losses = run(2, part)
+    assert losses[0] == losses[1]
+
+
+def _unfused(*_: Any) -> Tensor:
+    raise AssertionError("a block went past the kernels")
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.layout import MASKS
-from petune.kernels.block.linear import Bank
+from petune.kernels.block.linear import Bank, at_hand
 from petune.kernels.block.mixture import OF_MIXTURE, Mixture, MixturePart
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program
@@ -247,8 +247,7 @@ class Call:
                 part.with_tensors(tensors[first + TENSORS * k : first + TENSORS * (k + 1)]).to(self.dtype)
                 for k, part in enumerate(parts)
             ]
-            bank = self.spec.banks[at]
-            base = None if bank is None else bank.at_hand(own)
+            base = at_hand(self.spec.banks[at], own, self.spec.ops)
             found.append(
                 Group(
                     own,

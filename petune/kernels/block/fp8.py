@@ -7,6 +7,7 @@ are rounded with it once; LoRA's own factors, norms, attention and the head stay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -14,27 +15,34 @@ from torch import Tensor
 
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Low
-from petune.models.fp8 import Fp8
+from petune.models.fp8 import Fp8, product_of_turned
 
 
 class PackedFp8:
-    """A weight in eight bits and its bias [n] or None; see petune.kernels.block.linear.PackedWeight.
-    Activations and gradients are quantised by `ops`."""
+    """Weights in eight bits, one below the other, and their bias [n] or None; see
+    petune.kernels.block.linear.PackedWeight. Activations and gradients are quantised by `ops`, once for all
+    of them."""
 
     rate: ClassVar[Literal["matmul_fp8"]] = "matmul_fp8"
     made: ClassVar[float] = 0
 
-    def __init__(self, form: Fp8, bias: Tensor | None, ops: Ops) -> None:
-        self.form, self.bias, self.ops = form, bias, ops
+    def __init__(self, forms: Sequence[Fp8], bias: Tensor | None, ops: Ops) -> None:
+        self.forms, self.bias, self.ops = forms, bias, ops
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x W^T, summed in float32 and rounded to `dtype`, [m, n]."""
+        quantised = self.ops.quantise(x)
+        found = [form.multiply(quantised, dtype) for form in self.forms]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def linear(self, x: Tensor) -> Tensor:
         """See PackedWeight."""
-        y = self.form.multiply(self.ops.quantise(x), x.dtype)
+        y = self._product(x, x.dtype)
         return y if self.bias is None else y.add_(self.bias)
 
     def linear32(self, x: Tensor) -> Tensor:
         """See PackedWeight."""
-        y = self.form.multiply(self.ops.quantise(x), torch.promote_types(x.dtype, torch.float32))
+        y = self._product(x, torch.promote_types(x.dtype, torch.float32))
         return y if self.bias is None else y.add_(self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
@@ -43,14 +51,16 @@ class PackedFp8:
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
         """See PackedWeight."""
-        product = self.form.multiply(self.ops.quantise(x), torch.promote_types(x.dtype, torch.float32))
+        product = self._product(x, torch.promote_types(x.dtype, torch.float32))
         y: Tensor = ops.add_low(None if self.bias is None else self.bias.expand_as(product), product, low)
         return y
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """See PackedWeight."""
-        columns = self.ops.transposed(self.form.rows)
-        return self.form.multiply_back(self.ops.quantise(dy, self.form.factors), columns, dy.dtype)
+        columns = self.ops.transposed(*(form.rows for form in self.forms))
+        factors = [form.factors for form in self.forms]
+        quantised = self.ops.quantise(dy, factors[0] if len(factors) == 1 else torch.cat(factors))
+        return product_of_turned(quantised, columns, dy.dtype)
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See PackedWeight."""

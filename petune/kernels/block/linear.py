@@ -63,8 +63,7 @@ class PackedWeight(Protocol):
 
 @dataclass(frozen=True)
 class Apart:
-    """Quantised weights that lie in places of their own, one product each: after a copy, a move or a merge of
-    one of them."""
+    """Weights of several forms, or with and without a bias, one product each."""
 
     weights: Sequence[PackedWeight]
     widths: Sequence[int]
@@ -110,9 +109,23 @@ def packed(weight: Tensor, bias: Tensor | None, ops: Ops) -> PackedWeight:
 def _packed(forms: Sequence[Form], bias: Tensor | None, ops: Ops, room: int = 0) -> PackedWeight:
     """Forms of one kind, one below the other."""
     if isinstance(forms[0], Fp8):
-        own = cast("Sequence[Fp8]", forms)
-        return PackedFp8(own[0] if len(own) == 1 else Fp8.together(own), bias, ops)
+        return PackedFp8(cast("Sequence[Fp8]", forms), bias, ops)
     return PackedForms(forms, bias, ops, room)
+
+
+def at_hand(bank: Bank | None, parts: Sequence[LowRank], ops: Ops) -> PackedWeight | None:
+    """The frozen weights of `parts` as one product: those of their bank, or quantised ones that are in none
+    (a rank's shard gathered for this call) or have left it; else None."""
+    if bank is not None and bank.intact(parts):
+        return bank.base
+    weights = [part.weight for part in parts]
+    forms = [weight.form for weight in weights if isinstance(weight, QuantisedWeight)]
+    if not forms:
+        return None
+    biases = [part.bias for part in parts if part.bias is not None]
+    if len(forms) == len(parts) and len(set(map(type, forms))) == 1 and len(biases) in (0, len(parts)):
+        return _packed(forms, torch.cat(biases) if len(biases) > 1 else next(iter(biases), None), ops)
+    return Apart([packed(part.weight, part.bias, ops) for part in parts], list(map(len, weights)))
 
 
 class Bank:
@@ -134,9 +147,11 @@ class Bank:
         self.quantised = isinstance(weights[0], QuantisedWeight)
         if self.quantised:
             held = cast("Any", weights)
-            self.base = _packed([weight.form for weight in held], self.bias, ops, room)
-            if isinstance(self.base, PackedFp8):
-                _become_views(held, self.base.form)
+            forms: list[Form] = [weight.form for weight in held]
+            if len(forms) > 1 and isinstance(forms[0], Fp8):
+                forms = [Fp8.together(cast("list[Fp8]", forms))]
+                _become_views(held, forms[0])
+            self.base = _packed(forms, self.bias, ops, room)
             self.tensors: tuple[Tensor, ...] = sum(map(bytes_in, weights), ())
         else:
             weight, whole = _moved_together(weights, room)
@@ -158,17 +173,6 @@ class Bank:
         if bankable(layers):
             return Bank(layers, self.ops, self.room)
         return self if self.quantised else None
-
-    def at_hand(self, parts: Sequence[LowRank]) -> PackedWeight | None:
-        """The weights of `parts` as one product: those of the bank, or where they have left it, quantised
-        ones one by one; else None."""
-        if self.intact(parts):
-            return self.base
-        if not self.quantised:
-            return None
-        return Apart(
-            [packed(part.weight, part.bias, self.ops) for part in parts], [len(part.weight) for part in parts]
-        )
 
 
 def bankable(layers: Sequence[nn.Module]) -> bool:
@@ -197,10 +201,10 @@ def _lie_in(whole: Tensor, values: Sequence[Tensor]) -> bool:
     return at == whole.data_ptr() + len(whole) * stride * whole.itemsize
 
 
-def _become_views(weights: Sequence[QuantisedWeight], whole: Fp8) -> None:
+def _become_views(weights: Sequence[QuantisedWeight], whole: Form) -> None:
     """Let `weights` be the rows of `whole`, one after the other."""
     at = 0
-    for weight in weights if len(weights) > 1 else ():
+    for weight in weights:
         weight.form, at = whole.narrow(0, at, len(weight)), at + len(weight)
 
 

@@ -18,26 +18,27 @@ TILE = 128
 WARPS = 8
 
 
-def transposed(q: Tensor) -> Tensor:
+def transposed(*parts: Tensor) -> Tensor:
     """`petune.kernels.reference.transposed`."""
-    n, k = q.shape
-    out = torch.empty((k, n), dtype=q.dtype, device=q.device)
-    if out.numel():
-        grid = (triton.cdiv(k, TILE), triton.cdiv(n, TILE))
-        source, target = q.view(torch.uint8), out.view(torch.uint8)
-        _transpose_kernel[grid](source, target, n, k, q.stride(0), TILE=TILE, num_warps=WARPS)
+    k, rows = parts[0].shape[1], [len(q) for q in parts]
+    out = torch.empty((k, sum(rows)), dtype=parts[0].dtype, device=parts[0].device)
+    for q, n, own in zip(parts, rows, out.view(torch.uint8).split(rows, 1), strict=True):
+        if q.numel():
+            grid = (triton.cdiv(k, TILE), triton.cdiv(n, TILE))
+            given = q.view(torch.uint8), own, n, k, q.stride(0), sum(rows)
+            _transpose_kernel[grid](*given, TILE=TILE, num_warps=WARPS)
     return out
 
 
 @triton.jit
-def _transpose_kernel(source, target, n, k, stride, TILE: tl.constexpr):
+def _transpose_kernel(source, target, n, k, stride, pitch, TILE: tl.constexpr):
     row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     square = tl.load(
         source + row[:, None] * stride + column[None, :], mask=(row < n)[:, None] & (column < k)[None, :]
     )
     tl.store(
-        target + column[:, None] * n + row[None, :],
+        target + column[:, None] * pitch + row[None, :],
         tl.trans(square),
         mask=(column < k)[:, None] & (row < n)[None, :],
     )
@@ -48,5 +49,5 @@ def _transpose_kernel(source, target, n, k, stride, TILE: tl.constexpr):
 
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
-    signature = {"source": "*u8", "target": "*u8", "n": "i32", "k": "i32", "stride": "i32"}
+    signature = {"source": "*u8", "target": "*u8"} | dict.fromkeys(("n", "k", "stride", "pitch"), "i32")
     yield _transpose_kernel, signature, {"TILE": TILE}, WARPS, 3

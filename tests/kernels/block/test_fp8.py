@@ -77,7 +77,7 @@ def test_products_are_as_near_as_the_rounding_of_their_factors_allows(
     weight, x, dy = torch.randn(48, 64).to(dtype), torch.randn(9, 64).to(dtype), torch.randn(9, 48).to(dtype)
     weight[3] *= 1000  # a row of another size spoils no other
     offset = torch.randn(48).to(dtype) if bias else None
-    eight = PackedFp8(Fp8.of(weight), offset, ops)
+    eight = PackedFp8([Fp8.of(weight)], offset, ops)
     y = eight.linear(x)
     assert y.dtype == dtype and y.shape == (9, 48)
     assert_near(y - offset if bias else y, x, weight.T)
@@ -88,7 +88,7 @@ def test_products_are_as_near_as_the_rounding_of_their_factors_allows(
 def test_a_product_with_its_update_is_the_product_and_the_update(ops: Ops, bias: bool) -> None:
     weight, x, s, b = torch.randn(48, 64), torch.randn(9, 64), torch.randn(9, 4), torch.randn(48, 4)
     weight[3] *= 1000
-    eight = PackedFp8(Fp8.of(weight), torch.randn(48) if bias else None, ops)
+    eight = PackedFp8([Fp8.of(weight)], torch.randn(48) if bias else None, ops)
     torch.testing.assert_close(
         eight.linear_low(x, (s, b), ops, None), eight.linear(x) + s @ b.T, rtol=1e-5, atol=1e-4
     )
@@ -96,7 +96,7 @@ def test_a_product_with_its_update_is_the_product_and_the_update(ops: Ops, bias:
 
 def test_the_low_rank_part_of_the_backward_product_is_exact(ops: Ops) -> None:
     weight, dy, b = torch.randn(48, 64), torch.randn(9, 48), torch.randn(48, 3)
-    dx, ds = PackedFp8(Fp8.of(weight), None, ops).dlinear_with(dy, b)
+    dx, ds = PackedFp8([Fp8.of(weight)], None, ops).dlinear_with(dy, b)
     assert torch.equal(ds, dy @ b)
     assert_near(dx, dy, weight)
 
@@ -104,12 +104,12 @@ def test_the_low_rank_part_of_the_backward_product_is_exact(ops: Ops) -> None:
 def test_rows_of_zeros_stay_zero(ops: Ops) -> None:
     weight, x = torch.randn(16, 32), torch.randn(4, 32)
     weight[5], x[2] = 0, 0
-    y = PackedFp8(Fp8.of(weight), None, ops).linear(x)
+    y = PackedFp8([Fp8.of(weight)], None, ops).linear(x)
     assert torch.equal(y[2], torch.zeros(16)) and torch.equal(y[:, 5], torch.zeros(4))
 
 
 def test_no_rows_are_no_rows(ops: Ops) -> None:
-    eight = PackedFp8(Fp8.of(torch.randn(16, 32)), torch.randn(16), ops)
+    eight = PackedFp8([Fp8.of(torch.randn(16, 32))], torch.randn(16), ops)
     assert eight.linear(torch.empty(0, 32)).shape == (0, 16)
     assert eight.dlinear(torch.empty(0, 16)).shape == (0, 32)
 

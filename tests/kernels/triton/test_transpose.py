@@ -31,3 +31,10 @@ def test_columns_of_a_wider_matrix_are_turned_alone() -> None:
 def test_a_matrix_without_elements_stays_one(shape: tuple[int, int]) -> None:
     q = torch.empty(shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     assert transposed(q).shape == shape[::-1]
+
+
+def test_matrices_are_turned_as_one_below_the_other() -> None:
+    bits = torch.randint(0, 256, (TILE + 48, 32), dtype=torch.uint8, device=DEVICE)
+    parts = bits.view(torch.float8_e4m3fn).split([16, TILE, 32])
+    for turned in (transposed, reference.transposed):
+        assert torch.equal(turned(*parts).view(torch.uint8), bits.T)
