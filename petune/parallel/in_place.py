@@ -7,6 +7,8 @@ an 8B model these copies take 47 of 528 ms of a step on two H200s. A shard may s
 them from attributes). So a shard of a large tensor adds one element to the message, and what is large in a
 unit travels in one group of all-gathers beside it, on the stream of FSDP2's own, as early.
 
+A quantised weight is several tensors, of which each travels so (petune.parallel.sharded_weight).
+
 Frozen shards do not even have to be sent: where the GPUs of all ranks can read one another's memory, each
 copies what it needs from there (peer_memory.py), and no rank waits for another.
 
@@ -38,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from petune.errors import PetuneError
 from petune.parallel.collectives import gather_rows_
 from petune.parallel.peer_memory import PeerMemory, reachable
+from petune.parallel.sharded_weight import ShardedWeight
 
 # bytes from which a whole tensor is gathered in place
 LARGE = 2**20
@@ -50,8 +53,7 @@ def gather_in_place(
     parameters, and whether these are freed after the forward pass.
 
     Shards must have their memory, on the `device` that computes, and the first forward pass must be to come.
-    Tensors whose rows are not equally many on all ranks, and quantised ones, travel as before. All ranks must
-    call this.
+    Tensors whose rows are not equally many on all ranks travel as before. All ranks must call this.
     """
     streams, found = _Streams(), []
     for module, parameters, freed in units:
@@ -103,9 +105,23 @@ def in_turn(blocks: Iterable[nn.Module]) -> None:
 def _fits(value: DTensor) -> bool:
     """Whether what a rank holds can be a part of the message as it is."""
     shard, ranks = value._local_tensor, value.device_mesh.size(-1)
-    if type(shard) is not Tensor or shard.device.type != value.device_mesh.device_type:
+    held = _rows_of(shard)
+    if not held or shard.device.type != value.device_mesh.device_type or len(value) % ranks:
         return False
-    return value.nbytes >= LARGE and len(value) % ranks == 0 and shard.is_contiguous()
+    return ranks * sum(part.nbytes for part in held) >= LARGE and all(part.is_contiguous() for part in held)
+
+
+def _rows_of(shard: Tensor) -> tuple[Tensor, ...]:
+    """The plain tensors of a shard that have a part for each of its rows; none of a tensor of another
+    make."""
+    if isinstance(shard, ShardedWeight):
+        return shard.form.by_rows
+    return (shard,) if type(shard) is Tensor else ()
+
+
+def _sent(value: Tensor) -> Tensor:
+    """As what ranks send: not all of them know numbers of eight bits."""
+    return value.view(torch.uint8) if value.itemsize == 1 else value
 
 
 class _Unsent(AllGather):
@@ -170,11 +186,13 @@ class _Unit:
         """Let the other ranks read the frozen shards that travel in every pass; whether there are any. All
         ranks must call this."""
         shared = [member for member in self.members if member.frozen and not member.kept]
-        if shared:
-            self.memory = PeerMemory([member.shard for member in shared], group)
-            for number, member in enumerate(shared):
-                member.number = number
-        return bool(shared)
+        parts: list[Tensor] = []
+        for member in shared:
+            member.number = len(parts)
+            parts += member.shards
+        if parts:
+            self.memory = PeerMemory(parts, group)
+        return bool(parts)
 
     def ask(self, member: _Member, mesh: DeviceMesh) -> None:
         """FSDP2 asks each member once for a message: gather all at the first. Nothing else tells when one
@@ -196,30 +214,34 @@ class _Unit:
         if self.memory is not None:
             self._read([member for member in due if member.number is not None])
         sent = [member for member in due if member.number is None]
-        gather_rows_([one.whole for one in sent], [one.shard for one in sent], mesh.get_group())
+        wholes = [_sent(whole) for member in sent for whole in member.wholes]
+        gather_rows_(wholes, [_sent(part) for member in sent for part in member.shards], mesh.get_group())
 
     @torch.no_grad()
     def _read(self, members: Sequence[_Member]) -> None:
         """Copy what other ranks hold; autograd is not told. The places are made once, as the host would be
         busier with them than the device is with a block."""
         assert self.memory is not None
+        wholes = [whole for one in members for whole in one.wholes]
         if not self.places:
-            rows = [self.memory.places(one.whole, cast("int", one.number)) for one in members]
+            numbers = [cast("int", one.number) + at for one in members for at in range(len(one.wholes))]
+            rows = list(map(self.memory.places, wholes, numbers))
             self.places = list(chain.from_iterable(zip(*rows, strict=True)))
-        with preserved_versions(tuple(one.whole for one in members)):
+        with preserved_versions(tuple(wholes)):
             for place, part in self.places:
                 place.copy_(part)
 
 
 class _Member:
-    """A parameter of a unit. whole: all its rows, whose memory FSDP2 frees with the unit, or where it is
-    `kept` nobody. version: that of the shard which was gathered first; None before. number: among the tensors
-    of the unit's memory that other ranks read; None where it is sent."""
+    """A parameter of a unit. wholes: all its rows, in one tensor or in those that it is quantised in, whose
+    memory FSDP2 frees with the unit, or where it is `kept` nobody. version: that of the shard which was
+    gathered first; None before. number: that of its first tensor in the unit's memory that other ranks read;
+    None where it is sent."""
 
     def __init__(self, unit: _Unit, value: DTensor, kept: bool) -> None:
         self.unit, self.value, self.kept = unit, value, kept
         self.frozen, self.number = not value.requires_grad, cast("int | None", None)
-        self.whole = self.shard.new_empty(0)
+        self.wholes: tuple[Tensor, ...] = ()
         self.version: int | None = None
 
     @property
@@ -228,15 +250,25 @@ class _Member:
         return self.value._local_tensor
 
     @property
+    def shards(self) -> tuple[Tensor, ...]:
+        """The plain tensors that these are."""
+        return _rows_of(self.shard)
+
+    @property
+    def written(self) -> int:
+        """How often somebody wrote into them."""
+        return sum(part._version for part in self.shards)
+
+    @property
     def attached(self) -> bool:
         """Whether FSDP2 asks it."""
-        return hasattr(self.shard, "fsdp_pre_all_gather")
+        return "fsdp_pre_all_gather" in self.shard.__dict__
 
     def attach(self) -> None:
         """Take the parameter over from FSDP2's message."""
         self.shard.__dict__.update(fsdp_pre_all_gather=self.begin, fsdp_post_all_gather=self.end)
         if self.version is not None:
-            self.version = self.shard._version
+            self.version = self.written
 
     @property
     def holds(self) -> bool:
@@ -245,24 +277,31 @@ class _Member:
 
     def check(self) -> None:
         """Raise PetuneError where a frozen shard is no longer what was gathered first."""
-        if self.frozen and self.version not in (None, self.shard._version):
+        if self.frozen and self.version not in (None, self.written):
             raise PetuneError("a frozen shard was written to after the first forward pass")
 
     def allocate(self) -> None:
-        """Give the whole memory."""
+        """Give the wholes memory."""
         if self.version is None:
             with torch.inference_mode(False):  # training may follow
-                self.whole = self.shard.new_empty(self.value.shape)
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self.version = self.shard._version
+                self.wholes = tuple(part.new_empty(len(self.value), *part.shape[1:]) for part in self.shards)
+        for one in self.wholes:
+            one.untyped_storage().resize_(one.nbytes)
+        self.version = self.written
 
-    def begin(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], None]:
-        """Called by FSDP2 before its own message, of which one element is the least."""
+    def begin(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], int]:
+        """Called by FSDP2 before its own message, of which one element is the least; with this rank among
+        those that hold shards."""
         self.unit.ask(self, mesh)
-        return (self.shard.view(-1)[:1],), None
+        return (self.shards[0].view(-1)[:1],), mesh.get_local_rank()
 
     def end(
-        self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: Sequence[Tensor], rank: int, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole tensor and what of it is to be freed, which FSDP2 asks for once: later it only waits."""
-        return None if out is not None else (self.whole, () if self.kept else (self.whole,))
+        if out is not None:
+            return None
+        shard, whole = self.shard, self.wholes[0]
+        if isinstance(shard, ShardedWeight):
+            whole = shard.gathered(self.wholes, rank * len(shard))
+        return whole, () if self.kept else self.wholes

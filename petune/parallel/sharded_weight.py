@@ -64,7 +64,11 @@ class ShardedWeight(QuantisedWeight):
         fills the same memory again."""
         if out is not None:
             return None
-        return ShardedWeight(self.form.with_rows(outputs, -first), self.rows), ()
+        return self.gathered(outputs, first), ()
+
+    def gathered(self, wholes: Sequence[Tensor], first: int) -> ShardedWeight:
+        """The weight whose rows lie in `wholes`, of which this rank has those from `first` on."""
+        return ShardedWeight(self.form.with_rows(wholes, -first), self.rows)
 
 
 def _lengthened(value: Tensor, rows: int) -> Tensor:

@@ -77,6 +77,13 @@ DROPOUTS = {
     ),
 }
 
+# settings of models in NF4: blocks of 64 inputs, and in one weight two scales of their scales
+WIDE = {
+    "llama": (("hidden_size", 64), ("intermediate_size", 512)),
+    "t5": (("d_model", 64), ("d_ff", 128)),
+    "bert": (("hidden_size", 64), ("intermediate_size", 128)),
+}
+
 
 @dataclass(frozen=True)
 class Case:

@@ -18,7 +18,7 @@ from petune.parallel.fsdp import local
 from petune.parallel.plan import ParallelPlan, Sharding
 from petune.parallel.runner import Runner
 from tests.parallel import harness
-from tests.parallel.harness import Case, check, collate, rows, total
+from tests.parallel.harness import WIDE, Case, check, collate, rows, total
 from tests.parallel.plans import COMPOSED
 from tests.pool import run
 
@@ -61,6 +61,22 @@ def test_what_is_gathered_in_place_trains_as_one_process_does(
     name: str, method: str, plan: ParallelPlan, changes: dict[str, Any]
 ) -> None:
     check(Case(name, method, plan, **{"steps": 2, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "plan", "settings"),
+    [
+        ("llama-causal", "nf4", plan_of(4, replicas=2), WIDE["llama"]),
+        ("bert-classify", "int8", plan_of(reshard=False), ()),
+        pytest.param("llama-causal", "nf4", plan_of(reshard=False), WIDE["llama"], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_quantised_weights_that_are_gathered_in_place_train_as_in_one_process(
+    name: str, form: str, plan: ParallelPlan, settings: tuple[tuple[str, int], ...]
+) -> None:
+    case = Case(name, "lora", plan, base_dtype=form, settings=settings, passes=(5, 6), blocks=LESS)
+    check(replace(case, steps=1))
 
 
 def pass_of(case: Case, runner: Runner, step: int) -> float:

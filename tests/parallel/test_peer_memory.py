@@ -21,7 +21,7 @@ from petune.parallel.collectives import gather_rows_
 from petune.parallel.peer_memory import PeerMemory, _linked, reachable
 from petune.parallel.plan import ParallelPlan, Sharding
 from tests.parallel import harness
-from tests.parallel.harness import Case, check
+from tests.parallel.harness import WIDE, Case, check
 from tests.pool import run
 
 CPU = torch.device("cpu")
@@ -66,6 +66,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     [
         ("llama-causal", "lora", {"blocks": MemoryConfig("attention", "input", tile=5)}),
         ("t5-seq2seq", "side", {}),
+        ("llama-causal", "lora", {"base_dtype": "nf4", "settings": WIDE["llama"]}),
         pytest.param("bert-classify", "adapter", {}, marks=pytest.mark.long),
     ],
     ids=str,

@@ -18,20 +18,15 @@ from petune.models.form import Form
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised_in
 from petune.models.quantise import quantise_blocks
+from petune.parallel import in_place
 from petune.parallel.fsdp import gathered, local
 from petune.parallel.plan import ParallelPlan, Sharding
 from petune.parallel.sharded_weight import ShardedWeight
 from tests.parallel import harness
-from tests.parallel.harness import Case, check, collate, rows, total
+from tests.parallel.harness import WIDE, Case, check, collate, rows, total
 from tests.pool import run
 
 PLAIN = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
-# blocks of 64 inputs, and scales of two scales of them in one weight
-WIDE = {
-    "llama": (("hidden_size", 64), ("intermediate_size", 512)),
-    "t5": (("d_model", 64), ("d_ff", 128)),
-    "bert": (("hidden_size", 64), ("intermediate_size", 128)),
-}
 LESS = MemoryConfig("attention", "input", tile=5)
 
 
@@ -68,34 +63,39 @@ def test_replicas_of_shards_and_whole_frozen_weights_train_as_one_process() -> N
     check(replace(case("llama-causal", "lora", "nf4", 2, **both), plan=plan_of(2, frozen=False)))
 
 
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("form", ["nf4", "int8", "fp8"])
-def test_what_is_gathered_is_the_quantised_whole_bit_by_bit(form: str) -> None:
-    one = case("llama-causal", "lora", form, 3, settings=WIDE["llama"])
+def test_what_is_gathered_is_the_quantised_whole_bit_by_bit(
+    form: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FSDP2's message where ranks have unequally many rows, else in place."""
+    monkeypatch.setattr(in_place, "LARGE", 1)
+    one = case("llama-causal", "lora", form, world, settings=WIDE["llama"])
     whole = harness.build(one)
     quantise_blocks(whole, family_of(whole), form)
     expected = _held(cast("Any", whole).model.layers[0])
 
-    def part() -> bool:
+    def part() -> tuple[bool, set[bool]]:
         block = cast("Any", harness.place(one, one.plan).model).model.layers[0]
-        shards = {
-            name: _values(own)
-            for name, value in block.named_parameters()
-            if isinstance(own := local(value), ShardedWeight)
+        every = {
+            name: value for name, value in block.named_parameters() if isinstance(local(value), ShardedWeight)
         }
+        shards = {name: _values(local(value)) for name, value in every.items()}
+        beside = {"fsdp_pre_all_gather" in value._local_tensor.__dict__ for value in every.values()}
         block.unshard()
         same = all(
-            torch.equal(shards[name], _values(value)[_rows_of(len(value))])
+            torch.equal(shards[name], _values(value)[_rows_of(len(value), world)])
             for name, value in block.named_parameters()
             if name in shards
         )
         found = _held(block)
-        return same and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        return same and all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), beside
 
-    assert run(3, part) == [True] * 3
+    assert run(world, part) == [(True, {world == 2})] * world
 
 
-def _rows_of(rows: int) -> slice:
-    size = -(-rows // 3)
+def _rows_of(rows: int, ranks: int) -> slice:
+    size = -(-rows // ranks)
     return slice(size * dist.get_rank(), min(rows, size * (dist.get_rank() + 1)))
 
 
