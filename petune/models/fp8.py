@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,16 +47,20 @@ def transposed(*parts: Tensor) -> Tensor:
     return whole.view(torch.float8_e4m3fn)
 
 
-def product(left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def product(
+    left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """x y^T of quantised matrices [m, k] and [n, k] with a scale a row, summed in float32 and rounded to
-    `dtype`; `left` is x and its scale."""
+    `dtype`; `left` is x and its scale. out: where it is written, columns of a wider matrix, say."""
     x, x_scale = left
     if x.device.type == "cuda":
+        given: dict[str, Any] = {} if out is None else {"out": out}
         return torch._scaled_mm(
-            x, y.T, scale_a=x_scale, scale_b=y_scale.T, out_dtype=dtype, use_fast_accum=True
+            x, y.T, scale_a=x_scale, scale_b=y_scale.T, out_dtype=dtype, use_fast_accum=True, **given
         )
     wide = torch.promote_types(dtype, torch.float32)
-    return ((x.to(wide) * x_scale) @ (y.to(wide) * y_scale).T).to(dtype)
+    found = ((x.to(wide) * x_scale) @ (y.to(wide) * y_scale).T).to(dtype)
+    return found if out is None else out.copy_(found)
 
 
 def product_of_turned(dy: tuple[Tensor, Tensor], columns: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,6 +111,6 @@ class Fp8(ScaledRows):
         `product_of_turned`, [n]."""
         return self.scale[:, 0]
 
-    def multiply(self, x: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """x W^T of a quantised x [m, k]."""
-        return product(x, self.rows, self.scale, dtype)
+    def multiply(self, x: tuple[Tensor, Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """x W^T of a quantised x [m, k], in `out` where that is given."""
+        return product(x, self.rows, self.scale, dtype, out)

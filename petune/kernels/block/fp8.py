@@ -31,9 +31,13 @@ class PackedFp8:
 
     def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x W^T, summed in float32 and rounded to `dtype`, [m, n]."""
-        quantised = self.ops.quantise(x)
-        found = [form.multiply(quantised, dtype) for form in self.forms]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        quantised, rows = self.ops.quantise(x), [len(form.rows) for form in self.forms]
+        if len(rows) == 1:
+            return self.forms[0].multiply(quantised, dtype)
+        whole = x.new_empty(len(x), sum(rows), dtype=dtype)
+        for form, out in zip(self.forms, whole.split(rows, 1), strict=True):
+            form.multiply(quantised, dtype, out)
+        return whole
 
     def linear(self, x: Tensor) -> Tensor:
         """See PackedWeight."""
