@@ -25,12 +25,12 @@ from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
-    SPARE,
     pinnable,
     resident_bytes,
     rounded,
     shape_of,
     typical,
+    usable,
     vocabulary_of,
 )
 from petune.kernels.memory.shape import BlockShape
@@ -228,7 +228,7 @@ def policy_for(
             sequence=min(rounded(longest), tokens),
             fixed=fixed,
             vocabulary=max(vocabulary_of(one) if hasattr(one, "lm_head") else 0 for one in fused),
-            budget=_budget(config, memory, fixed),
+            budget=_budget(config, memory, fixed, plan.sharding is not None),
             host=_host(config, memory, device),
             rates=rates_of(device),
             config=config,
@@ -274,9 +274,9 @@ def _without_device(recipe: Recipe) -> str:
     )
 
 
-def _budget(config: MemoryConfig, memory: int, fixed: int) -> int:
+def _budget(config: MemoryConfig, memory: int, fixed: int, sharded: bool) -> int:
     """Bytes a run may fill of a device that nobody else uses."""
-    free = fixed + SPARE * (memory - PROCESS["cuda"] - fixed)
+    free = fixed + usable(sharded) * (memory - PROCESS["cuda"] - fixed)
     return int(free if config.budget is None else min(free, config.budget * GIB))
 
 
