@@ -34,12 +34,14 @@ def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, o
         )
     with writing(folder):
         sweep(folder.parent, (folder.name,))
-    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("this is a file, not a folder", where=str(folder), remedy="give another name")
+    occupied = folder.exists() and any(folder.iterdir())
     if occupied and not overwrite:
         raise UsageError(
             "this folder is occupied",
             where=str(folder),
-            remedy="give another folder, or overwrite this one (--overwrite)",
+            remedy="give another folder, or overwrite this one (--overwrite; in Python: overwrite=True)",
         )
     if occupied and not any((folder / name).is_file() for name in ours):
         raise UsageError(

@@ -240,7 +240,9 @@ def parse_json(text: bytes, where: str) -> Any:
             parse_float=_finite,
         )
     except json.JSONDecodeError as error:
-        raise FileError(f"not JSON: {error.msg}", where=f"{where}:{error.lineno}:{error.colno}") from error
+        place = f"{where}:{error.lineno}:{error.colno}"
+        remedy = "mend this place, or use another copy of the file"
+        raise FileError(f"not JSON: {error.msg}", where=place, remedy=remedy) from error
     except RecursionError as error:
         raise FileError("not usable JSON: nested too deeply", where=where) from error
     except ValueError as error:

@@ -35,7 +35,7 @@ from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.frozen_weight import QuantisedWeight, bytes_in
-from petune.models.sharded import shards_of
+from petune.models.sharded import class_of, shards_of
 from petune.models.spec import Family
 from petune.models.stack import Stack, disown_stacks, ends_here, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, linear_of
@@ -120,7 +120,7 @@ def fuse_stages(
         done = Fused(blocks, sites + heads, tuple(dict.fromkeys(chain(*(why for _, why in found)))))
     if memory.stream != "none" and (done.reasons or not done.blocks):
         what, remedy = (
-            f"not all blocks of this {type(model).__name__} can be fused, as streamed ones must be",
+            f"not all blocks of this {class_of(model).__name__} can be fused, as streamed ones must be",
             "set memory.stream: none",
         )
         remedy += ", or kernels: reference, which is slow, where only Triton is missing" * (ops is None)
@@ -220,7 +220,7 @@ def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, done
     why = "; ".join(done.reasons)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
         raise UsageError(
-            f"nothing of this {type(model).__name__} can be fused",
+            f"nothing of this {class_of(model).__name__} can be fused",
             where="kernels",
             found=why,
             remedy="use kernels: auto",
@@ -245,7 +245,7 @@ def _dtype(model: nn.Module, otherwise: torch.dtype) -> torch.dtype:
 def _refusals(model: nn.Module, family: Family | None) -> list[str]:
     """Why no stack of the model can be fused; nothing where one may."""
     if family is None:
-        return [f"{type(model).__name__} is of no family with a table"]
+        return [f"{class_of(model).__name__} is of no family with a table"]
     reason = unownable(model)
     return [] if reason is None else [reason]
 

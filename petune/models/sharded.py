@@ -26,6 +26,11 @@ def put_shards(model: nn.Module, shards: Shards) -> None:
     model.__dict__[_SHARDS] = shards
 
 
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """The model's own class, of which FSDP2 makes one of its own."""
+    return type(model) if shards_of(model) is None else type(model).__mro__[2]
+
+
 def shards_of(model: nn.Module) -> Shards | None:
     """What is here of a model whose weights are sharded; None where they are whole."""
     return cast("Shards | None", model.__dict__.get(_SHARDS))

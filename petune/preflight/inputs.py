@@ -90,7 +90,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
         looking.at(lambda: check_fit(task, kind, recipe.data.packing, packs(model[0]), reads(model[0])))
     unused = looking.at(lambda: _first_rows(recipe, task, model)) if task and local else None
     if recipe.init_adapter is not None:
-        looking.at(lambda: _adapter(recipe))
+        looking.at(recipe.adapter_folder)
     if task and kind and recipe.init_adapter is None and not looking.errors_of(FileError):
         looking.at(lambda: sketch(recipe), recipe.where("method"))
     if not looking.errors and kind:
@@ -127,14 +127,6 @@ def _first_rows(recipe: Recipe, task: str, model: _Model | None) -> tuple[str, .
     rate = rate_of(model[2]) if model else None
     fits = known if known in find_task(task).reads else None
     return check_first_rows(recipe.data, task, recipe.folder, reads=fits, rate=rate)
-
-
-def _adapter(recipe: Recipe) -> None:
-    assert recipe.init_adapter is not None
-    if recipe.resolve_path(recipe.init_adapter) is None:
-        raise FileError(
-            "init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter
-        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
 
+from petune.errors import FileError
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
@@ -276,6 +277,15 @@ class Recipe(BaseModel):
             ValueError,
         ):  # too long or with characters no path has: a hub id or a typing error, not a path
             return None
+
+    def adapter_folder(self) -> Path:
+        """The folder that `init_adapter` means. Raises FileError where there is none."""
+        given = self.init_adapter or ""
+        if (found := self.resolve_path(given)) is None:
+            remedy = "give the folder of an adapter, from the recipe or from here, or leave the key out"
+            where = self.where("init_adapter")
+            raise FileError("init_adapter is not there", where=where, found=given, remedy=remedy)
+        return found
 
     def resolved(self) -> dict[str, Any]:
         """Every value as plain data: the learning rate filled in, inputs that lie on this machine as absolute

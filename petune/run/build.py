@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from petune.errors import FileError, MachineError, UsageError
+from petune.errors import MachineError, UsageError
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
@@ -369,10 +369,7 @@ def _checkpoint_activations(model: nn.Module) -> None:
 def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
     """The model tuned as the folder of `init_adapter` says; its settings count, not the recipe's, but the
     method must be the same."""
-    assert recipe.init_adapter is not None
-    folder, where = recipe.resolve_path(recipe.init_adapter), recipe.where("init_adapter")
-    if folder is None:
-        raise FileError("init_adapter is not there", where=where, found=recipe.init_adapter)
+    folder, where = recipe.adapter_folder(), recipe.where("init_adapter")
     model = load(model, folder)
     say(f"starting from {folder}: what it was tuned with counts, not the settings under `method`")
     if tuning(model).method != recipe.method_name:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from petune.errors import PetuneError, UsageError
 from petune.methods import tuned_parameters, wrap
 from petune.models import family_of
+from petune.models.sharded import class_of
 from petune.models.stack import own_stacks
 from petune.parallel import fsdp, in_place
 from petune.parallel.collectives import gather_dim
@@ -37,6 +38,7 @@ from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, v
 from petune.run.evaluate import forward
 from petune.tasks.loss import loss_sum, trained_positions
 from tests.methods.zoo import FOUR, GENERATE, SETTINGS, assert_same_gradients, batch, prompt, stir, tiny
+from tests.parallel import harness
 from tests.parallel.harness import Case, check
 from tests.pool import run
 
@@ -482,6 +484,15 @@ def test_sharding_refuses_to_train_other_tensors_than_announced() -> None:
             shard(model, plan_of(2), mesh, list(tuned_parameters(model).values())[1:])
 
     run(2, part)
+
+
+def test_messages_name_the_models_own_class_not_fsdps() -> None:
+    def part() -> list[str]:
+        case = Case("llama-causal", "lora", plan_of(2))
+        model = harness.place(case, case.plan).model
+        return [kind.__name__ for kind in (class_of(model), type(model), class_of(nn.Linear(1, 1)))]
+
+    assert run(2, part) == [["LlamaForCausalLM", "FSDPLlamaForCausalLM", "Linear"]] * 2
 
 
 def test_a_schedule_that_splits_backward_passes_is_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from petune.errors import FileError, MachineError, PetuneError
+from petune.errors import FileError, MachineError, PetuneError, UsageError
 from petune.files.atomic import commit_folder, sweep
 from petune.files.lock import RunLock
 from petune.files.manifest import MANIFEST, check_folder
@@ -556,3 +556,11 @@ def test_a_folder_lost_at_the_very_end_leaves_what_was_trained_elsewhere(tmp_pat
         and (tmp_path / "run-rescued-1" / "tuned" / "petune.json").is_file()
         and not (tmp_path / "run").exists()
     )
+
+
+def test_a_file_in_the_place_of_a_folder_is_called_a_file(tmp_path: Path) -> None:
+    (tmp_path / "tuned").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="a file, not a folder"):
+            commit_folder(tmp_path / "tuned", lambda _: None, overwrite, ours=("tuned",))
+    assert (tmp_path / "tuned").read_text() == "mine"

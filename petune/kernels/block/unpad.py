@@ -32,7 +32,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row, from_mask, from_positions, pack, unpack
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
-from petune.models.sharded import shards_of
+from petune.models.sharded import class_of
 from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running, on_host, running
@@ -345,7 +345,7 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
     """Why it is not known which hidden states the model around a stack's owner reads, or None."""
-    kind = type(model).__mro__[0 if shards_of(model) is None else 2]  # FSDP2 mixes a class of its own in
+    kind = class_of(model)
     if model is owner:
         return f"{kind.__name__} has no head, and whoever calls it may read every place"
     if kind.__module__.partition(".")[0] != "transformers":

@@ -22,6 +22,7 @@ from petune.kernels.head.lazy_logits import Origin, Unmade, unmade
 from petune.kernels.head.linear_cross_entropy import IGNORED, linear_cross_entropy
 from petune.log import say
 from petune.models.boundary import VocabularySlice, slice_of
+from petune.models.sharded import class_of
 from petune.models.tuned_linear import LowRank, low_rank_of
 
 _FUSION = "petune_fused_head"  # attribute of a model
@@ -201,7 +202,7 @@ def fuse_head(model: nn.Module, ops: Ops) -> bool:
     ask = getattr(model, "get_output_embeddings", None)
     head = ask() if callable(ask) else None
     if not isinstance(head, nn.Module):
-        say(f"the head and its loss are not fused: {type(model).__name__} has no head over a vocabulary")
+        say(f"the head and its loss are not fused: {class_of(model).__name__} has no head over a vocabulary")
         return False
     weight, rows = getattr(head, "weight", None), getattr(getattr(model, "config", None), "vocab_size", 0)
     if slice_of(head) is None and isinstance(weight, Tensor) and len(weight) < (rows or 0):
