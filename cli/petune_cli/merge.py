@@ -18,16 +18,39 @@ class Dtype(StrEnum):
     bf16 = "bf16"
 
 
+class Rounding(StrEnum):
+    """How what an update has changed is rounded."""
+
+    nearest = "nearest"
+    stochastic = "stochastic"
+
+
 def merge(
     words: Words = None,
     out: Out = None,
     dtype: Annotated[
         Dtype | None, typer.Option("--dtype", help="Of the weights that are written; default the run's own.")
     ] = None,
+    rounding: Annotated[
+        Rounding,
+        typer.Option(
+            "--rounding", help="Of weights that the tuning changed, to bf16; stochastic keeps small updates."
+        ),
+    ] = Rounding.nearest,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, help="Of stochastic rounding; default the run's own."),
+    ] = None,
     overwrite: Overwrite = False,
     verify_base: VerifyBase = False,
 ) -> None:
     """Write a run as a plain Hugging Face model (not adapter, side)."""
     run = Given.of(words).run(verify_base=verify_base)
-    place = run.merge(out, dtype=dtype.value if dtype else None, overwrite=overwrite)
+    place = run.merge(
+        out,
+        dtype=dtype.value if dtype else None,
+        rounding=rounding.value,
+        seed=seed,
+        overwrite=overwrite,
+    )
     tell_place(run, place)

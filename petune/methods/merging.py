@@ -20,6 +20,7 @@ from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
 from petune.log import warn
 from petune.methods.configs import method_of
+from petune.methods.rounding import merged_tensors, refuse_unrounded
 from petune.methods.saving import forget
 from petune.methods.several import settle
 from petune.methods.wrapped import sole_tuning
@@ -117,20 +118,29 @@ def _refuse_absent(model: nn.Module) -> None:
 
 
 @contextmanager
-def merged_weights(model: Model, dtype: torch.dtype | None = None) -> Iterator[Model]:
+def merged_weights(
+    model: Model, dtype: torch.dtype | None = None, *, seed: int | None = None
+) -> Iterator[Model]:
     """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on
     exceptions too.
 
         >>> with petune.merged_weights(model), torch.no_grad():
         ...     logits = model(input_ids=torch.tensor([[9, 10, 11]])).logits
 
-    dtype: of the merged tensors alone; the base's by default, without which the model cannot compute.
-    Training inside raises UsageError at the first forward in train mode, and nothing requires gradients.
-    Raises UsageError for adapter and side, and when already inside.
+    dtype: of the merged tensors alone; the base's by default, without which the model cannot compute. seed:
+    rounds them stochastically by it, where they are bfloat16 and the update has changed them; to nearest
+    without it. Training inside raises UsageError at the first forward in train mode, and nothing requires
+    gradients. Raises UsageError for adapter and side, when already inside, and for a seed where nothing is
+    rounded by it.
     """
     _refuse_unmergeable(model)
     _refuse_absent(model)
-    layers = [layer for _, layer in tuned_layers(model)]
+    names, layers = [], list[TunedLayer]()
+    for name, layer in tuned_layers(model):
+        names.append(name)
+        layers.append(layer)
+    if seed is not None:
+        refuse_unrounded(layers, dtype)
     if any(layer.merged for layer in layers):
         raise UsageError(
             "this model's weights are merged already", remedy="leave the outer merged_weights() first"
@@ -142,9 +152,9 @@ def merged_weights(model: Model, dtype: torch.dtype | None = None) -> Iterator[M
         for parameter in trained:
             parameter.requires_grad_(False)
         keys, made = [tuned_together(layer) for layer in layers], dict[tuple[int, ...], Any]()
-        for key, layer in zip(keys, layers, strict=True):
+        for key, name, layer in zip(keys, names, layers, strict=True):
             if key not in made:
-                made[key] = _parameters(layer.merged_tensors(dtype))
+                made[key] = _parameters(merged_tensors(name, layer, dtype, seed))
         for key, layer in zip(keys, layers, strict=True):
             originals.append((layer, {own: layer._parameters[own] for own in made[key]}))
             layer._parameters.update(made[key])

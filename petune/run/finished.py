@@ -260,13 +260,18 @@ class Run:
         out: str | Path | None = None,
         *,
         dtype: Literal["fp32", "bf16"] | None = None,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        seed: int | None = None,
         overwrite: bool = False,
     ) -> Path:
         """Write a plain Hugging Face checkpoint with the tuning in its weights, in a dtype or the run's own;
         `merge_report` then says what rounding cost, and the largest difference of logits on a few tokens.
 
-        Raises UsageError for adapter and side, and for an occupied folder without `overwrite`.
+        rounding: to bfloat16, of the weights that the tuning has changed; the rest is rounded to nearest.
+        seed: of stochastic rounding, the run's own by default. Raises UsageError for adapter and side, for an
+        occupied folder without `overwrite`, and for rounding or a seed that would do nothing.
         """
+        seed = self._rounding_seed(rounding, seed)
         place = Path(out) if out else self.folder / "merged"
         speaker = self.speaker
         model = cast("PreTrainedModel", speaker.model)
@@ -277,11 +282,28 @@ class Run:
             Processors(speaker.words, speaker.reader),
             batch=export.probe(model),
             dtype=written,
+            seed=seed,
             overwrite=overwrite,
             beside=self._sentence_files() if speaker.task.name == "embed" else {},
         )
         self.merge_report = str(report)
         return place
+
+    def _rounding_seed(self, rounding: str, seed: int | None) -> int | None:
+        """The seed of stochastic rounding; None: to nearest."""
+        if rounding not in ("nearest", "stochastic"):
+            raise UsageError(
+                "this rounding is unknown", where="rounding", expected="nearest, stochastic", found=rounding
+            )
+        if rounding == "stochastic":
+            return self.recipe.seed if seed is None else seed
+        if seed is not None:
+            raise UsageError(
+                "a seed is of stochastic rounding alone",
+                where="seed",
+                remedy="leave it out, or ask for stochastic rounding: --rounding stochastic",
+            )
+        return None
 
     def _sentence_files(self) -> dict[str, Any]:
         """What sentence-transformers reads beside a model that embeds: its modules and how it pools."""

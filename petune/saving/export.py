@@ -30,6 +30,7 @@ from petune.methods import merged_weights, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.methods.merging import tuned_together, warn_of_quantised
 from petune.methods.pissa import in_difference_form
+from petune.methods.rounding import cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
 from petune.methods.wrapped import sole_tuning
 from petune.models import family_of
@@ -308,8 +309,10 @@ class MergeReport:
     `dtype`: that was written. `update`: norm of the updates. `ulps`: root mean square of an update's entry
     over the spacing of numbers at the weights' own root mean square: below 1, most entries move to a
     neighbour or not at all. `lost`: share of the update that rounding to the dtype changed; the rest
-    survives. `logits`: greatest absolute difference of logits before and after on the batch that was given,
-    else None.
+    survives. `kept`: how much of the update, in its own direction, survives; `nearest`: the same if rounded
+    to nearest; `noise`: what rounding adds in other directions, over the update. `logits`: greatest absolute
+    difference of logits before and after on the batch that was given, else None. `seed`: of stochastic
+    rounding, else None.
     """
 
     folder: Path
@@ -318,11 +321,20 @@ class MergeReport:
     update: float
     ulps: float
     lost: float
+    kept: float
+    nearest: float
+    noise: float
     logits: float | None
+    seed: int | None = None
 
     def __str__(self) -> str:
         text = f"merged {self.layers} layers into {self.dtype}"
-        text += f": {100 * self.lost:.3g} % of the update rounded away"
+        if self.seed is None:
+            text += f": {100 * self.lost:.3g} % of the update rounded away"
+        else:
+            text += f", rounded stochastically by seed {self.seed}: {100 * self.kept:.3g} % of the update"
+            text += f" survives ({100 * self.nearest:.3g} % to nearest), beside noise of {self.noise:.3g}"
+            text += " times its norm"
         return text if self.logits is None else f"{text}, logits {self.logits:.3g} from the unmerged ones"
 
 
@@ -333,16 +345,19 @@ def save_merged(
     *,
     batch: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    seed: int | None = None,
     overwrite: bool = False,
     beside: Mapping[str, Any] = {},
 ) -> MergeReport:
     """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it
     was.
 
-    dtype: of every floating tensor that is written, each rounded once; None: the model's own. beside: JSON
-    files that lie there too, by path.
-    Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and
-    for a tied weight the model class would tie again on loading; otherwise as `save`.
+    dtype: of every floating tensor that is written, each rounded once; None: the model's own. seed: rounds
+    stochastically, by it and by their names, the bfloat16 weights that the tuning has changed; the rest, and
+    without a seed everything, is rounded to nearest. beside: JSON files that lie there too, by path.
+    Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers',
+    for a tied weight the model class would tie again on loading, and for a seed where nothing is rounded by
+    it; otherwise as `save`.
     """
     model = bare(model)
     record = sole_tuning(model)
@@ -352,14 +367,17 @@ def save_merged(
             f"{type(model).__name__} is not a transformers model",
             remedy="use petune.merge and save it your own way",
         )
-    layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
+    named = list(tuned_layers(model)) if method_of(record.config).mergeable else []
+    layers = [layer for _, layer in named]
+    if seed is not None:
+        refuse_unrounded(layers, dtype)
     warn_of_quantised(model)
-    update, ulps, lost = _rounding(layers, dtype)
+    cost = cost_of(named, dtype, seed)
     before = logits_of(model, batch) if batch is not None else None
     config, unties = model.config, _unties(model, layers)
     tied = getattr(config, "tie_word_embeddings", None)
     kept = dtype in (None, model.dtype)
-    with merged_weights(model, dtype):
+    with merged_weights(model, dtype, seed=seed):
         after = logits_of(model, batch) if batch is not None and kept else None
         factors = {id(value) for layer in layers for value in layer.tuned().values()}
         state = {
@@ -400,12 +418,23 @@ def save_merged(
         else None
     )
     report = MergeReport(
-        place, str(dtype or model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits
+        folder=place,
+        dtype=str(dtype or model.dtype).removeprefix("torch."),
+        layers=len(layers),
+        update=cost.update,
+        ulps=cost.ulps,
+        lost=cost.lost,
+        kept=cost.kept,
+        nearest=cost.nearest,
+        noise=cost.noise,
+        logits=logits,
+        seed=seed,
     )
-    if lost > 0.05:
+    if seed is None and cost.lost > 0.05:
+        other = "; stochastic rounding keeps it in the mean" if report.dtype == "bfloat16" else ""
         warn(
-            f"{report.dtype} is too coarse for this update: {100 * lost:.0f} % of it is rounded away; a"
-            " float32 base keeps it"
+            f"{report.dtype} is too coarse for this update: {100 * cost.lost:.0f} % of it is rounded away; a"
+            f" float32 base keeps it{other}"
         )
     return report
 
@@ -434,25 +463,6 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
         ids[0, -1] = end
     targets = getattr(config, "is_encoder_decoder", False) and model.get_output_embeddings() is not None
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if targets else {})
-
-
-def _rounding(layers: list[TunedLayer], dtype: torch.dtype | None) -> tuple[float, float, float]:
-    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding to a dtype),
-    over all layers."""
-    update = missed = weights = spacing = 0.0
-    with torch.no_grad():
-        for layer in layers:
-            merged = layer.merged_tensors(dtype)
-            for name, (own, delta, change) in layer.weight_changes().items():
-                wide = torch.promote_types(own.dtype, torch.float32)
-                weight = own.to(wide)
-                update += float(change.norm()) ** 2
-                rounded = weight.to(dtype or own.dtype).to(wide)
-                missed += float((merged[name].to(wide) - rounded - delta.to(wide)).norm()) ** 2
-                weights += float(weight.norm()) ** 2
-                spacing = torch.finfo(dtype or own.dtype).eps
-    ulps = math.sqrt(update / weights) / spacing if weights else 0.0
-    return math.sqrt(update), ulps, math.sqrt(missed / update) if update else 0.0
 
 
 def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

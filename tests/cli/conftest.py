@@ -91,8 +91,18 @@ class FakeRun:
         self.calls.append(("chat", options))
         return self.session
 
-    def merge(self, out: Path | None = None, *, dtype: str | None = None, overwrite: bool = False) -> Path:
+    def merge(
+        self,
+        out: Path | None = None,
+        *,
+        dtype: str | None = None,
+        rounding: str = "nearest",
+        seed: int | None = None,
+        overwrite: bool = False,
+    ) -> Path:
         self.calls.append((f"merge {dtype}" if dtype else "merge", out, overwrite))
+        if rounding != "nearest":
+            self.calls.append((rounding, seed))
         self.merge_report = "merged 8 layers"
         return out or self.folder / "merged"
 

@@ -361,6 +361,17 @@ def test_merge_and_export_replace_only_when_told(type_: Type, run_folder: FakeRu
     assert run_folder.calls == [("merge", None, True), ("peft", Path("there"), True), ("hf", None, False)]
 
 
+def test_merge_passes_how_it_rounds_on(type_: Type, run_folder: FakeRun) -> None:
+    type_("merge", "runs/mine", "--dtype", "bf16", "--rounding", "stochastic", "--seed", "7")
+    type_("merge", "runs/mine", "--rounding", "stochastic")
+    assert run_folder.calls == [
+        ("merge bf16", None, False),
+        ("stochastic", 7),
+        ("merge", None, False),
+        ("stochastic", None),
+    ]
+
+
 @pytest.mark.parametrize(
     "words", [("eval",), ("merge",), ("export", "--to", "hf"), ("generate", "x"), ("chat",)]
 )

@@ -345,6 +345,27 @@ def test_a_merged_run_is_a_plain_checkpoint_with_equal_logits(family: str, metho
     assert torch.equal(logits(auto(family).from_pretrained(again), family), logits(loaded, family))
     with pytest.raises(UsageError, match="occupied"):
         finished.merge(tmp_path / "merged")
+    if family == "bert" and method == "lora":
+        rounded_by_the_seed_of_the_run(finished, tmp_path)
+
+
+def rounded_by_the_seed_of_the_run(finished: Any, tmp_path: Path) -> None:
+    made = [finished.merge(tmp_path / "drawn", dtype="bf16", rounding="stochastic", overwrite=True)]
+    said, seed = finished.merge_report, finished.recipe.seed
+    assert said is not None and f"into bfloat16, rounded stochastically by seed {seed}" in said
+    made += [
+        finished.merge(tmp_path / str(more), dtype="bf16", rounding="stochastic", seed=seed + more)
+        for more in (0, 1)
+    ]
+    own, same, other = ((place / "model.safetensors").read_bytes() for place in made)
+    assert own == same != other
+    for words, match in (
+        ({"rounding": "stochastic"}, "written in bfloat16"),
+        ({"rounding": "up"}, "rounding is unknown"),
+        ({"seed": 3}, "--rounding stochastic"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            finished.merge(tmp_path / "refused", **words)
 
 
 @pictureless

@@ -1,0 +1,126 @@
+"""How merged weights are rounded, to nearest or stochastically, and what that costs of the update.
+
+Stochastic rounding takes the neighbour above with the probability that makes the mean right (Gupta et al.
+2015, arXiv:1502.02551): an update that is smaller than the spacing of bfloat16 survives in the mean over a
+weight's entries, at the price of noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from petune.errors import UsageError
+from petune.kernels.memory.adamw import random_bits, random_words, rounded
+from petune.models.frozen_weight import dense_of
+from petune.models.tuned_linear import TunedLayer
+
+AT_ONCE = 1 << 22  # numbers that are rounded stochastically at once
+
+
+def merged_tensors(
+    name: str, layer: TunedLayer, dtype: torch.dtype | None = None, seed: int | None = None
+) -> dict[str, Tensor]:
+    """What merging makes of a layer's tensors, as `TunedLayer.merged_tensors`; with a seed, those in bfloat16
+    are rounded stochastically.
+
+    name: of the layer in its model. Bits follow from the seed, the tensor's name and a number's place in it.
+    Numbers that the update leaves as they are, in float32, are rounded to nearest.
+    """
+    nearest = layer.merged_tensors(dtype)
+    if seed is None or all(value.dtype is not torch.bfloat16 for value in nearest.values()):
+        return nearest
+    exact = layer.merged_tensors(torch.float32)
+    return {
+        own: _stochastic(exact[own], dense_of(getattr(layer, own).detach()), value, f"{name}.{own}", seed)
+        if value.dtype is torch.bfloat16
+        else value
+        for own, value in nearest.items()
+    }
+
+
+@torch.no_grad()
+def _stochastic(exact: Tensor, base: Tensor, nearest: Tensor, name: str, seed: int) -> Tensor:
+    """`exact`, float32, as bfloat16 where it is not what `base` is, else `nearest`; all of one shape."""
+    words, found = random_words(seed, 0, name), nearest.flatten()
+    sums, before = exact.reshape(-1), base.reshape(-1)
+    for at in range(0, len(sums), AT_ONCE):
+        own = sums[at : at + AT_ONCE]
+        bits, _ = random_bits(words, at, len(own), own.device)
+        changed = own != before[at : at + AT_ONCE].float()
+        found[at : at + AT_ONCE] = torch.where(
+            changed, rounded(own, bits, nearest.dtype), found[at : at + AT_ONCE]
+        )
+    return found.view(nearest.shape)
+
+
+def refuse_unrounded(layers: Iterable[TunedLayer], dtype: torch.dtype | None) -> None:
+    """Raise UsageError where a merge has nothing that stochastic rounding could round: no update, or no
+    weight in bfloat16."""
+    found = {dtype or getattr(layer, name).dtype for layer in layers for name in layer.weights}
+    if not found:
+        raise UsageError(
+            "there is no update to round stochastically: full fine-tuning has changed the weights themselves",
+            where="rounding",
+            remedy="leave it out",
+        )
+    if torch.bfloat16 not in found:
+        kinds = ", ".join(sorted(str(one).removeprefix("torch.") for one in found))
+        raise UsageError(
+            "stochastic rounding is for weights that are written in bfloat16",
+            where="rounding",
+            found=kinds,
+            remedy="leave it out, or give the dtype bf16",
+        )
+
+
+class Cost(NamedTuple):
+    """What rounding costs, over all merged layers together; 0 without any.
+
+    update: norm of the updates. ulps: root mean square of an update's entry over the spacing of numbers at
+    the weights' own root mean square. lost: norm of what rounding changed, over that of the updates. kept:
+    what is written of the updates, projected on them, over their norm. nearest: `kept` of rounding to
+    nearest.
+    """
+
+    update: float
+    ulps: float
+    lost: float
+    kept: float
+    nearest: float
+
+    @property
+    def noise(self) -> float:
+        """Norm of what rounding changed across the direction of the updates, over theirs."""
+        return math.sqrt(max(0.0, self.lost**2 - (1 - self.kept) ** 2))
+
+
+@torch.no_grad()
+def cost_of(layers: Iterable[tuple[str, TunedLayer]], dtype: torch.dtype | None, seed: int | None) -> Cost:
+    """What `merged_tensors` costs, of layers by their names."""
+    update = missed = weights = spacing = along = along_nearest = 0.0
+    for path, layer in layers:
+        written = merged_tensors(path, layer, dtype, seed)
+        nearest = written if seed is None else layer.merged_tensors(dtype)
+        for name, (own, delta, change) in layer.weight_changes().items():
+            wide = torch.promote_types(own.dtype, torch.float32)
+            weight = own.to(wide)
+            begun = weight.to(dtype or own.dtype).to(wide) + delta.to(
+                wide
+            )  # as rounding nothing would leave it
+            error = written[name].to(wide) - begun
+            update += float(change.norm()) ** 2
+            missed += float(error.norm()) ** 2
+            along += float((error * change).sum())
+            along_nearest += float(((nearest[name].to(wide) - begun) * change).sum())
+            weights += float(weight.norm()) ** 2
+            spacing = torch.finfo(dtype or own.dtype).eps
+    if not update:
+        return Cost(0.0, 0.0, 0.0, 0.0, 0.0)
+    ulps = math.sqrt(update / weights) / spacing if weights else 0.0
+    kept, as_nearest = 1 + along / update, 1 + along_nearest / update
+    return Cost(math.sqrt(update), ulps, math.sqrt(missed / update), kept, as_nearest)
