@@ -43,6 +43,7 @@ from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, 
 from petune.saving.load import TUNED, kinds_of
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
 from petune.saving.peft import CONFIG, TENSORS, refuse_tied_heads, settings_in_files, to_peft
+from petune.saving.peft_experts import warn_of_conversion
 from petune.saving.several import save_each
 from petune.saving.tuning_record import facts_of, origin, write_record
 
@@ -220,6 +221,7 @@ def _write_model(
         fields, keyed = to_files(model, tensors, name)
         write_tensors(work / TENSORS, keyed, {"format": "pt"})
         write_json(work / CONFIG, fields)
+        warn_of_conversion(model)
     else:
         write_tensors(work / TUNED, tensors)
     return tensors

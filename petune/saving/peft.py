@@ -46,7 +46,7 @@ from petune.models import family_of
 from petune.models.experts import is_experts
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
-from petune.saving.peft_experts import places, warn_of_conversion, weights_named
+from petune.saving.peft_experts import places, weights_named
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -198,7 +198,6 @@ def to_peft(
         own = {weight: module.factors(weight)[0].shape[1] for weight in module.weights}
         for name, place in places(module, path, own).items():
             tensors[PREFIX + place.key] = place.to_file(tensors.pop(PREFIX + name))
-    warn_of_conversion(model, layers)
     r, alpha, ranks, alphas = _sizes(layers, experts, record.config)
     names = [name for name, _ in model.named_modules() if name]
     task = task_type(model, [name for name in map(plain_name, names) if not within(name, heads)])

@@ -13,6 +13,7 @@ from petune.errors import FileError
 from petune.log import warn
 from petune.methods import lora_experts
 from petune.models.experts import is_experts, weights_of
+from petune.models.tuned_linear import tuned_layers
 
 _CONVERTS = "0.21.2"
 _CONVERTED = ("qwen2_moe", "qwen3_moe")  # of the families with a table, those with dense MLPs besides
@@ -63,11 +64,11 @@ def places(module: nn.Module, path: str, ranks: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def warn_of_conversion(model: nn.Module, layers: Iterable[str]) -> None:
+def warn_of_conversion(model: nn.Module) -> None:
     """Say of a tuning of dense MLPs in a model with experts that peft cannot read it, or computes something
     else: of these families it takes their names for older ones of experts (its issue 3711)."""
     family = str(getattr(getattr(model, "config", None), "model_type", ""))
-    mlp = next((name for name in layers if name.rpartition(".")[2] in _OLDER), None)
+    mlp = next((name for name, _ in tuned_layers(model) if name.rpartition(".")[2] in _OLDER), None)
     if family in _CONVERTED and mlp is not None and any(is_experts(module) for module in model.modules()):
         warn(
             f"peft {_CONVERTS} takes {mlp} for an expert's, as it does every {mlp.rpartition('.')[2]} of"

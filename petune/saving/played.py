@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.errors import FileError
 from petune.files.safetensors import read_json, read_tensors
 from petune.methods import without_tuning
+from petune.models.frozen_weight import dense_of
 from petune.saving.gguf import ADAPTER, read_gguf
 from petune.saving.peft import CONFIG, PREFIX, TENSORS
+from petune.saving.served_experts import DOWN, GATE, UP
 from petune.saving.servers import Server
 
 _ENDS = {
@@ -32,7 +35,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Served:
-    """What a server adds to a module: scale * B A. a [r, in], b [out, r]."""
+    """What a server adds to a linear: scale * B A. a [r, in], b [out, r]."""
 
     a: Tensor
     b: Tensor
@@ -41,6 +44,11 @@ class Served:
     def delta(self) -> Tensor:
         """The update of the weight, [out, in]."""
         return self.scale * (self.b @ self.a)
+
+    def of(self, x: Tensor) -> Tensor:
+        """What it adds for inputs x [..., in], on their device."""
+        a, b = self.a.to(x.device), self.b.to(x.device)
+        return F.linear(F.linear(x.to(a.dtype), a), b) * self.scale
 
 
 def play(
@@ -75,6 +83,7 @@ def play(
         what = f"the config says rank {fields['r']}, a tensor has {ranks.pop()}"
         raise FileError(what, where=str(folder / TENSORS))
     _look_for_partners(folder, server, modules, halves)
+    _look_for_experts(folder, server, modules, halves)
     return {name: Served(half["a"], half["b"], scale) for name, half in halves.items()}, whole
 
 
@@ -92,15 +101,36 @@ def _look_for_partners(
                 )
 
 
+def _look_for_experts(
+    folder: Path, server: Server, modules: Mapping[str, nn.Module], found: Collection[str]
+) -> None:
+    """Raise FileError for a linear of an expert that is not in the file where others of its block are: they
+    are packed as one tensor, all of them."""
+    tuned = {above for name in found if (above := _experts_of(name, server)) is not None}
+    for name in modules:
+        if _experts_of(name, server) in tuned and name not in found:
+            what = f"{server.title} packs all experts of a block, and finds none of {name}"
+            raise FileError(what, where=str(folder / TENSORS))
+
+
+def _experts_of(name: str, server: Server) -> str | None:
+    """The experts that a linear is one of, by its name in the class that is served; None for others."""
+    above, _, _ = name.rpartition(".")
+    experts, _, number = above.rpartition(".")
+    known = number.isdigit() and any(experts.endswith(f".{names.at}") for names in server.experts.values())
+    return experts if known else None
+
+
 @contextmanager
-def serving(model: nn.Module, updates: Mapping[str, Served]) -> Iterator[None]:
+def serving(
+    model: nn.Module, updates: Mapping[str, Served], experts: Mapping[str, Mapping[str, Served]]
+) -> Iterator[None]:
     """The model as the server computes it: the base without its tuning, and the updates by name of a module,
-    for as long as the block lasts."""
+    for as long as the block lasts. experts: those of linears of experts, "3.gate_proj", by module."""
     with without_tuning(model):
-        handles = [
-            model.get_submodule(name).register_forward_hook(_adding(update))
-            for name, update in updates.items()
-        ]
+        hooks = {name: _adding(update) for name, update in updates.items()}
+        hooks |= {name: _mixing(own) for name, own in experts.items()}
+        handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
         try:
             yield
         finally:
@@ -110,11 +140,32 @@ def serving(model: nn.Module, updates: Mapping[str, Served]) -> Iterator[None]:
 
 def _adding(update: Served) -> Any:
     def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        a, b = update.a.to(output.device), update.b.to(output.device)
         if isinstance(module, nn.Embedding):
-            inner = F.embedding(inputs[0], a.T)
+            a, b = update.a.to(output.device), update.b.to(output.device)
+            added = F.linear(F.embedding(inputs[0], a.T), b) * update.scale
         else:
-            inner = F.linear(inputs[0].to(a.dtype), a)
-        return (output + F.linear(inner, b) * update.scale).to(output.dtype)
+            added = update.of(inputs[0])
+        return (output + added).to(output.dtype)
 
     return add
+
+
+def _mixing(updates: Mapping[str, Served]) -> Any:
+    """A hook that computes experts one after the other, each as three linears with an update."""
+
+    def mix(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        hidden, index, weights = inputs
+        made = torch.zeros_like(output, dtype=torch.promote_types(output.dtype, torch.float32))
+        for expert in range(module.num_experts):
+            tokens, chosen = torch.where(index == expert)
+            x, up_weight = hidden[tokens], dense_of(module.gate_up_proj[expert])
+            gate, up = (
+                F.linear(x, half) + updates[f"{expert}.{leaf}"].of(x)
+                for half, leaf in zip(up_weight.chunk(2), (GATE, UP), strict=True)
+            )
+            inner = (module.act_fn(gate) * up).to(output.dtype)
+            y = F.linear(inner, dense_of(module.down_proj[expert])) + updates[f"{expert}.{DOWN}"].of(inner)
+            made.index_add_(0, tokens, (y * weights[tokens, chosen, None]).to(made.dtype))
+        return made.to(output.dtype)
+
+    return mix

@@ -9,7 +9,7 @@ refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,18 +28,19 @@ from petune.kernels.fuse import fused_blocks
 from petune.methods import tuned_state, tuning
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora import LoraEmbedding, LoraLayer
-from petune.methods.lora_experts import LoraExperts
 from petune.methods.pissa import in_difference_form
 from petune.methods.saving import plain_class
 from petune.methods.targets import within
 from petune.methods.wrapped import sole_tuning
+from petune.models.experts import weights_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.export import logits_of, probe
 from petune.saving.fingerprint import bare, plain_name, refuse_merged
 from petune.saving.gguf import ADAPTER, need_gguf, write_gguf
 from petune.saving.modelfile import MODELFILE, write_modelfile
 from petune.saving.peft import CONFIG, PREFIX, TENSORS, shortest, to_peft
-from petune.saving.played import play, serving
+from petune.saving.played import Served, play, serving
+from petune.saving.served_experts import changes_of, factors_of, parts, renamed, tuned_experts
 from petune.saving.servers import SERVERS, Server
 
 CLOSE = 1e-3  # of logits, absolute up to 1 and relative above it, in float32
@@ -122,12 +123,7 @@ def _refuse(model: nn.Module, server: Server) -> None:
         raise UsageError(f"{type(model).__name__} is not a transformers model", remedy=_LOAD)
     if fused_blocks(model):
         raise UsageError("blocks of this model are fused", remedy="petune.kernels.fuse.unfuse(model) first")
-    if experts := next((name for name, one in tuned_layers(model) if isinstance(one, LoraExperts)), None):
-        remedy = "write the whole model: petune export RUN --to hf"
-        raise UsageError(
-            f"{server.title} is not written updates of experts yet", where=experts, remedy=remedy
-        )
-    layers = _layers(model)
+    layers, kind = _layers(model), str(model.config.model_type)
     leaves = {name.rpartition(".")[2] for name in layers}
     heads = [name for name in record.also_train if name.rpartition(".")[2] not in server.heads]
     config = record.config
@@ -142,6 +138,7 @@ def _refuse(model: nn.Module, server: Server) -> None:
         and any(isinstance(layer, LoraEmbedding) for layer in layers.values()),
         "only": server.only and leaves - set(server.only),
         "tied": tied and "lm_head" in leaves,
+        "experts": [] if kind in server.experts else list(tuned_experts(model)),
     }
     for feature, there in found.items():
         if there and (feature in server.refuses or feature == method):
@@ -151,7 +148,6 @@ def _refuse(model: nn.Module, server: Server) -> None:
             raise UsageError(
                 what, where=where, found=server.refuses.get(feature, "its files are no LoRA"), remedy=remedy
             )
-    kind = str(model.config.model_type)
     if kind not in server.models:
         what = f"{server.title} is not known to load LoRA for a {kind}"
         raise UsageError(what, expected=", ".join(server.models), remedy=_MERGE)
@@ -165,6 +161,7 @@ _WORDS = {
     "only": "LoRA of these modules",
     "tied": "LoRA of a head that is tied",
     "Conv1D": "LoRA of transformers' Conv1D",
+    "experts": "LoRA of these experts",
 }
 
 
@@ -172,7 +169,8 @@ _WORDS = {
 
 
 def _renames(model: PreTrainedModel, base_name: str | None, server: Server) -> dict[str, str]:
-    """{module here: its name in the class that the base's config.json asks a server to build}.
+    """{module here, or linear of an expert: its name in the class that the base's config.json asks a server
+    to build}.
 
     A decoder that was tuned alone is `language_model` in a checkpoint of several modalities. Raises
     UsageError for a class in which a tuned or wholly trained module is not found with its shape.
@@ -182,21 +180,26 @@ def _renames(model: PreTrainedModel, base_name: str | None, server: Server) -> d
     fields = read_json(file, links=True) if base_name and file.is_file() else model.config.to_dict()
     architecture = (fields.get("architectures") or [plain_class(model).__name__])[0]
     if architecture == plain_class(model).__name__:
-        return {name: name for name in mine}
+        return _with_experts({name: name for name in mine}, model, server)
     served = _outline(architecture, file.parent if file.is_file() else None, model)
     ways = [
         {name: name.replace(old, new, 1) if name.startswith(old) else name for name in mine}
         for old, new in _MOVES
     ]
-    tuned = [*_layers(model), *(plain_name(name) for name in tuning(model).also_train)]
+    tuned = [*_layers(model), *tuned_experts(model), *map(plain_name, tuning(model).also_train)]
     for way in ways:
         if all(_alike(mine[name], served.get(way[name])) for name in tuned):
-            return way
+            return _with_experts(way, model, server)
     what = f"{server.title} would serve this base as {architecture}, which has no such module"
     raise UsageError(what, where=", ".join(tuned[:3]), found=plain_class(model).__name__, remedy=_MERGE)
 
 
 _MOVES = (("", ""), ("model.", "model.language_model."))
+
+
+def _with_experts(renames: dict[str, str], model: PreTrainedModel, server: Server) -> dict[str, str]:
+    names = server.experts.get(str(model.config.model_type))
+    return renames if names is None else renames | renamed(parts(model), names, renames)
 
 
 def _outline(architecture: str, folder: Path | None, model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -212,9 +215,15 @@ def _outline(architecture: str, folder: Path | None, model: PreTrainedModel) -> 
 
 def _alike(mine: nn.Module, other: nn.Module | None) -> bool:
     """Whether a module of the served class is of the same shape."""
-    weights = (getattr(module, "weight", None) for module in (mine, other))
-    own, served = (None if weight is None else tuple(weight.shape) for weight in weights)
-    return own is not None and own == served
+    own, served = (
+        [tuple(module.get_parameter(name).shape) for name in weights_of(module) or _weight(module)]
+        for module in (mine, other or nn.Identity())
+    )
+    return bool(own) and own == served
+
+
+def _weight(module: nn.Module) -> tuple[str, ...]:
+    return ("weight",) if isinstance(getattr(module, "weight", None), nn.Parameter) else ()
 
 
 # ---------------------------------------------------------------- numbers
@@ -230,18 +239,22 @@ def _folded(model: PreTrainedModel, server: Server) -> tuple[Factors, int, int]:
     alpha of all."""
     layers, state = _layers(model), in_difference_form(model, tuned_state(model))
     state = {plain_name(name): value for name, value in state.items()}
-    pairs = {name: tuple(state[f"{name}.lora_{end}"] for end in "AB") for name in layers}
-    widest = max(len(a) for a, _ in pairs.values())
+    pairs = {
+        name: (state[f"{name}.lora_A"], state[f"{name}.lora_B"], layer.scale)
+        for name, layer in layers.items()
+    }
+    pairs |= factors_of(tuned_experts(model), parts(model))
+    widest = max(len(a) for a, _, _ in pairs.values())
     legal = [rank for rank in server.ranks or (widest,) if rank >= widest]
     if not legal:
         what = f"LoRA rank {widest} is greater than max_lora_rank {server.ranks[-1]}."
         raise UsageError(what, where=server.title, remedy=_MERGE)
     rank = legal[0]
-    usual = Counter(layer.scale for layer in layers.values()).most_common(1)[0][0]
+    usual = Counter(scale for _, _, scale in pairs.values()).most_common(1)[0][0]
     alpha = max(1, round(usual * rank))
     factors = {}
-    for name, (a, b) in pairs.items():
-        missing, folded = rank - len(a), layers[name].scale / (alpha / rank)
+    for name, (a, b, scale) in pairs.items():
+        missing, folded = rank - len(a), scale / (alpha / rank)
         grown = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b * folded, (0, missing))
         factors[name] = tuple(half.detach().cpu().contiguous() for half in grown)
     modules = {plain_name(name): module for name, module in model.named_modules()}
@@ -282,6 +295,7 @@ def _write_peft(
         "rank_pattern": {},
         "alpha_pattern": {},
         "use_rslora": False,
+        "target_parameters": None,
         "target_modules": shortest(tuple(renames[name] for name in factors), names),
     }
     tensors = {PREFIX + name: value for name, value in state.items() if within(name, heads)}
@@ -302,14 +316,14 @@ def _prove(
     are as coarse as its dtype, so updates are compared too, in float32.
     """
     modules = {plain_name(name): module for name, module in model.named_modules() if name}
+    linears = parts(model) if model.config.model_type in server.experts else {}
     served = {renames[name]: module for name, module in modules.items()}
+    served |= {renames[name]: modules[part.path] for name, part in linears.items()}
     here = {own: name for name, own in renames.items()}
     updates, whole = play(work, server, served, model.config)
     updates = {here[name]: update for name, update in updates.items()}
-    for name, layer in _layers(model).items():
-        change = layer.change().detach().float().cpu()
+    for name, change in _changes(model):
         mine = updates[name].delta() if name in updates else torch.zeros(())
-        mine = mine.T if isinstance(layer, LoraEmbedding) else mine
         if float((mine - change).norm()) > 1e-4 * float(change.norm()):
             what = f"{server.title} would compute another update than was trained"
             raise FileError(what, where=name, remedy=_MERGE)
@@ -317,7 +331,11 @@ def _prove(
     if any(not torch.equal(state[name].cpu(), value.to(state[name].dtype)) for name, value in whole.items()):
         raise FileError(f"{server.title} would load another head", where=next(iter(whole)), remedy=_MERGE)
     names = {plain_name(name): name for name, _ in model.named_modules()}
-    with serving(model, {names[name]: update for name, update in updates.items()}):
+    experts: dict[str, dict[str, Served]] = {}
+    for name in linears.keys() & updates.keys():
+        path = linears[name].path
+        experts.setdefault(names[path], {})[name.removeprefix(f"{path}.")] = updates.pop(name)
+    with serving(model, {names[name]: update for name, update in updates.items()}, experts):
         after = logits_of(model, probe(model))
     found = float((after.double() - before.double()).abs().max())
     size = max(1.0, float(before.abs().max()))
@@ -326,3 +344,12 @@ def _prove(
         what = f"{server.title}, played on these files, gives other logits"
         raise FileError(what, expected=f"within {CLOSE:g}", found=f"{found:.3g}", remedy=_MERGE)
     return found
+
+
+def _changes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What was trained of every layer, and of every linear of tuned experts: [out, in] in float32."""
+    for name, layer in _layers(model).items():
+        change = layer.change().detach().float().cpu()
+        yield name, change.T if isinstance(layer, LoraEmbedding) else change
+    for name, change in changes_of(tuned_experts(model), parts(model)):
+        yield name, change.detach().float().cpu()

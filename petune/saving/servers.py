@@ -22,6 +22,17 @@ _NO_TENSORS = {
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What a served class calls the experts of a block, which are `mlp.experts` here, and the linears of each
+    of them, which follow its number."""
+
+    at: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
 class Server:
     """The rules of one server.
 
@@ -40,6 +51,7 @@ class Server:
     whole: bool = False  # a last name that is tuned in one block is in the file for all
     together: tuple[tuple[str, ...], ...] = ()  # modules it computes as one: all are in the file, or none
     embeddings: bool = False  # LoRA of the table of tokens
+    experts: Mapping[str, ExpertNames] = field(default_factory=dict)  # by model_type
     architectures: Mapping[str, str] = field(default_factory=dict)  # gguf's name, by model_type
     peft_for: tuple[str, ...] = ()  # of these it reads peft's two files though others come as GGUF
 
@@ -57,7 +69,7 @@ SERVERS: Mapping[str, Server] = {
         "vLLM",
         "0.33",
         "peft",
-        _DECODERS,
+        (*_DECODERS, "qwen3_moe", "mixtral"),
         "vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={folder}",
         _NO_TENSORS
         | {
@@ -67,10 +79,15 @@ SERVERS: Mapping[str, Server] = {
             "heads": "modules_to_save is taken for classifier and score alone, of a base that has them",
             "token_rows": "tensors of trainable tokens are no LoRA weights",
             "Conv1D": "unsupported LoRA weight: the layer is none of its linears",
+            "experts": "its class has is_3d_moe_weight, or no get_expert_mapping one by one",
         },
         ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         heads=("classifier", "score"),
         embeddings=True,
+        experts={
+            "qwen3_moe": ExpertNames("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+            "mixtral": ExpertNames("block_sparse_moe.experts", "w1", "w3", "w2"),
+        },
     ),
     "sglang": Server(
         "SGLang",
@@ -87,6 +104,7 @@ SERVERS: Mapping[str, Server] = {
             "heads": "modules_to_save is ignored",
             "token_rows": "added tokens are refused",
             "Conv1D": "the layer is none of its linears",
+            "experts": "petune writes no LoRA of experts for it, whose names of peft's it drops unsaid",
         },
         whole=True,
         together=_FUSED,
@@ -108,6 +126,7 @@ SERVERS: Mapping[str, Server] = {
             "embedding": "petune writes no LoRA of the table of tokens as GGUF",
             "tied": "the base in GGUF has no output.weight where the head is tied (#9065)",
             "Conv1D": "petune writes LoRA of linears alone as GGUF",
+            "experts": "petune writes LoRA of linears alone as GGUF",
         },
         architectures=_GGUF,
     ),
@@ -127,6 +146,7 @@ SERVERS: Mapping[str, Server] = {
             "embedding": "the table of tokens is no part of an ADAPTER",
             "only": "an ADAPTER tunes the linears of blocks alone",
             "Conv1D": "an ADAPTER tunes the linears of blocks alone",
+            "experts": "an ADAPTER tunes the linears of blocks alone",
         },
         only=_BLOCK,
         architectures=_GGUF,

@@ -20,7 +20,6 @@ from petune.models.tuned_linear import tuned_layers
 from petune.saving.export import save_merged
 from petune.saving.peft import PREFIX
 from petune.saving.peft_experts import places
-from petune.saving.serve import write_for
 from tests.methods.peft_twins import assert_close, parameters_of, read_by_peft
 from tests.methods.zoo import MOE, batch, stir, tiny
 
@@ -226,12 +225,6 @@ def test_a_parameter_of_peft_that_is_no_weight_of_experts_is_refused(tmp_path: P
     peft.get_peft_model(tiny("mixtral-causal"), config).save_pretrained(str(tmp_path))
     with pytest.raises(FileError, match="tunes a MixtralTopKRouter"):
         petune.load(tiny("mixtral-causal"), tmp_path)
-
-
-@pytest.mark.parametrize("server", ["vllm", "llamacpp"])
-def test_experts_are_not_left_out_of_what_a_server_is_given(server: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not written updates of experts yet"):
-        write_for(server, stirred(tiny("mixtral-causal"), r=2), tmp_path / "served")
 
 
 def test_a_ladder_beside_experts_has_dense_blocks() -> None:

@@ -22,12 +22,14 @@ petune export RUN --to vllm          # the last line says what to type there
 DIR`. Files hold plain LoRA whatever trained it (rank-stabilised, ranks and alphas by layer, PiSSA): one
 rank, grown by zeros to a legal one where the server has such, a whole number for alpha, every other factor
 in B. Names are those of the class that the base's `config.json` asks for: a decoder that was tuned alone is
-found in the checkpoint of several modalities that it came from. Before the folder appears the server is
-played on its files, as these rules say it reads them: each layer's update must be what was trained (1e-4 of
-its norm, in float32), and logits on sixteen tokens from all over the vocabulary within 1e-3 (in float32; of
-a bfloat16 base as near as its rounding lets them). What a server does not take is refused, with its words
-where it has some, and with the remedy, which mostly is `petune merge RUN`: every server serves a whole
-model.
+found in the checkpoint of several modalities that it came from. Experts are written one by one, each as
+three linears by the names of the checkpoint (Mixtral's are `block_sparse_moe.experts.0.w1`); with one
+expert of a block all of it are in the file, with zeros for a weight that has no update. Before the folder
+appears the server is played on its files, as these rules say it reads them: each layer's update must be
+what was trained (1e-4 of its norm, in float32), and logits on sixteen tokens from all over the vocabulary
+within 1e-3 (in float32; of a bfloat16 base as near as its rounding lets them). What a server does not take
+is refused, with its words where it has some, and with the remedy, which mostly is `petune merge RUN`: every
+server serves a whole model.
 
 These are rules as they were read, in the releases named. No server runs in the tests.
 """
@@ -62,6 +64,7 @@ ROWS: dict[str, Callable[[Server], str]] = {
     "all or none in the file": lambda server: "; ".join(map(said, server.together)) or "-",
     "in every block or none": lambda server: "yes" if server.whole else "-",
     "table of tokens": lambda server: "yes" if server.embeddings else "no",
+    "experts, one by one": lambda server: said(tuple(server.experts)) if server.experts else "no",
     "modules trained whole": lambda server: said(server.heads) if server.heads else "no",
 }
 
@@ -93,6 +96,7 @@ def test_rules_are_whole() -> None:
             server.refuses
         )
         assert server.embeddings or "embedding" in server.refuses
+        assert "experts" in server.refuses and set(server.experts) <= set(server.models)
         assert not server.only or "only" in server.refuses
     assert set(ALIASES.values()) <= set(SERVERS)
 
