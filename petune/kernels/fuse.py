@@ -1,5 +1,4 @@
-"""The fuse pass: blocks of families that have a table of norms become fused blocks, the head makes its loss
-without logits.
+"""The fuse pass: blocks of families that have a table become fused blocks, the head makes its loss lazily.
 
 It acts last, on a model or the stages of one; of blocks that a parallel plan shards it fuses single modules.
 What cannot be fused stays as it is and the reason is said; nothing is patched.
@@ -19,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
-from petune.kernels.block.hooks import InDtype, NoCache, dense
+from petune.kernels.block.edges import InDtype, Unpadded
+from petune.kernels.block.hooks import NoCache, dense
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
 from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.specs import spec_of
-from petune.kernels.block.unpad import Unpadded, leave_padding_out, owner_of
+from petune.kernels.block.unpad import leave_padding_out, owner_of
 from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
 from petune.kernels.graphs.replay import Graphs, ungraph

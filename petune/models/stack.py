@@ -95,9 +95,15 @@ class Wire(Protocol):
 
 class Edges(Protocol):
     """How calls enter and leave a stack that computes on other tensors inside: on some tokens of each row,
-    say. replays: whether blocks inside these edges may be replayed from recordings."""
+    say. replays: whether blocks inside these edges may be replayed from recordings; least: tokens that a call
+    must have."""
 
     replays: bool
+
+    @property
+    def least(self) -> int:
+        """See the class."""
+        ...
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """What the first block is handed by the one before, as it is inside, and where that lies in the

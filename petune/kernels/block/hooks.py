@@ -1,5 +1,4 @@
-"""Around a fused stack: no cache while training, hidden states in the blocks' dtype, dense tensors in
-files."""
+"""Around a fused stack: no cache while training, what its calls have to be like, dense tensors in files."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.kernels.block.module import FusedBlock
 from petune.models.port import takes_a_cache
-from petune.models.stack import Call, Stack
-from petune.rng.context import Running
+from petune.models.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,19 @@ class Ready:
             isinstance(block, FusedBlock) and block.unready(embeddings.device) is None
             for block in (*blocks, *beside)
         )
+
+
+@dataclass(frozen=True)
+class Least:
+    """How many tokens a call of the stack at `path` below an owner must have, as every rank of a cut sequence
+    gets some."""
+
+    path: str
+
+    def __call__(self, owner: nn.Module) -> int:
+        """Asked before the owner's forward."""
+        stack = cast("Stack", owner.get_submodule(self.path))
+        return max((edges.least for edges in stack.edges), default=1)
 
 
 @dataclass(frozen=True)
@@ -76,35 +87,3 @@ class NoCache:
         silent = kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None
         learns = torch.is_grad_enabled() and any(one.training for one in self.learners)
         return args, kwargs | {"use_cache": False} if silent and self.takes and learns else kwargs
-
-
-class InDtype:
-    """Edges of a stack (petune.models.stack.Edges): under autocast a norm of the embeddings gives float32, as
-    does an earlier stage that runs unfused, and blocks compute in a narrower dtype."""
-
-    replays = True
-
-    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
-        """Hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
-        hidden: Tensor = carry["hidden_states"]
-        device = hidden.device.type
-        dtype = cast("FusedBlock", stack.blocks[0]).spec.computes_in(device)
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
-            carry = carry | {"hidden_states": hidden.to(dtype)}
-        return carry, here
-
-    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """As it is, like all that follows."""
-        return value
-
-    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
-        """See petune.models.stack.Edges."""
-        return carry
-
-    def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
-        return hidden
-
-    def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
-        return hidden

@@ -26,63 +26,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from petune.kernels.block.hooks import Flattened, Ready
-from petune.kernels.block.layout import MASKS, NO_MASK
+from petune.kernels.block.edges import Unpadded
+from petune.kernels.block.hooks import Flattened, Least, Ready
+from petune.kernels.block.layout import MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.varlen import Segments, each_row, from_mask, from_positions, pack, unpack
+from petune.kernels.block.varlen import Segments, each_row, from_mask, from_positions
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
 from petune.models.sharded import class_of
 from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Call, Stack
-from petune.rng.context import Running, on_host, running
-
-_ACROSS = "encoder_hidden_states"
-
-
-class Unpadded:
-    """Edges of a stack (petune.models.stack.Edges) that leave padding outside, where `running().segments`
-    says what is kept; else they do nothing.
-
-    Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them,
-    has [1, total] instead, `position_embeddings` and `position_ids` among them, and there is no attention
-    mask, as there is none where rows have no padding: blocks have to attend within segments. Where
-    `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask
-    of them.
-    """
-
-    replays = True
-
-    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
-        """See petune.models.stack.Edges."""
-        return carry | {"hidden_states": self.part(carry["hidden_states"], here)}, here
-
-    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """See petune.models.stack.Edges: the encoder's hidden states have rows and padding of their own."""
-        if name in MASKS:
-            return None if value is NO_MASK else value
-        return cast("Tensor", _packed(value, here.memory if name == _ACROSS else here.segments))
-
-    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
-        """See petune.models.stack.Edges: a ladder's carry is made from one that has entered."""
-        return carry
-
-    def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
-        return hidden if here.segments is None else pack(hidden, here.segments)
-
-    def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
-        return hidden if here.segments is None else unpack(hidden, here.segments)
-
-
-def _packed(value: Any, segments: Segments | None) -> Any:
-    """`value` with its tokens packed, where it is a tensor that has some."""
-    if segments is None or not isinstance(value, Tensor) or value.dim() < 2:
-        return value
-    rows, tokens = segments.shape
-    return pack(value, segments) if value.shape[0] in (1, rows) and value.shape[1] == tokens else value
-
+from petune.rng.context import on_host, running
 
 # ------------------------------------------------------------------ where they are found
 
@@ -125,7 +79,7 @@ def leave_padding_out(
             owner = next(module for module in model.modules() if stack in module.children())
         path = next(path for path, module in owner.named_modules() if module is stack)
         feeds = name == "encoder" and "decoder" in stacks
-        given = (model, owner, stack.rule.causal, Ready(path), Flattened(path))
+        given = (model, owner, stack.rule.causal, Ready(path), Flattened(path), Least(path))
         counted, packs, hides = stack.rule.counted, family.packs, stack.rule.hides
         found = FindSegments(*given, feeds=feeds, encoder=found, counted=counted, packs=packs, hides=hides)
         hooks += found.register(model, owner)
@@ -153,7 +107,8 @@ class FindSegments:
       found;
     - of which hidden states or attentions are recorded, as they would be recorded packed;
     - for which `ready`, asked with the owner, says that blocks would not attend within segments at this
-      moment.
+      moment;
+    - with fewer tokens than `least`, asked so too.
     Where `flattened`, asked so too, says so, whole rows beside those of an encoder are segments as well.
 
     Padding is also computed, which is said once, where it may be read:
@@ -172,6 +127,7 @@ class FindSegments:
         causal: bool,
         ready: Callable[[nn.Module], bool] = lambda owner: True,
         flattened: Callable[[nn.Module], bool] = lambda owner: False,
+        least: Callable[[nn.Module], int] = lambda owner: 1,
         *,
         feeds: bool = False,
         encoder: FindSegments | None = None,
@@ -179,7 +135,7 @@ class FindSegments:
         packs: bool = True,
         hides: bool = False,
     ) -> None:
-        self.causal, self.ready, self.flattened = causal, ready, flattened
+        self.causal, self.ready, self.flattened, self.least = causal, ready, flattened, least
         self.feeds, self.encoder, self.counted, self.packs = feeds, encoder, counted, packs
         self.hides = hides
         # what was said of a mask, by its version
@@ -214,12 +170,14 @@ class FindSegments:
         config = getattr(owner, "config", None)
         alone = self._left_alone(config, call) or not self.ready(owner)
         known = None if alone else self._both(config, call)
-        if known is not None and call.get(_ACROSS) is not None and self.flattened(owner):
-            known = known[0] or each_row(_read(call)), known[1] or each_row(call[_ACROSS])
+        if known is not None and known[0] is not None and known[0].total < self.least(owner):
+            known = None
+        if known is not None and call.get(MEMORY) is not None and self.flattened(owner):
+            known = known[0] or each_row(_read(call)), known[1] or each_row(call[MEMORY])
         running().segments, running().memory = (None, None) if known is None else known
         if known is None:
             return None
-        across = call.get(_ACROSS) is not None and "encoder_attention_mask" in self.arguments
+        across = call.get(MEMORY) is not None and "encoder_attention_mask" in self.arguments
         masks = ["attention_mask"] + ["encoder_attention_mask"] * across
         return (), call | self._positions(call) | dict.fromkeys(masks, NO_MASK)
 
@@ -239,9 +197,7 @@ class FindSegments:
         given = (call.get(name) for name in ("attention_mask", "position_ids"))
         if self.counted and all(value is None for value in given):
             return True
-        if call.get("past_key_values") is not None or (
-            call.get(_ACROSS) is not None and self.encoder is None
-        ):
+        if call.get("past_key_values") is not None or (call.get(MEMORY) is not None and self.encoder is None):
             return True
         if any(
             _asked(config, call, f"output_{name}")
@@ -256,14 +212,14 @@ class FindSegments:
     def _both(self, config: Any, call: Call) -> tuple[Segments | None, Segments | None] | None:
         """(segments of the call's own tokens, of those it attends across to), None for whole rows; or None
         where padding is computed, and has a mask."""
-        memory = None if self.encoder is None or call.get(_ACROSS) is None else self.encoder.said_of(call)
+        memory = None if self.encoder is None or call.get(MEMORY) is None else self.encoder.said_of(call)
         own = "" if isinstance(memory, str) else self._found(config, call)
         return None if isinstance(own, str) or isinstance(memory, str) else (own, memory)
 
     def said_of(self, call: Call) -> Segments | str | None:
         """Of an encoder: what `from_mask` said of the mask with which a decoder's call reads its hidden
         states; it is not asked again."""
-        mask, hidden = call.get("encoder_attention_mask"), call[_ACROSS]
+        mask, hidden = call.get("encoder_attention_mask"), call[MEMORY]
         if mask is None or self.asked is None:
             return None if mask is None else "the model was not called by its head"
         if self.last is None or self.last[0] is not mask or self.last[1] != mask._version:

@@ -1,9 +1,8 @@
 """Transitions hooked on where regions are entered and left, so that a model that `slices.cut` has narrowed
 computes what the whole did.
 
-What is hooked follows from the layouts of neighbouring regions: no backend, no method and no family knows of
-it. A hook that does not find its input raises. All state lies on modules and hook objects, never in closures,
-so that copying a model copies it whole.
+What is hooked follows from the layouts of neighbouring regions alone. A hook that does not find its input
+raises. All state lies on modules and hook objects, never in closures, so copying a model copies it whole.
 
         connection   region    enter                                leave
         whole        heads     copy (backward: sum)                 reduce
@@ -323,16 +322,19 @@ class StackEdges(Shared):
     group: dist.ProcessGroup
     rank: int
 
+    @property
+    def least(self) -> int:
+        """See petune.models.stack.Edges."""
+        return 1 if self.plan.connection == "whole" else len(self.plan.sequence)
+
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """See petune.models.stack.Edges."""
         if self.plan.connection == "whole":
             return carry, here
         length = carry["hidden_states"].shape[1]
-        if length < len(self.plan.sequence):
-            found = f"{length} tokens for {len(self.plan.sequence)} ranks"
-            raise UsageError(
-                "a sequence cut across ranks needs a token for each", found=found, remedy="pad the batch"
-            )
+        if length < self.least:
+            what, found = "a sequence cut across ranks needs a token for each", f"{length} of {self.least}"
+            raise UsageError(what, found=found, remedy="pad the rows")
         sizes, laid = self._sizes(length, stack.room_for(carry["hidden_states"], here))
         here = replace(here, sizes=sizes, rank=self.rank, laid=laid, token=sum(sizes[: self.rank]))
         carry = carry | {"hidden_states": self.part(carry["hidden_states"], here)}
@@ -341,8 +343,8 @@ class StackEdges(Shared):
         return carry, here
 
     def _sizes(self, length: int, room: int | None) -> tuple[Sizes, Sizes]:
-        """(tokens of each rank, those that it has in a recording with room for so many). Ranks are filled
-        from the first on, so that what they gather there lies in one piece; each has to get some."""
+        """(tokens of each rank, at least one; those that it has in a recording with room for so many, where
+        ranks are filled from the first on, so that what they gather lies in one piece)."""
         if room is not None:
             laid = apportion(room, self.plan.sequence)
             sizes = tuple(

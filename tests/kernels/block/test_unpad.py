@@ -24,7 +24,8 @@ from transformers.masking_utils import sdpa_mask
 import petune
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
-from petune.kernels.block.unpad import NO_MASK, FindSegments, Unpadded
+from petune.kernels.block.edges import Unpadded
+from petune.kernels.block.unpad import NO_MASK, FindSegments
 from petune.kernels.block.varlen import Segments, from_mask, of_rows, pack
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.fuse import fuse

@@ -1,0 +1,91 @@
+"""How calls enter and leave a fused stack (petune.models.stack.Edges): real tokens alone, in the dtype that
+its blocks compute in."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from petune.kernels.block.layout import MASKS, MEMORY, NO_MASK
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.varlen import Segments, pack, unpack
+from petune.models.stack import Call, Stack
+from petune.rng.context import Running
+
+
+class Unpadded:
+    """Edges of a stack that leave padding outside, where `running().segments`
+    says what is kept; else they do nothing.
+
+    Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them,
+    has [1, total] instead, `position_embeddings` and `position_ids` among them, and there is no attention
+    mask, as there is none where rows have no padding: blocks have to attend within segments. Where
+    `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask
+    of them.
+    """
+
+    replays, least = True, 1
+
+    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+        """See petune.models.stack.Edges."""
+        return carry | {"hidden_states": self.part(carry["hidden_states"], here)}, here
+
+    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
+        """See petune.models.stack.Edges: the encoder's hidden states have rows and padding of their own."""
+        if name in MASKS:
+            return None if value is NO_MASK else value
+        return cast("Tensor", _packed(value, here.memory if name == MEMORY else here.segments))
+
+    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+        """See petune.models.stack.Edges: a ladder's carry is made from one that has entered."""
+        return carry
+
+    def part(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden if here.segments is None else pack(hidden, here.segments)
+
+    def leave(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden if here.segments is None else unpack(hidden, here.segments)
+
+
+def _packed(value: Any, segments: Segments | None) -> Any:
+    """`value` with its tokens packed, where it is a tensor that has some."""
+    if segments is None or not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    rows, tokens = segments.shape
+    return pack(value, segments) if value.shape[0] in (1, rows) and value.shape[1] == tokens else value
+
+
+class InDtype:
+    """Edges of a stack: under autocast a norm of the embeddings gives float32, as
+    does an earlier stage that runs unfused, and blocks compute in a narrower dtype."""
+
+    replays, least = True, 1
+
+    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+        """Hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
+        hidden: Tensor = carry["hidden_states"]
+        device = hidden.device.type
+        dtype = cast("FusedBlock", stack.blocks[0]).spec.computes_in(device)
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
+            carry = carry | {"hidden_states": hidden.to(dtype)}
+        return carry, here
+
+    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
+        """As it is, like all that follows."""
+        return value
+
+    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+        """See petune.models.stack.Edges."""
+        return carry
+
+    def part(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden
+
+    def leave(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden
