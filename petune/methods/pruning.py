@@ -105,7 +105,10 @@ class Chain:
 
     def _mlp(self, block: nn.Module, core: Mlp) -> Tensor:
         """What the way out reads of it."""
-        members = [path for role, path in _present(block, core) if role != "down"]
+        found = dict(_present(block, core))
+        if not found.keys() <= {"gate", "up", "down"}:
+            raise UsageError("a pruned start knows gate and up apart alone", where=core.down, remedy=_ELSE)
+        members = [path for role, path in found.items() if role != "down"]
         product = torch.stack([self._matter(path)[:, self.features] for path in members]).prod(0)
         columns = kept(product.sum(1), self.reduction)
         for path in members:

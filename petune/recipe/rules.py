@@ -293,7 +293,7 @@ RULES = (
             recipe.base_dtype is None or recipe.parallel.dp is None or recipe.parallel.dp.offload == "none"
         ),
         "shards of quantised weights do not rest in host memory yet",
-        "remove base_dtype, or set parallel.dp.offload: false",
+        "remove base_dtype, or set parallel.dp.offload: none",
     ),
     Rule(
         ("base_dtype", "method"),

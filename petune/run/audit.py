@@ -59,11 +59,12 @@ class Audit:
             name for name, has_gradient in zip(self.waiting, seen, strict=True) if not has_gradient
         ]
         if self.updates + 1 == GRADIENT_WITHIN and self.waiting:
+            what = f"has had no gradient in {GRADIENT_WITHIN} updates"
+            remedy = (
+                "the model's answers do not depend on it: leave it out of also_train or targets, or use lora"
+            )
             raise TrainingFault(
-                [
-                    Problem(f"has had no gradient in {GRADIENT_WITHIN} updates", where=name)
-                    for name in sorted(self.waiting)[:10]
-                ]
+                [Problem(what, where=name, remedy=remedy) for name in sorted(self.waiting)[:10]]
             )
 
     def _has_gradient(self, name: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.log import say
 from petune.parallel import Batch, Mesh, Outputs, ParallelPlan
 from petune.parallel.collectives import Group, all_sum_
 
@@ -25,9 +26,15 @@ Balance = Callable[[Outputs, Batch, int], Tensor]
 
 
 def balance_of(model: nn.Module) -> float:
-    """The coefficient of the loss, where the model's config asks for it (output_router_logits); else 0."""
+    """The coefficient of the loss, where the model's config asks for it (output_router_logits) and
+    transformers adds it, to a language model's; else 0."""
     config: Any = getattr(model, "config", None)
-    return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    if not hasattr(model, "router_aux_loss_coef"):
+        say("output_router_logits: the routers' auxiliary loss is a language model's, and left out here")
+        return 0.0
+    return float(config.router_aux_loss_coef)
 
 
 def routes_are_whole(plan: ParallelPlan) -> bool:
@@ -35,13 +42,17 @@ def routes_are_whole(plan: ParallelPlan) -> bool:
     return plan.pp == 1 and (plan.cut is None or plan.cut.mlp == "heads")
 
 
-def balance_in(model: nn.Module, mesh: Mesh) -> Balance | None:
+def balance_in(model: nn.Module, mesh: Mesh, packed: bool = False) -> Balance | None:
     """The loss of a pass under the plan of `mesh`, which weighs as much as the tokens of its rows do; None
-    where nobody asks for it. Raises UsageError for a plan whose ranks do not have all layers of their
-    tokens."""
+    where nobody asks for it. Raises UsageError for a plan whose ranks do not have all layers of their tokens,
+    and for `packed` rows, which do not say where their padding is."""
     coefficient, plan = balance_of(model), mesh.plan
     if not coefficient:
         return None
+    if packed:
+        what = "the routers' auxiliary loss is of real tokens, and packed rows do not say which are padding"
+        remedy = "set packing: false, or output_router_logits: false in the model's config.json"
+        raise UsageError(what, where="data.packing", remedy=remedy)
     if not routes_are_whole(plan):
         what = "the routers' auxiliary loss is made of all layers' scores, which a rank of this plan has not"
         remedy = (

@@ -312,7 +312,9 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the
     mesh's device."""
     recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
-    found = objective_of(prepared.task, weights, balance_in(model, mesh), recipe.prefer, mesh)
+    found = objective_of(
+        prepared.task, weights, balance_in(model, mesh, recipe.data.packing), recipe.prefer, mesh
+    )
     texts = len(prepared.encoded.train[0].texts)
     if prepared.task.name == "embed":
         found = embed_objective(recipe.embed, texts, mesh)

@@ -526,7 +526,10 @@ def test_drawing_anew_leaves_what_was_pruned() -> None:
     references.drawing_anew_leaves_what_was_pruned()
 
 
-@pytest.mark.parametrize(("name", "match"), [("qwen3-causal", "q_norm"), ("phi3-causal", "q, k and v apart")])
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("qwen3-causal", "q_norm"), ("phi3-causal", "q, k and v apart"), ("glm4-causal", "gate and up apart")],
+)
 def test_what_pruning_has_no_rule_for_is_refused_by_name(name: str, match: str) -> None:
     with pytest.raises(UsageError, match=match) as refused:
         wrap(tiny(name), "side", reduction=4, start="pruned")

@@ -19,6 +19,7 @@ from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.methods.targets import LINEAR
 from petune.models import FAMILIES, family_of
+from petune.models.heads import refuse_headless
 from petune.models.loading import outline
 from petune.models.sites import find_sites
 from petune.models.source import Source
@@ -254,6 +255,15 @@ def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert torch.equal(
         type(model).from_pretrained(tmp_path).eval()(**batch(name)).logits, model(**batch(name)).logits
     )
+
+
+def test_t5gemmas_head_of_classes_which_reads_a_token_early_is_refused() -> None:
+    config = tiny("t5gemma-seq2seq").config
+    with pytest.raises(UsageError, match="one token early"):
+        refuse_headless(config, "classify")
+    refuse_headless(config, "seq2seq")
+    config.is_encoder_decoder = False
+    refuse_headless(config, "classify")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from petune.errors import UsageError
+from petune.parallel import alone
 from petune.parallel.plan import ParallelPlan
 from petune.run.balance import balance_in
 from tests.group_pool import files, ranks
@@ -102,6 +104,22 @@ def test_ranks_without_all_layers_of_their_tokens_refuse_the_loss_of_routers() -
     mesh: Any = SimpleNamespace(plan=ParallelPlan(pp=2))
     with pytest.raises(UsageError, match="made of all layers' scores"):
         balance_in(model, mesh)
+
+
+def test_packed_rows_which_do_not_say_their_padding_refuse_the_loss_of_routers() -> None:
+    model = tiny("qwen3moe-causal", output_router_logits=True)
+    with pytest.raises(UsageError, match="packed rows do not say"):
+        balance_in(model, alone(torch.device("cpu")), packed=True)
+
+
+def test_a_head_of_classes_trains_without_the_loss_of_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers adds it to a language model's loss alone."""
+    said: list[str] = []
+    monkeypatch.setattr("petune.run.balance.say", said.append)
+    config = tiny("qwen3moe-causal", output_router_logits=True, num_labels=3).config
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert balance_in(model, alone(torch.device("cpu"))) is None
+    assert "left out here" in "".join(said)
 
 
 LORA = pytest.param({"name": "lora", "r": 2}, marks=pytest.mark.long, id="lora")

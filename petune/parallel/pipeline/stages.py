@@ -260,6 +260,7 @@ def _works_here(
         "it cannot be told whether this module works before the blocks or after them",
         where=where,
         found=type(child).__name__,
+        remedy="use dp or tp, which keep the modules around the blocks on every rank",
     )
 
 
