@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from petune.run.finished import Run, load_run
     from petune.run.train import train
     from petune.saving.export import save
+    from petune.saving.four_bit import save_base
     from petune.saving.load import load
     from petune.saving.several import add
 
@@ -47,6 +48,7 @@ __all__ = [
     "merged_weights",
     "per_row",
     "save",
+    "save_base",
     "train",
     "tuned_state",
     "wrap",
@@ -59,6 +61,7 @@ _ROOMS = {
     **dict.fromkeys(("Recipe", "load_recipe"), "recipe"),
     "load": "saving.load",
     "save": "saving.export",
+    "save_base": "saving.four_bit",
     **dict.fromkeys(("mark_only_trainable", "merge", "merged_weights", "tuned_state", "wrap"), "methods"),
     **dict.fromkeys(("Run", "load_run"), "run.finished"),
     **dict.fromkeys(("active", "alone", "per_row"), "methods.several"),

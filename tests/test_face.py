@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 # in the order in which their examples run
 SHOWN = (
     *("load_recipe", "PetuneError", "train", "load_run", "Run", "Run.history", "Callback"),
-    *("wrap", "mark_only_trainable", "tuned_state", "save", "load", "merge", "merged_weights"),
+    *("wrap", "mark_only_trainable", "tuned_state", "save", "load", "save_base", "merge", "merged_weights"),
     *("add", "alone", "active", "per_row", "ActivationCache"),
 )
 FUNCTIONS = [name for name in petune.__all__ if inspect.isfunction(getattr(petune, name))]

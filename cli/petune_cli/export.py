@@ -26,6 +26,7 @@ class Layout(StrEnum):
     peft = "peft"
     adapters = "adapters"
     hf = "hf"
+    bitsandbytes = "bitsandbytes"
     vllm = "vllm"
     sglang = "sglang"
     llamacpp = "llamacpp"
@@ -41,7 +42,8 @@ def export(
             "--to",
             help=(
                 "peft: lora as peft reads it; adapters: adapter as AdapterHub's library reads it; hf: a"
-                " merged model; else lora as a server loads it."
+                " merged model; bitsandbytes: the base of a run in nf4, in four bits; else lora as a server"
+                " loads it."
             ),
         ),
     ] = ...,  # type: ignore[assignment]

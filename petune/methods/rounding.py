@@ -78,6 +78,24 @@ def refuse_unrounded(layers: Iterable[TunedLayer], dtype: torch.dtype | None) ->
         )
 
 
+def seed_of(rounding: str, seed: int | None, own: int) -> int | None:
+    """The seed of rounding `stochastic`, `own` unless one is given; None for `nearest`. Raises UsageError for
+    any other, and for a seed that nothing is drawn from."""
+    if rounding not in ("nearest", "stochastic"):
+        raise UsageError(
+            "this rounding is unknown", where="rounding", expected="nearest, stochastic", found=str(rounding)
+        )
+    if rounding == "stochastic":
+        return own if seed is None else seed
+    if seed is not None:
+        raise UsageError(
+            "a seed is of stochastic rounding alone",
+            where="seed",
+            remedy="leave it out, or ask for stochastic rounding: --rounding stochastic",
+        )
+    return None
+
+
 class Cost(NamedTuple):
     """What rounding costs, over all merged layers together; 0 without any.
 

@@ -1,5 +1,5 @@
-"""Weights that lie in files as bitsandbytes has quantised them (4-bit, NF4, double quantisation): read as the
-very bits that they are.
+"""Weights that lie in files as bitsandbytes has quantised them (4-bit, NF4, double quantisation): read, and
+written, as the very bits that they are.
 
 transformers writes such a weight as two numbers a byte under the weight's own name, and beside it, under that
 name and a dot, `absmax` (eight bits a scale), `nested_absmax`, both tables of levels, and
@@ -9,7 +9,7 @@ name and a dot, `absmax` (eight bits a scale), `nested_absmax`, both tables of l
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -31,6 +31,57 @@ def is_readable(settings: Mapping[str, Any]) -> bool:
     wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     wanted |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
     return all(settings.get(key) == value for key, value in wanted.items())
+
+
+def settings_of(dtype: torch.dtype, skipped: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of a model of such weights, which stand for ones of `dtype`. skipped: its
+    linears that are not among them, by name; transformers holds every other in four bits."""
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": list(skipped),
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }
+
+
+def in_files(name: str, form: Nf4) -> dict[str, Tensor]:
+    """What a whole weight lies in files as, by the names that it has there."""
+    fields = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": str(form.dtype).removeprefix("torch."),
+        "shape": list(form.shape),
+        "nested_blocksize": NESTED,
+        "nested_dtype": "float32",
+        "nested_offset": float(form.mean),
+    }
+    cpu = torch.device("cpu")
+    return {
+        name: form.q.reshape(-1, 1),
+        f"{name}.absmax": form.scales.reshape(-1),
+        f"{name}.quant_map": levels(cpu).clone(),
+        f"{name}.nested_absmax": form.nested,
+        f"{name}.nested_quant_map": dynamic_levels(cpu).clone(),
+        f"{name}{_STATE}nf4": torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8),
+    }
+
+
+def has_place_for(form: Nf4) -> bool:
+    """Whether files can hold a weight: a whole one, which stands for one of a dtype that they know."""
+    blocks = form.q.numel() * 2 // BLOCK
+    whole = (
+        not form.first and form.stride * len(form.q) == blocks and len(form.nested) == -(-blocks // NESTED)
+    )
+    return whole and form.dtype in _DTYPES.values()
 
 
 @dataclass(frozen=True)

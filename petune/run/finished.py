@@ -16,6 +16,7 @@ from petune.errors import FileError, UsageError
 from petune.files.hashes import FileHashes
 from petune.methods import without_tuning
 from petune.methods.configs import method_of
+from petune.methods.rounding import seed_of
 from petune.models.loading import read_config
 from petune.models.source import model_files, resolve_model
 from petune.recipe import Recipe, load_recipe
@@ -23,6 +24,7 @@ from petune.report.files import is_run, no_run
 from petune.report.results import read_metrics, read_summary
 from petune.run.build import Prepared, choose_place, load_base, positions_of, prepare
 from petune.run.evaluate import asking, batches, scored, scorer_of, scoring, shortcomings, undecided
+from petune.run.held_base import write_held_base
 from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
@@ -271,7 +273,7 @@ class Run:
         seed: of stochastic rounding, the run's own by default. Raises UsageError for adapter and side, for an
         occupied folder without `overwrite`, and for rounding or a seed that would do nothing.
         """
-        seed = self._rounding_seed(rounding, seed)
+        seed = seed_of(rounding, seed, self.recipe.seed)
         place = Path(out) if out else self.folder / "merged"
         speaker = self.speaker
         model = cast("PreTrainedModel", speaker.model)
@@ -289,22 +291,6 @@ class Run:
         self.merge_report = str(report)
         return place
 
-    def _rounding_seed(self, rounding: str, seed: int | None) -> int | None:
-        """The seed of stochastic rounding; None: to nearest."""
-        if rounding not in ("nearest", "stochastic"):
-            raise UsageError(
-                "this rounding is unknown", where="rounding", expected="nearest, stochastic", found=rounding
-            )
-        if rounding == "stochastic":
-            return self.recipe.seed if seed is None else seed
-        if seed is not None:
-            raise UsageError(
-                "a seed is of stochastic rounding alone",
-                where="seed",
-                remedy="leave it out, or ask for stochastic rounding: --rounding stochastic",
-            )
-        return None
-
     def _sentence_files(self) -> dict[str, Any]:
         """What sentence-transformers reads beside a model that embeds: its modules and how it pools."""
         model, config = cast("PreTrainedModel", self.speaker.model), self.recipe.embed
@@ -314,16 +300,21 @@ class Run:
         return sentence_files(config, int(model.config.hidden_size), limit)
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write what another library reads: `peft` (lora), `adapters` (adapter), `hf` (lora and full), or a
-        server of SERVERS (lora); `serve_report` then says what to type there. Raises UsageError for other
-        formats and methods, and for what a server refuses."""
+        """Write what another library reads: `peft` (lora), `adapters` (adapter), `hf` (lora and full),
+        `bitsandbytes` (the base of a run with base_dtype: nf4, as it was trained beside), or a server of
+        SERVERS (lora); `serve_report` then says what to type there. Raises UsageError for other formats and
+        methods, and for what a server refuses."""
         if to == "hf":
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
+        if to == "bitsandbytes":
+            place, task = Path(out) if out else self.folder / "bitsandbytes", self.summary["task"]
+            how = {"verify_base": self.verify_base, "overwrite": overwrite}
+            return write_held_base(self.recipe, self._record, task, place, **how)
         if (server := ALIASES.get(to, to)) in SERVERS:
             return self._export_for(server, Path(out) if out else self.folder / to, overwrite)
         layouts = {"peft": export.write_peft, "adapters": export.write_adapters}
         if to not in layouts:
-            known = ", ".join((*layouts, "hf", *SERVERS, *ALIASES))
+            known = ", ".join((*layouts, "hf", "bitsandbytes", *SERVERS, *ALIASES))
             raise UsageError(f"there is no export to {to!r}", expected=known)
         name, files = self.recipe.method_name, method_of(self.recipe.method).files
         if to == "peft" and files != "peft":

@@ -49,7 +49,7 @@ from petune.saving.tuning_record import facts_of, origin, write_record
 
 __all__ = ["MergeReport", "fingerprint", "full_hash", "save", "save_merged", "write_adapters", "write_peft"]
 
-_OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
+OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
 
 
 class Processor(Protocol):
@@ -128,7 +128,7 @@ def save_shared(
             tokenizer.save_pretrained(work)
 
     fill_all = partial(save_each, model, fill=fill) if record.adapters else fill
-    return commit_folder(Path(folder), fill_all, overwrite, _OURS)
+    return commit_folder(Path(folder), fill_all, overwrite, OURS)
 
 
 def _refuse_rooms(work: Path, rooms: Rooms) -> None:
@@ -165,7 +165,7 @@ def write_peft(
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(Path(folder), fill, overwrite, _OURS)
+    return commit_folder(Path(folder), fill, overwrite, OURS)
 
 
 def refuse_unwritable(model: nn.Module) -> None:
@@ -203,7 +203,7 @@ def write_adapters(
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(Path(folder), fill, overwrite, _OURS)
+    return commit_folder(Path(folder), fill, overwrite, OURS)
 
 
 def _write_model(
@@ -212,7 +212,7 @@ def _write_model(
     """Write the method's own files; returns the tensors in them by base-model name."""
     method = method_of(config)
     if method.files == "transformers" and isinstance(model, PreTrainedModel):
-        share(work, _write_hugging_face(model, model.state_dict(keep_vars=True), work))
+        share(work, write_hugging_face(model, model.state_dict(keep_vars=True), work))
         return kinds_of(work)
     tensors = _whole(model) if method.trains_base else in_difference_form(model, tuned_state(model))
     tensors = {plain_name(name): value for name, value in tensors.items()}
@@ -235,7 +235,7 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
     return dict(seen.values())
 
 
-def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> Rooms:
+def write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> Rooms:
     """Write a model's folder as transformers does, which names and parts its files, with tensors in ours.
     Returns the rooms that were left for what is on the meta device."""
     left: dict[str, dict[str, Tensor]] = {}
@@ -393,11 +393,11 @@ def save_merged(
             # written under each of its names
             whole = {name: dense_of(value.detach()) for name, value in state.items()}
             own = {name: value.clone() for name, value in whole.items()} if unties else whole
-            _write_hugging_face(model, own if kept else _cast(own, cast("torch.dtype", dtype)), work)
+            write_hugging_face(model, own if kept else _cast(own, cast("torch.dtype", dtype)), work)
             if not kept:
                 written = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
                 write_json(work / "config.json", written)
-            _check_complete(model, own, work)
+            check_complete(model, own, kinds_of(work))
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
             for path, facts in beside.items():
@@ -407,7 +407,7 @@ def save_merged(
         try:
             if unties:
                 config.tie_word_embeddings = False
-            place = commit_folder(Path(folder), fill, overwrite, _OURS)
+            place = commit_folder(Path(folder), fill, overwrite, OURS)
         finally:
             if unties:
                 config.tie_word_embeddings = tied
@@ -504,10 +504,11 @@ def _unties(model: PreTrainedModel, layers: list[TunedLayer]) -> bool:
     return True
 
 
-def _check_complete(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
-    """Every tensor must be in the file, whole or in parts, or share its memory with one that is: the model
-    class decides what it leaves out."""
-    written = kinds_of(work)
+def check_complete(
+    model: PreTrainedModel, state: Mapping[str, Tensor], written: Mapping[str, Tensor]
+) -> None:
+    """Every tensor must be among those that were written, whole or in parts, or share its memory with one
+    that is: the model class decides what it leaves out."""
     there = Counter[str]()
     for key, name in names_in_model(model, written).items():
         there[name] += written[key].numel()

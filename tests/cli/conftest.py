@@ -108,7 +108,9 @@ class FakeRun:
 
     def export(self, to: str, out: Path | None = None, *, overwrite: bool = False) -> Path:
         self.calls.append((to, out, overwrite))
-        self.serve_report = None if to in ("peft", "adapters", "hf") else "rank 8, alpha 16\n   vllm serve"
+        self.serve_report = (
+            None if to in ("peft", "adapters", "hf", "bitsandbytes") else "rank 8, alpha 16\n   vllm serve"
+        )
         return out or self.folder / to
 
 

@@ -327,6 +327,8 @@ def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun)
     )
     assert "peft.PeftModel" in type_("export", "runs/mine", "--to", "peft").out
     assert "use_safetensors=True" in type_("export", "runs/mine", "--to", "adapters").out
+    four = type_("export", "runs/mine", "--to", "bitsandbytes").out
+    assert four.startswith(str(run_folder.folder / "bitsandbytes")) and "ForCausalLM.from_pretrained(" in four
     assert type_("export", "runs/mine", "--to", "hf").out.startswith(str(run_folder.folder / "hf"))
     assert "vllm serve" in type_("export", "runs/mine", "--to", "vllm").out
 

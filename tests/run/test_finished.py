@@ -38,6 +38,7 @@ from tests.small_runs import (
     settings,
     terminate_at,
     tokenizer,
+    write_model,
 )
 
 AUTO = {
@@ -423,7 +424,7 @@ def test_an_export_nobody_knows_is_refused(tmp_path: Path):
     full = run(brief(tmp_path, method="full"))
     with pytest.raises(UsageError, match="tgi") as caught:
         full.export("tgi")
-    assert "peft, adapters, hf, vllm" in str(caught.value)
+    assert "peft, adapters, hf, bitsandbytes, vllm" in str(caught.value)
     with pytest.raises(UsageError, match="--to hf"):
         full.export("peft")
 
@@ -459,8 +460,6 @@ def test_a_damaged_tuned_folder_is_refused(tmp_path: Path):
 
 @pictureless
 def test_another_base_under_a_finished_run_is_refused(tmp_path: Path):
-    from tests.small_runs import write_model
-
     finished = run(brief(tmp_path))
     write_model(tmp_path / "llama", "llama", seed=1)
     with pytest.raises(FileError):
@@ -525,6 +524,28 @@ def test_a_run_on_a_quantised_base_is_scored_beside_its_dense_base(tmp_path: Pat
     assert "trained beside a base in int8, and scored beside the dense one" in scored["notes"][0]
     assert not any("scored beside" in line for line in plain.eval()["notes"])
     assert base["loss"] != pytest.approx(held.summary["before"]["loss"], rel=1e-6)
+
+
+@pictureless
+def test_the_base_of_a_run_in_four_bits_is_written_as_it_was_held(tmp_path: Path):
+    write_model(tmp_path / "llama", "llama", hidden_size=64, intermediate_size=64)
+    values = brief(tmp_path, kernels="reference", base_dtype="nf4", dtype="bf16")
+    finished = run(values)
+    finished.recipe = load_recipe(finished.recipe, {"dtype": "auto"})  # float32 here, bfloat16 where it ran
+    place = finished.export("bitsandbytes")
+    assert place == finished.folder / "bitsandbytes"
+    assert transformers.AutoTokenizer.from_pretrained(place)("red sun") == tokenizer()("red sun")
+    again = run(values | {"model": str(place), "out": str(tmp_path / "again")})
+    assert again.summary["after"] == finished.summary["after"]  # on the very bits: the same run
+    other = load_run(again.folder).export("bitsandbytes")
+    assert (other / "model.safetensors").read_bytes() == (place / "model.safetensors").read_bytes()
+    for changes, match in (
+        ({"base_dtype": "int8"}, r"not held in four bits(.|\n)*int8"),
+        ({"model": "object:Llama@0"}, "given in memory"),
+    ):
+        finished.recipe = load_recipe(finished.recipe, {"base_dtype": "nf4", **changes})
+        with pytest.raises(UsageError, match=match):
+            finished.export("bitsandbytes", tmp_path / "refused")
 
 
 @pictureless
