@@ -77,15 +77,24 @@ def test_the_files_are_those_of_transformers_byte_for_byte(dtype: torch.dtype, t
     assert mine["dtype"] == their["dtype"]
 
 
-@pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert-classify",
+        "llama-causal",
+        *(
+            pytest.param(f"{one}-classify", marks=pytest.mark.long)
+            for one in ("modernbert", "qwen2", "deberta")
+        ),
+    ],
+)
 def test_transformers_reads_every_weight_and_peft_puts_the_tuning_on_it(name: str, tmp_path: Path) -> None:
     model = four(name)
     save_base(model, tmp_path / "four")
     write_peft(model, tmp_path / "peft")
-    auto = transformers.AutoModelForSequenceClassification if "bert" in name else None
-    loaded, info = (auto or transformers.AutoModelForCausalLM).from_pretrained(
-        tmp_path / "four", device_map="cpu", output_loading_info=True
-    )
+    auto: Any = transformers.AutoModelForSequenceClassification
+    auto = transformers.AutoModelForCausalLM if "causal" in name else auto
+    loaded, info = auto.from_pretrained(tmp_path / "four", device_map="cpu", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     held = 0
     for path, layer in loaded.named_modules():
