@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from petune.errors import RecipeError
-from petune.methods.configs import METHODS
+from petune.methods.configs import ACTIVATIONS, METHODS
+from petune.models.acts import ACTS
 from petune.models.frozen_weight import FORMS
 from petune.recipe import load_recipe
 from tests.mark_tables import MODELS, Notes, of_blocks, rows
@@ -52,7 +53,14 @@ Written by `python -m tests.test_fused_table`, which asks the code; a test compa
 one autograd node a block, with `memory`, and the loss without logits where the task has one. Elsewhere LoRA's
 linears and RMS norms are fused one by one, and the header of the run says why. Numbers are equal everywhere;
 [kernels.md](kernels.md) says how.
+
+Adapters here have the activation silu. Bottlenecks of {fused} are fused alike; of another activation blocks
+are not, and the header says which: {others}.
 """
+HEAD = HEAD.format(
+    fused=", ".join(name for name in ACTIVATIONS if name in ACTS),
+    others=", ".join(name for name in ACTIVATIONS if name not in ACTS),
+)
 
 
 def of_forms(model: str, method: str, notes: Notes, every: bool) -> str:

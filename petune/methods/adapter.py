@@ -24,14 +24,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
+from petune.models.acts import ACTS
 from petune.models.boundary import BoundaryHook
 from petune.models.sites import find_sites
 from petune.models.spec import (
@@ -55,7 +58,15 @@ from petune.models.tuned_linear import (
     WeightChange,
 )
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+# Tensors of the bottleneck's width that autograd keeps of an activation and for `up`, where they are not 2
+_KEPT = {"gelu_10": 3, "quick_gelu": 3, "gelu_python": 4, "gelu_fast": 8}
+_KEPT |= dict.fromkeys(("gelu_new", "gelu_accurate", "gelu_python_tanh"), 5)
+
+
+@cache
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+    """The non-linearity that a setting names, or a file of AdapterHub's."""
+    return cast("Callable[[Tensor], Tensor]", ACT2FN[{"leakyrelu": "leaky_relu"}.get(name, name)])
 
 
 class Bottleneck(TunedLayer):
@@ -116,12 +127,13 @@ class Bottleneck(TunedLayer):
             value.zero_()
 
     def kept_features(self) -> KeptFeatures:
-        """The input of both linears, and what enters the activation between them."""
-        return KeptFeatures(after=self.adapter_down.in_features + 2 * self.adapter_down.out_features)
+        """The input of both linears, and what the activation between them keeps."""
+        inner = _KEPT.get(self.activation, 2) * self.adapter_down.out_features
+        return KeptFeatures(after=self.adapter_down.in_features + inner)
 
     def bottleneck(self) -> BottleneckPart:
         """Both linears of the bottleneck, unless it is passed by."""
-        down, up, act = self.adapter_down, self.adapter_up, cast("Any", self.activation)
+        down, up, act = self.adapter_down, self.adapter_up, ACTS.get(self.activation, self.activation)
         part = BottleneckPart(down.out_features, act, self.dropout, None, self.scale, self.beside)
         return part._replace(tensors=(down.weight, down.bias, up.weight, up.bias)) if self.active else part
 
@@ -135,7 +147,7 @@ class Bottleneck(TunedLayer):
 
     def update(self, x: Tensor) -> Tensor:
         """What the bottleneck makes of x [..., width], in its own dtype."""
-        inner = _ACTIVATIONS[self.activation](self.adapter_down(x.to(self.adapter_down.weight.dtype)))
+        inner = activation_of(self.activation)(self.adapter_down(x.to(self.adapter_down.weight.dtype)))
         made = cast("Tensor", self.adapter_up(F.dropout(inner, self.dropout, self.training)))
         return made if self.scale == 1 else made * self.scale
 

@@ -15,6 +15,12 @@ from typing import Any, Literal, cast
 
 from petune.errors import Problem, UsageError, nearest
 
+# of a bottleneck: what transformers' ACT2FN names but for those with parameters, and AdapterHub's leakyrelu
+ACTIVATIONS = (
+    *("silu", "relu", "gelu", "tanh", "sigmoid", "leaky_relu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu"),
+    *("gelu_10", "gelu_accurate", "gelu_fast", "gelu_python", "gelu_python_tanh", "hardswish", "laplace"),
+    *("linear", "mish", "relu2", "relu6", "sqrtsoftplus", "swish", "leakyrelu"),
+)
 ALSO_TRAIN = "modules trained whole beside the method; auto: the task head of the family"
 
 
@@ -161,7 +167,7 @@ class AdapterConfig(MethodConfig):
     reduction: int = field(default=16, metadata={"ge": 1, "doc": "hidden width over bottleneck width"})
     activation: str = field(
         default="silu",
-        metadata={"choices": ("silu", "relu", "gelu"), "doc": "non-linearity of the bottleneck"},
+        metadata={"choices": ACTIVATIONS, "doc": "non-linearity of the bottleneck"},
     )
     dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout inside the bottleneck"})
     scale: float | None = field(

@@ -71,12 +71,13 @@ class BottleneckPart(NamedTuple):
     """A small network that adds to a linear's result y: y + scale up(dropout(act(down(z)))), where z is y or,
     of one that is beside the sub-layer, what the block adds the sub-layer to.
 
-    features: of the bottleneck. tensors: weight [features, n] and bias of `down`, weight [n, features] and
-    bias of `up`; None while the tuning is passed by.
+    features: of the bottleneck. activation: by the name of its kernel, else its own: there is no fused form.
+    tensors: weight [features, n] and bias of `down`, weight [n, features] and bias of `up`; None while the
+    tuning is passed by.
     """
 
     features: int
-    activation: Literal["silu", "relu", "gelu"]
+    activation: str
     dropout: float = 0.0
     tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     scale: float = 1.0

@@ -23,7 +23,7 @@ from petune.files.json_fields import Fields, Kind, Number, OneOf, Text, Truth, c
 from petune.files.safetensors import check_dtypes, read_json, read_tensors
 from petune.log import say, warn
 from petune.methods import tuned_names, tuning
-from petune.methods.configs import AdapterConfig
+from petune.methods.configs import ACTIVATIONS, AdapterConfig
 from petune.methods.saving import remember
 from petune.methods.targets import within
 from petune.models import family_of
@@ -61,7 +61,8 @@ _ENDS = {  # here: there
     "adapter_up.weight": "adapter_up.weight",
     "adapter_up.bias": "adapter_up.bias",
 }
-_ACTIVATIONS = {"swish": "silu", "silu": "silu", "relu": "relu", "gelu": "gelu"}
+_HERE = {"swish": "silu", "leakyrelu": "leaky_relu"}  # the library's words; it knows transformers' besides
+_THERE = {here: there for there, here in _HERE.items()}
 # What tells the kinds apart.
 _FORMS: Mapping[str, Mapping[str, bool]] = {
     "houlsby": {"mh_adapter": True, "original_ln_before": False, "is_parallel": False},
@@ -105,7 +106,7 @@ _KINDS: Mapping[str, Kind] = {
     "original_ln_before": Truth(),
     "cross_adapter": Truth(),
     "reduction_factor": Number(1, 2**20),
-    "non_linearity": Text(tuple(_ACTIVATIONS)),
+    "non_linearity": Text(ACTIVATIONS),
     "scaling": Number(1e-6, 1e6),
     "dropout": Number(0, 1),
     "architecture": OneOf(None),
@@ -170,7 +171,7 @@ def _fields(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
         "cross_adapter": crosses,
         "dropout": 0.0,
         "init_weights": "mam_adapter" if config.kind == "parallel" else "bert",
-        "non_linearity": "swish" if config.activation == "silu" else config.activation,
+        "non_linearity": _THERE.get(config.activation, config.activation),
         "reduction_factor": config.reduction,
         "scaling": float(config.factor),
     }
@@ -292,7 +293,7 @@ def load_adapters(model: nn.Module, fields: Mapping[str, Any], folder: Path) -> 
     config = AdapterConfig(
         kind=kind,
         reduction=_reduction(model, own["reduction_factor"], file),
-        activation=_ACTIVATIONS[own["non_linearity"]],
+        activation=_HERE.get(own["non_linearity"], own["non_linearity"]),
         scale=float(own.get("scaling", 1.0)),
         also_train=heads,
     )

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import petune
 from petune.errors import UsageError
+from petune.kernels.fuse import fused_blocks, unfusable
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.adapter import AdapterLinear, AdapterNorm, tune
-from petune.methods.configs import AdapterConfig
+from petune.methods.configs import ACTIVATIONS, AdapterConfig
 from tests.methods import references
-from tests.methods.zoo import FOUR, MOE, batch, frozen, gradients, prompt, stir, tiny
+from tests.methods.zoo import (
+    FOUR,
+    MOE,
+    assert_same_gradients,
+    batch,
+    frozen,
+    gradients,
+    prompt,
+    stir,
+    table,
+    tiny,
+)
 
 BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
 BART = {"self_attn.out_proj", "fc2"}
@@ -78,7 +92,40 @@ def test_each_adapter_runs_once_in_a_forward(name: str) -> None:
     assert set(calls.values()) == {1}
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{
+        name: getattr(F, name)
+        for name in ("silu", "relu", "gelu", "leaky_relu", "hardswish", "mish", "relu6")
+    },
+    "swish": lambda x: x * torch.sigmoid(x),
+    "leakyrelu": lambda x: torch.where(x > 0, x, 0.01 * x),
+    "tanh": torch.tanh,
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "linear": lambda x: x,
+    "relu2": lambda x: F.relu(x) ** 2,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_python": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
+    "gelu_10": lambda x: F.gelu(x).clamp(-10, 10),
+    "laplace": lambda x: 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5))),
+    "sqrtsoftplus": lambda x: torch.log1p(torch.exp(x)).sqrt(),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), _tanh_gelu),
+    **dict.fromkeys(("gelu_accurate", "gelu_fast"), _tanh_gelu),
+}
+
+
+def test_every_activation_has_a_reference() -> None:
+    assert ACTS.keys() == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("activation", ACTS)
 def test_forward_and_gradients_follow_the_equation_in_float64(activation: str) -> None:
     torch.manual_seed(0)
     base = nn.Linear(10, 8).double().requires_grad_(False)
@@ -87,15 +134,39 @@ def test_forward_and_gradients_follow_the_equation_in_float64(activation: str) -
         nn.init.normal_(value)
     twin = {key: value.detach().clone().requires_grad_() for key, value in layer.tuned().items()}
     x, upstream = torch.randn(3, 5, 10, dtype=torch.float64), torch.randn(3, 5, 8, dtype=torch.float64)
-    y = base(x)
-    inner = getattr(F, activation)(y @ twin["adapter_down.weight"].T + twin["adapter_down.bias"])
+    y, kept = base(x), list[Tensor]()
+    inner = ACTS[activation](y @ twin["adapter_down.weight"].T + twin["adapter_down.bias"])
     expected = y + inner @ twin["adapter_up.weight"].T + twin["adapter_up.bias"]
-    found = layer(x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value), value)[1], _same):
+        found = layer(x)
+    near = 1e-8 if activation == "gelu_fast" else 1e-12  # which has a constant of ten digits
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
     (found * upstream).sum().backward()
     (expected * upstream).sum().backward()
     for key, value in layer.tuned().items():
-        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(value.grad, twin[key].grad, rtol=near, atol=near)
+    rows = {value.untyped_storage().data_ptr(): value.shape[-1] for value in kept if value.numel() % 15 == 0}
+    said = layer.kept_features().after
+    assert said - 4 * (activation in ("relu", "tanh", "sigmoid", "linear")) == sum(rows.values())
+
+
+@pytest.mark.parametrize("name", ["bert-classify", "llama-causal", "qwen3moe-causal"])
+@pytest.mark.parametrize("kind", ["houlsby", "parallel"])
+def test_bottlenecks_of_an_activation_with_a_kernel_are_fused_and_others_are_said(
+    name: str, kind: str
+) -> None:
+    settings: dict[str, Any] = {"reduction": 4, "kind": kind}
+    made = {}
+    for kernels in ("off", "reference"):
+        model = wrap(tiny(name), "adapter", activation="gelu_new", kernels=kernels, **settings)
+        assert bool(fused_blocks(model)) == (kernels == "reference")
+        stir(model)
+        made[kernels] = gradients(model, batch(name))
+    torch.testing.assert_close(made["reference"][0], made["off"][0])
+    assert_same_gradients(made["reference"][1], made["off"][1], 1e-5)
+    model = wrap(tiny(name), "adapter", activation="tanh", kernels="off", **settings)
+    (reason,) = unfusable([model], table(name), "reference", torch.device("cpu"))
+    assert "the activation 'tanh' of the bottleneck behind " in reason
 
 
 def test_dropout_is_inside_the_bottleneck_and_only_in_training() -> None:

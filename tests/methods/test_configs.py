@@ -36,7 +36,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("lora", {"also_train": [None]}, "lora.also_train = "),
     ("adapter", {"reduction": 0}, "adapter.reduction = 0 must be at least 1"),
     ("adapter", {"reduction": 128}, "adapter.reduction 128 leaves no bottleneck"),
-    ("adapter", {"activation": "tanh"}, "adapter.activation = 'tanh' is not one of"),
+    ("adapter", {"activation": "prelu"}, "adapter.activation = 'prelu' is not one of"),
     ("side", {"reduction": 3}, "side.reduction 3 does not divide the model's hidden_size"),
     ("side", {"reduction": 16}, "side.reduction 16 does not divide the model's head_dim"),
     ("side", {"end": "pap"}, "side.end = 'pap' is not one of"),

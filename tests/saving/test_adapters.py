@@ -132,6 +132,18 @@ def test_a_trained_head_goes_both_ways_in_its_own_file(tmp_path: Path) -> None:
     assert tuned_state(again).keys() == tuned_state(model).keys()
 
 
+@pytest.mark.parametrize("word", ["tanh", "leakyrelu", "gelu_new", "swish"])
+def test_activations_go_both_ways_by_the_librarys_words(word: str, tmp_path: Path) -> None:
+    model = petune.load(base("bert-par_bn"), folder_of("bert-par_bn", tmp_path / "a", non_linearity=word))
+    assert tuning(model).config.activation == {"leakyrelu": "leaky_relu", "swish": "silu"}.get(word, word)
+    fields = read_json(write_adapters(model, tmp_path / "b") / "adapter_config.json")
+    assert fields["config"]["non_linearity"] == word
+    assert logits(petune.load(base("bert-par_bn"), tmp_path / "b")) == logits(model)
+    petune.save(model, tmp_path / "c")
+    assert logits(petune.load(base("bert-par_bn"), tmp_path / "c")) == logits(model)
+    assert logits(model) != pytest.approx(FACTS["cases"]["bert-par_bn"]["logits"], abs=1e-3)  # of relu
+
+
 def test_a_head_that_was_not_trained_is_the_bases_own(tmp_path: Path) -> None:
     """The library writes every head, trained or not, and a language model's with its tied table."""
     place, model = folder_of("bart-par_bn", tmp_path / "there"), base("bart-par_bn")
@@ -174,7 +186,7 @@ def test_adapters_at_sums_without_a_norm_are_refused(case: str, tmp_path: Path) 
         ({"inv_adapter": "nice"}, "inv_adapter = 'nice' is not supported"),
         ({"leave_out": [0]}, r"leave_out = \[0\] is not supported"),
         ({"scaling": "learned"}, "scaling"),
-        ({"non_linearity": "tanh"}, "non_linearity"),
+        ({"non_linearity": "prelu"}, "non_linearity"),
         ({"reduction_factor": {"default": 2}}, "reduction_factor"),
         ({"reduction_factor": 1.5}, "which no whole number does"),
         ({"mh_adapter": True}, "is no kind of adapter petune has"),

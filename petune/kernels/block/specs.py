@@ -16,7 +16,7 @@ from petune.kernels.block.mixture import Mixture
 from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import clamps, computes, eps_of
-from petune.kernels.reference import Act
+from petune.models.acts import ACTS
 from petune.models.attention import CAPPING
 from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
@@ -43,14 +43,6 @@ _ACT_KEYS = (
     "activation",
     "dense_act_fn",
 )  # of a config
-_ACTS: dict[str, Act] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
@@ -73,7 +65,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         return reason
     if mixed and getattr(config, "output_router_logits", False):
         return "the loss that keeps its routers even reads their scores (output_router_logits)"
-    if (act := _ACTS.get(name)) is None:
+    if (act := ACTS.get(name)) is None:
         return f"its activation {name!r} has no kernel"
     crosses = any(isinstance(one.core, Attention) and one.core.memory is not None for one in sublayers)
     if not crosses and (getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False)):
@@ -128,6 +120,10 @@ def _other_layer(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | N
         known = low_ranks_of(layer) if role == "experts" else linear_of(layer)
         if known is None or (bottleneck_of(layer) is not None and path != core.region.leave):
             return f"{path} is a {_kind(layer)}"
+    path = core.at if isinstance(core, RoutedMlp) else core.region.leave
+    part = bottleneck_of(block.get_submodule(path))
+    if part is not None and part.activation not in ACTS.values():
+        return f"the activation {part.activation!r} of the bottleneck behind {path} has no kernel"
     return None
 
 
