@@ -105,6 +105,12 @@ def test_adapters_at_norms_train_as_in_one_process(backend: str, name: str) -> N
     check(case(name, "adapter", BACKENDS[backend](name, 2), steps=1, tuning=kind))
 
 
+@pytest.mark.parametrize("backend", [pytest.param(backend, marks=long) for backend in BACKENDS])
+def test_adapters_of_an_activation_without_a_kernel_train_as_in_one_process(backend: str) -> None:
+    kind = (("activation", "quick_gelu"),)
+    check(case("llama-causal", "adapter", BACKENDS[backend]("llama-causal", 2), steps=1, tuning=kind))
+
+
 # Adapters beside MLPs: (backend, family, which rung of fused blocks, or None)
 BESIDE = list(product(BACKENDS, FOUR, (None, *range(4))))
 SHORT_BESIDE = [

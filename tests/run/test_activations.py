@@ -57,6 +57,19 @@ def test_rows_that_are_padded_alike_end_bit_by_bit_as_without_a_cache(family: st
 
 
 @pytest.mark.long
+def test_the_control_reads_what_the_blocks_gave_and_fits_the_same_head(tmp_path: Path) -> None:
+    alike = {"batch_size": 24, "eval_batch_size": 9, "epochs": 1, "save_every": 9, "head_only": True}
+    listener, other = Listener(), Listener()
+    run(cached(tmp_path, "bert", **alike), listener)
+    run(settings(tmp_path, "bert", "side", **{**EPOCHS, **alike}), other)
+    # run for the base's 9 rows and the control's 24; read for its other 9, the epoch, the last evaluation
+    assert "blocks ran for 33 rows and were read for 42" in told(listener)
+    assert [line for line in listener.notes if "control:" in line] == [
+        line for line in other.notes if "control:" in line
+    ]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["cached and resumed", "in stages"])
 def test_a_pruned_ladder_is_the_same_however_it_is_trained(way: str, tmp_path: Path) -> None:
     own: dict[str, Any] = {"name": "side", "reduction": 4, "start": "pruned"}
