@@ -129,6 +129,9 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
             expected=", ".join(FAMILIES),
             remedy=remedy,
         )
+    if family is not None and (why := family.refused(cast("Any", model).config).get("tuning")) is not None:
+        remedy = "use another model of this type"
+        raise UsageError(f"this model cannot be tuned: {why}", where="model", remedy=remedy)
     also_train = () if method.trains_base else head_modules(model, family, cast("Any", config).also_train)
     method.apply(model, family, config, also_train)
     if family is not None:

@@ -45,6 +45,7 @@ from petune.models.heads import AUTO as AUTO
 from petune.models.heads import Head as Head
 from petune.models.heads import model_class, refuse_headless
 from petune.models.load_errors import asking, first_line, hub_errors, room_for
+from petune.models.moe import refuse_llama_moe
 from petune.models.mxfp4_files import Mxfp4, held_in, mxfp4_weights
 from petune.models.read_plan import ReadPlan, plan_reads
 from petune.models.source import Source, check_weights, local_folder, weight_files
@@ -94,6 +95,7 @@ def read_config(source: Source) -> Any:
         try:
             fields = read_json(Path(source.place), links=True)
             refuse_settings(fields, str(Path(source.place).parent))
+            refuse_llama_moe(fields, source.place)
             return AutoConfig.for_model(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(
@@ -105,6 +107,7 @@ def read_config(source: Source) -> Any:
     with hub_errors(source), asking(source):
         fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
         refuse_settings(fields, source.place)
+        refuse_llama_moe(fields, f"{source.place}/config.json")
         config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     vars(config).pop("quantization_config", None)  # of the files: how the model is held a recipe says
     return config

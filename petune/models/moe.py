@@ -3,10 +3,12 @@ expert that every token goes through), Mixtral and gpt-oss."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from petune.errors import UsageError
+from petune.errors import FileError, UsageError
 from petune.models import llama
 from petune.models.spec import Config, Family, Mlp, Norm, RoutedMlp, Shape, SubLayer, linears
 
@@ -52,6 +54,20 @@ def cannot_narrow(config: Config, reduction: int) -> Config:
     raise UsageError(what, where="method", remedy="use lora or full")
 
 
+def refuse_llama_moe(fields: Mapping[str, Any], place: str) -> None:
+    """Raise FileError for a config of LLaMA-MoE (Zhu et al. 2024, arXiv:2406.16554), whose class transformers
+    does not have; experts made of Llamas in Mixtral's class are a Mixtral."""
+    if fields.get("model_type") == LLAMA_MOE:
+        raise FileError(
+            "LLaMA-MoE has a class of its own, which transformers has not; mixtures of Llamas in Mixtral's"
+            " class are read as Mixtral",
+            where=f"{place}  model_type",
+            expected="mixtral (MixtralForCausalLM)",
+            found=f"{LLAMA_MOE} ({', '.join(map(str, fields.get('architectures') or ['no class']))})"[:200],
+            remedy="use such a mixture; load one whose code you trust yourself, and give it to petune.train",
+        )
+
+
 def table(name: str, core: RoutedMlp, columns: str, attention: SubLayer = llama.BLOCK[0]) -> Family:
     """The table of a decoder with attention as Llama's and, behind it, this mixture of experts."""
     routed = SubLayer(core, norm_in=Norm("post_attention_layernorm"))
@@ -66,6 +82,7 @@ QWEN3_MOE = table("qwen3_moe", ROUTED, "moe_intermediate_size")
 QWEN2_MOE = table(
     "qwen2_moe", replace(ROUTED, shared=SHARED, gate="mlp.shared_expert_gate"), "moe_intermediate_size"
 )
+LLAMA_MOE = "llama_moe"
 ALWAYS = replace(ROUTED, dense=None, normed=True)  # experts in every block, shares of sum 1
 MIXTRAL = table("mixtral", replace(ALWAYS, rounded=False), "intermediate_size")
 SINKS = replace(llama.BLOCK[0], core=replace(llama.ATTENTION, sinks="sinks"))

@@ -121,7 +121,7 @@ class Region:
 
     Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
     may be absent from a block. gated: q has twice the features of its heads, see Attention. columns: see
-    Columns. mixture: whether it is one of experts.
+    Columns. mixture: whether it is one of experts. lacks: roles besides OPTIONAL that a block may be without.
     """
 
     kind: Literal["attention", "mlp", "mixer"]
@@ -135,6 +135,7 @@ class Region:
     gated: bool = False
     columns: Columns = "columns"
     mixture: bool = False
+    lacks: tuple[Role, ...] = ()
 
     @property
     def summed(self) -> str:

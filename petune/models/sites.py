@@ -63,7 +63,7 @@ def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName
     for role, path in region.sites.items():
         hit = child_of(block, path)
         if hit is None:
-            if role in OPTIONAL:  # gated and plain MLPs share a table
+            if role in (*OPTIONAL, *region.lacks):  # gated and plain MLPs share a table
                 continue
             raise _no_module(block, f"role {role!r} of {region.kind}", path, where)
         found.append(Site(f"{where}.{hit[0]}", hit[1], stack, index, region, role, hit == leave))

@@ -52,6 +52,7 @@ class Attention:
     score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
     its probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
     gated: q makes for each head a query and, behind it, a gate, whose sigmoid scales the head's result.
+    lacks: roles that a block may be without.
     """
 
     at: str
@@ -72,6 +73,7 @@ class Attention:
     head_counts: tuple[str, ...] = ()
     exchange: Exchanged | None = None
     gated: bool = False
+    lacks: tuple[Role, ...] = ()
 
     @cached_property
     def region(self) -> Region:
@@ -88,6 +90,7 @@ class Attention:
             by_head=by_head if self.sinks is None else by_head | {self.sinks: 0},
             cross=self.memory is not None,
             gated=self.gated,
+            lacks=self.lacks,
         )
 
 
@@ -206,6 +209,7 @@ class StackRule:
     mask the model makes one of the tokens that are no padding. `unfused`,
     `uncut`: what blocks do that no sub-layer tells, why they are not fused, or not cut by heads and columns.
     `between`: the field of the config by which tokens meet between two blocks, where it is above 0.
+    `tokens`: arguments of blocks that hold something of every token, as hidden states do.
     """
 
     blocks: str
@@ -221,6 +225,7 @@ class StackRule:
     unfused: str | None = None
     uncut: str | None = None
     between: str | None = None
+    tokens: tuple[str, ...] = ()
 
     @cached_property
     def cores(self) -> tuple[Attention | Mlp | RoutedMlp, ...]:
@@ -287,7 +292,8 @@ class Family:
     long. `packs`: whether the model tells samples that are packed in a row apart by their positions.
     `tied`: the field of the config that is false where a head over the vocabulary asks the embedding for
     its table. `signal`: how it reads pictures or sounds; None for a model of text. `part(config, stack)`:
-    the config that blocks of a stack are made of; it and `shape` take such a one too."""
+    the config that blocks of a stack are made of; it and `shape` take such a one too. `refused(config)`:
+    what models of this config do not go with, `tuning` or the name of an axis, and why."""
 
     name: str
     kind: Kind
@@ -304,6 +310,7 @@ class Family:
     tied: str | None = None
     part: Callable[[Config, StackName], Config] = lambda config, stack: config
     signal: Signal | None = None
+    refused: Callable[[Config], Mapping[str, str]] = lambda config: {}
 
     @property
     def reads(self) -> Input:

@@ -261,6 +261,8 @@ def make_plan(
     if config.pp is not None and family is not None:
         reasons = filter(None, (meets(rule, model_config) for rule in family.stacks.values()))
         faults += [Problem(reason, "parallel.pp", remedy="use tp or dp") for reason in reasons]
+        if (why := family.refused(model_config).get("pp")) is not None:
+            faults.append(Problem(why, "parallel.pp", remedy="use dp, or sp"))
         if vocabulary_head and family.tied is not None and not getattr(model_config, family.tied, True):
             what = f"its head asks the embedding, on another stage, for its table ({family.tied} = false)"
             faults.append(Problem(what, "parallel.pp", remedy="use tp or dp"))

@@ -20,6 +20,8 @@ from transformers import (
     EuroBertForSequenceClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GPT2Config,
@@ -158,6 +160,25 @@ GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "attn_implementation": "eager",  # the only one of transformers' own that caps scores
 }
+# values that are keys, and with full attention wider heads and fewer keys
+GEMMA4: dict[str, Any] = {
+    **SLIDING,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+}
+# a last block that reads the keys and values of the one before, and embeddings of each block
+GEMMA4E: dict[str, Any] = {
+    **SLIDING,
+    "layer_types": ["full_attention", "full_attention"],
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB,
+}
 PHI3 = {**DECODER, "sliding_window": 4, "resid_pdrop": 0.0}
 TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 PHI4 = {**PHI3, "rope_parameters": TURNED}  # whose positions turn some columns of a head
@@ -272,6 +293,8 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "olmo2-causal": (Olmo2ForCausalLM, Olmo2Config, DECODER),
     "olmo3-causal": (Olmo3ForCausalLM, Olmo3Config, SLIDING),
     "gemma2-causal": (Gemma2ForCausalLM, Gemma2Config, GEMMA2),
+    "gemma4-causal": (Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4),
+    "gemma4e-causal": (Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4E),
     "phi3-causal": (Phi3ForCausalLM, Phi3Config, PHI3),
     "phi4-causal": (Phi3ForCausalLM, Phi3Config, PHI4),
     "glm4-causal": (Glm4ForCausalLM, Glm4Config, {**DECODER, "head_dim": 8, "attention_bias": True}),

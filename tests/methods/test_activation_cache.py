@@ -16,7 +16,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.methods import without_tuning, wrap
 from petune.methods.activation_cache import ActivationCache, Counts, sources_of
 from petune.models.stack import Stack
-from tests.methods.zoo import GENERATING, ZOO, assert_same_gradients, batch, gradients, stir, tiny
+from tests.methods.zoo import GENERATING, LADDERED, ZOO, assert_same_gradients, batch, gradients, stir, tiny
 
 
 def sided(name: str, **settings: Any) -> Any:
@@ -57,7 +57,7 @@ FAMILIES = {config: name for name, (_, config, _) in ZOO.items()}.values()
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("end", ["residual", "paper"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.long) for name in ZOO]
+    "name", [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.long) for name in LADDERED]
 )
 def test_later_epochs_are_the_uncached_ones_to_the_bit_and_run_no_block(
     name: str, end: str, tmp_path: Path

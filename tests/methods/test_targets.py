@@ -84,7 +84,7 @@ def in_blocks(name: str) -> set[str]:
         f"{path}.{key}"
         for path in stack_paths(model, table(name)).values()
         for key, module in model.get_submodule(path).named_modules()
-        if type(module) in LINEAR
+        if type(module) in LINEAR and not key.rpartition(".")[2].startswith("per_layer_")  # Gemma 4's
     }
 
 

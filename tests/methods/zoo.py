@@ -126,6 +126,8 @@ GENERATE: dict[str, Any] = {
 }
 # an adapter stands behind torch's own linears alone
 ADAPTED = tuple(name for name in ZOO if name != "gpt2-causal")
+# no ladder is made of blocks that are sized by their numbers
+LADDERED = tuple(name for name in ZOO if not name.startswith("gemma4"))
 GENERATING = ("bart-seq2seq", "t5-seq2seq", "llama-causal")
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},

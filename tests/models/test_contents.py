@@ -50,6 +50,18 @@ def bias(folder: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+def scalars(folder: Path) -> None:
+    """Numbers by which blocks are scaled that are not one, which only the file knows, and keys that a block
+    without any of its own once had."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("layer_scalar")]:
+        tensors[name] = tensors[name] * 0.25
+    own = "model.layers.{}.self_attn.k_proj.weight"
+    tensors.setdefault(own.format(1), tensors[own.format(0)].clone())
+    save_file(tensors, path, {"format": "pt"})
+
+
 # the model of the file, the head it is read with, what its config says, what is done to the file
 CASES: dict[str, tuple[str, Head, dict[str, Any], Any]] = {
     "llama": ("llama-causal", "causal", {}, None),
@@ -65,6 +77,8 @@ CASES: dict[str, tuple[str, Head, dict[str, Any], Any]] = {
     "bart, another head": ("bart-seq2seq", "classify", {}, None),
     "gemma3": ("gemma3-causal", "causal", {}, None),
     "qwen3": ("qwen3-causal", "causal", {}, None),
+    "gemma4": ("gemma4-causal", "causal", {}, scalars),
+    "gemma4, embeddings of blocks": ("gemma4e-causal", "causal", {}, scalars),
 }
 
 

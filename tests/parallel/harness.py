@@ -70,6 +70,7 @@ DROPOUTS = {
     "opt": ("dropout", "attention_dropout"),
     "whisper": ("dropout", "attention_dropout", "activation_dropout"),
     "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    **dict.fromkeys(("gemma4", "gemma4e"), ("attention_dropout",)),
     **dict.fromkeys(("deberta", "deberta2"), ("hidden_dropout_prob", "attention_probs_dropout_prob")),
     **dict.fromkeys(
         ("qwen3moe", "qwen2moe", "mixtral", "gptoss", "qwen3_5", "qwen3next", "qwen3_5moe"),

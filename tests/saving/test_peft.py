@@ -64,6 +64,11 @@ def gemma() -> nn.Module:
     return model
 
 
+def gemma4() -> nn.Module:
+    model: nn.Module = tiny("gemma4e-causal")
+    return model
+
+
 def t5gemma() -> nn.Module:
     model: nn.Module = tiny("t5gemma-seq2seq")
     return model
@@ -110,6 +115,7 @@ WRITTEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (llama, {}),
     "llama with its head": (llama_classifier, {}),
     "gemma3": (gemma, {}),
+    "gemma4": (gemma4, {}),
     "one block": (llama, {"targets": r"model\.layers\.1\..*_proj"}),
     "everything linear": (llama, {"targets": "all-linear"}),
     "an embedding": (llama, {"targets": ["embed_tokens", "q_proj"]}),

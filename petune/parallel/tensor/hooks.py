@@ -359,6 +359,8 @@ class StackEdges(Shared):
         """See petune.models.stack.Edges: own positions for attention that works on own tokens; a ladder takes
         its own of the ids."""
         by_sequence = self.plan.connection == "sequence"
+        if name in stack.rule.tokens:
+            return self.part(value, here)
         positions = stack.rule.positions
         if positions is not None and name == positions.argument:
             # one sum for all blocks; a ladder reads it beside a backbone that has no gradient
