@@ -44,6 +44,8 @@ def refused(config: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     if config.enable_moe_block:
         found["tuning"] = EXPERTS
+    if config.use_bidirectional_attention == "all":
+        found["packing"] = "a mask by which tokens see later ones does not tell samples apart"
     if size := config.hidden_size_per_layer_input:
         found["pp"] = f"every block reads embeddings of its own (hidden_size_per_layer_input = {size})"
     if shared := config.num_kv_shared_layers:

@@ -139,7 +139,7 @@ def packs(config: Any) -> bool:
     """Whether a model of this config tells samples that are packed in a row apart; one without a table is
     taken to."""
     family = FAMILIES.get(config.model_type)
-    return family is None or family.packs
+    return family is None or (family.packs and "packing" not in family.refused(config))
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:

@@ -293,7 +293,7 @@ class Family:
     `tied`: the field of the config that is false where a head over the vocabulary asks the embedding for
     its table. `signal`: how it reads pictures or sounds; None for a model of text. `part(config, stack)`:
     the config that blocks of a stack are made of; it and `shape` take such a one too. `refused(config)`:
-    what models of this config do not go with, `tuning` or the name of an axis, and why."""
+    what models of this config do not go with, `tuning`, `packing` or the name of an axis, and why."""
 
     name: str
     kind: Kind

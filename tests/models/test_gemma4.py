@@ -15,6 +15,7 @@ from petune.errors import UsageError
 from petune.kernels.fuse import fuse
 from petune.methods import wrap
 from petune.models import FAMILIES
+from petune.models.loading import packs
 from petune.models.stack import own_stacks
 from petune.parallel.configs import CutConfig, EpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import make_plan
@@ -173,6 +174,13 @@ def test_embeddings_of_blocks_alone_are_no_part_of_a_pipeline() -> None:
 def test_experts_beside_a_dense_mlp_are_refused(method: str) -> None:
     with pytest.raises(UsageError, match=r"cannot be tuned(.|\n)*enable_moe_block"):
         wrap(tiny("gemma4-causal", **EXPERTS), method)
+
+
+def test_samples_are_not_packed_where_tokens_see_later_ones() -> None:
+    config = tiny("gemma4-causal").config
+    assert packs(config)
+    config.use_bidirectional_attention = "all"
+    assert not packs(config)
 
 
 def test_a_side_network_is_refused() -> None:
