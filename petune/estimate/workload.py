@@ -38,6 +38,7 @@ from petune.kernels.memory.op_cost import (
 )
 from petune.models.experts import sizes_of, weights_of
 from petune.models.gated_delta import keys_of
+from petune.models.sites import ends_of
 from petune.models.spec import (
     Attention,
     Family,
@@ -257,7 +258,9 @@ class _Reader:
                 yield part, replace(plain, keys=keys_of(mixer.head_k_dim), heads=states)
             elif isinstance(core, Attention):
                 causal = core.causal and not region.cross
-                yield part, replace(plain, place="scores", keys=keys, heads=sizes, causal=causal)
+                out = cast("tuple[str, nn.Module]", child_of(block, region.leave))[1]
+                own = *sizes[:2], ends_of(out)[0] // sizes[0]  # heads of other blocks may have another width
+                yield part, replace(plain, place="scores", keys=keys, heads=own, causal=causal)
             else:
                 own = columns * getattr(self.shape, region.columns) // self.shape.columns
                 yield (replace(part, columns=own, gated=gated),)

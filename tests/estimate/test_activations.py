@@ -97,6 +97,7 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
         *("llama-causal", "qwen3-causal", "bert-classify", "deberta-classify"),
         *("bart-seq2seq", "t5-seq2seq", "t5-gated"),
         *("phi3-causal", "modernbert-classify", "gemma2-causal"),
+        pytest.param("gemma4-causal", marks=pytest.mark.long),
     ],
 )
 def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) -> None:
