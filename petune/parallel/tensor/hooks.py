@@ -379,19 +379,16 @@ class StackEdges(Shared):
         sequence instead."""
         if stack.rule.bias is None or carry.get("position_bias") is not None or stack.numbered[0][0] != 0:
             return {}
-        makers = [
-            module for module in first.modules() if getattr(module, "has_relative_attention_bias", False)
-        ]
+        makers = (one for one in first.modules() if getattr(one, "has_relative_attention_bias", False))
         device = carry["hidden_states"].device
-        return {"position_bias": cast("Any", makers[0]).compute_bias(length, length, device=device)}
+        return {"position_bias": cast("Any", next(makers)).compute_bias(length, length, device=device)}
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
         """See petune.models.stack.Edges."""
         if self.plan.connection == "whole" or stack.numbered[0][0] != 0:
             return carry
-        return carry | self._bias(
-            stack, cast("Any", stack._modules["side"]).blocks[0], carry, sum(here.sizes)
-        )
+        side = cast("Any", stack._modules["side"])
+        return carry | self._bias(stack, side.blocks[0], carry, sum(here.sizes))
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         """See petune.models.stack.Edges."""
