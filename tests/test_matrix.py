@@ -154,6 +154,22 @@ OVERLAPS = [
 ]
 
 
+# A ladder beside the second block of each stack alone: (backend, family, whether it is fused). Of two stages
+# the first has no level then, and a learned position bias begins in the second.
+SOME = list(product(BACKENDS, FOUR, (False, True)))
+SHORT_SOME = [
+    *(("pp-1f1b", "t5-seq2seq", False), ("galaxy", "t5-seq2seq", True), ("tp", "bart-seq2seq", False)),
+    *(("sp-ring", "llama-causal", False), ("shard", "bert-classify", True)),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "fused"), in_part(SOME, SHORT_SOME))
+def test_ladders_beside_some_blocks_train_as_in_one_process(backend: str, name: str, fused: bool) -> None:
+    plan, blocks = BACKENDS[backend](name, 2), KEPT[0] if fused else None
+    beside = (("layers", (1,)),)
+    check(case(name, "side", plan, steps=1, dropout=0.1, tuning=beside, blocks=blocks))
+
+
 def test_side_blocks_that_read_positions_have_those_of_their_own_tokens() -> None:
     """Ministral 3 scales queries by them."""
     check(case("ministral3-causal", "side", BACKENDS["galaxy"]("ministral3-causal", 2), passes=(3,), steps=1))

@@ -247,7 +247,7 @@ def saved_in(
                 work.itemsize,
                 work.dropouts,
             )
-        if ladder is not None:
+        if ladder is not None and ladder.reads(index):
             extent = _extent(stack.name, plan, at, work, shape.heads)
             yield _saved_at(ladder.blocks[index], ladder.down[index + 1], stack.rule, beside, extent, work)
 

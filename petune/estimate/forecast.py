@@ -39,7 +39,8 @@ from petune.models.experts import is_experts
 from petune.models.loading import Head, kind_of, outline, packs, quiet, read_config
 from petune.models.quantise import quantise_blocks
 from petune.models.source import resolve_model
-from petune.models.spec import Family, Shape, StackName
+from petune.models.spec import Family, StackName
+from petune.models.stack import own_stacks
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
 from petune.parallel.fsdp import whole_where_light
@@ -370,8 +371,7 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
         chosen = getattr(drawn.config, "num_experts_per_tok", 0)
         found += of_experts(plan, mixtures, chosen, apportion(work.rows, plan.shares), shape, load)
         if method_of(drawn.recipe.method).ladder:
-            narrow = family.shape(family.narrow(drawn.config, cast("Any", drawn.recipe.method).reduction))
-            found += _of_ladder(plan, family, narrow, depth, replace(load, itemsize=4, backward=True))
+            found += _of_ladder(plan, family, drawn, replace(load, itemsize=4, backward=True))
     trained = {
         id(value): value.numel() * value.element_size() for value in held.tensors() if value.requires_grad
     }
@@ -404,16 +404,17 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
     return tuple(one for one in found if one.forward or one.backward)
 
 
-def _of_ladder(
-    plan: ParallelPlan, family: Family, narrow: Shape, depth: Mapping[StackName, int], load: Load
-) -> list[Transition]:
-    """A ladder exchanges keys and values where the connection is cut by sequence, and goes from stage to
-    stage beside the backbone."""
+def _of_ladder(plan: ParallelPlan, family: Family, drawn: Sketch, load: Load) -> list[Transition]:
+    """A ladder exchanges keys and values in each of its levels where the connection is cut by sequence, and
+    goes from stage to stage beside the backbone."""
+    narrow = family.shape(family.narrow(drawn.config, cast("Any", drawn.recipe.method).reduction))
+    stacks = own_stacks(drawn.model, family)
+    levels = {name: len(cast("Any", stack.ladder).numbered) for name, stack in stacks.items()}
     cut = plan.cut and replace(plan.cut, attention="sequence", mlp="sequence", vocabulary=())
     beside = replace(plan, cut=cut if cut and cut.connection == "sequence" else None)
     kept = [
         one
-        for one in transitions(beside, family, narrow, depth, load)
+        for one in transitions(beside, family, narrow, levels, load)
         if "attention" in one.where or one.where.startswith("stage")
     ]
     return [replace(one, where=f"ladder, {one.where}") for one in kept]

@@ -226,7 +226,7 @@ class _Reader:
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         yield from self._regions(block, self.stack.rule, plain, sizes, shape.columns)
         ladder = cast("Any", self.stack._modules.get("side"))
-        if ladder is not None:
+        if ladder is not None and ladder.reads(index):
             yield self._level(ladder, index, tokens)
 
     def _regions(

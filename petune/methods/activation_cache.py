@@ -1,12 +1,13 @@
 """The activation cache of PAC (Ouyang et al. 2024, arXiv:2408.10746): a frozen backbone is run once for each
 row.
 
-A ladder reads h_1 .. h_L, what the backbone's blocks give, and nothing that trains comes before or between
-them. So what they give for a row of tokens is the same in every epoch: the first pass that meets a row writes
-it down, every later one reads it and runs no block. Embeddings, final norm, head and the ladder itself run as
-ever, so loss and gradients are those of an uncached run: to the bit where rows were padded alike and the
-stored dtype is the computed one; a bf16 backbone rounds otherwise in a batch of another width, which an
-uncached run shows just as much.
+A ladder reads h_1 .. h_L, what the backbone's blocks give, or some of them, and nothing that trains comes
+before or between them. So what they give for a row of tokens is the same in every epoch: the first pass that
+meets a row writes it down, every later one reads it and runs no block. Stored is what the ladder reads, and
+what the last block gives. Embeddings, final norm, head and the ladder itself run as ever, so loss and
+gradients are those of an uncached run: to the bit where rows were padded alike and the stored dtype is the
+computed one; a bf16 backbone rounds otherwise in a batch of another width, which an uncached run shows just
+as much.
 
 A row is known by its tokens (and types, positions, and how far from the left it begins), so any loop, any
 order, any batch and any plan meets it again; one of a decoder also by its encoder's. Padding is not stored.
@@ -15,7 +16,7 @@ order, any batch and any plan meets it again; one of a decoder also by its encod
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -45,12 +46,17 @@ _NAMED = {
 
 
 class StackLevels:
-    """What the blocks of one stack give, see petune.models.stack.Levels: of the rows of the running pass, and
-    where all of them are kept."""
+    """What the blocks of one stack give that are read, see petune.models.stack.Levels: of the rows of the
+    running pass, and where all of them are kept."""
 
     def __init__(self, stack: Stack, folder: Path, stored: Stored, writer: bool) -> None:
-        self.numbers = [number for number, _ in stack.numbered]
-        self.name = f"{stack.name}.{self.numbers[0]}-{self.numbers[-1]}"
+        ladder, here = cast("Any", stack.ladder), [number for number, _ in stack.numbered]
+        self.numbers: Sequence[int] = [
+            number for number in here if ladder.reads(number) or number == here[-1]
+        ]
+        self.name = f"{stack.name}.{here[0]}-{here[-1]}"
+        if len(self.numbers) < len(here):  # which they are, a bit for each that is here
+            self.name += f"-{sum(1 << number - here[0] for number in self.numbers):x}"
         self.folder, self.stored, self.writer = folder, stored, writer
         self.store: RowStore | None = None
         self.phase = 0
@@ -58,7 +64,7 @@ class StackLevels:
         self.shape = (0, 0)
         self.known: Tensor | None = None
         self.fresh: dict[int, Tensor] = {}
-        self.width = cast("Any", stack.ladder).width
+        self.width = ladder.width
         self.dtype = self.form = torch.float32
         if (
             kind := RowStore.kind_in(folder, self.name)
@@ -101,9 +107,9 @@ class StackLevels:
         states whole together."""
         return bool(self.rows) and self.known is None
 
-    def read(self, number: int) -> Tensor | None:
+    def read(self, number: int) -> Tensor:
         """See petune.models.stack.Levels."""
-        return None if self.known is None else self.known[self.numbers.index(number)]
+        return cast("Tensor", self.known)[self.numbers.index(number)]
 
     def write(self, number: int, hidden: Tensor) -> None:
         """See petune.models.stack.Levels."""
@@ -290,11 +296,14 @@ class ActivationCache:
         """Bytes of all rows that are known."""
         return sum(level.store.nbytes for level in self._all if level.store is not None)
 
-    def token_bytes(self, stack: Stack, dtype: torch.dtype) -> int:
-        """Bytes of a token of a whole stack whose blocks compute in `dtype`."""
+    def token_bytes(self, stack: Stack, dtype: torch.dtype, lasts: Collection[int] = ()) -> int:
+        """Bytes of a token of a whole stack whose blocks compute in `dtype`. lasts: the last block of each
+        stage of a pipeline that has some of it."""
         form = dtype if self.dtype == "auto" else _DTYPES[self.dtype]
-        width: int = cast("Any", stack.ladder).width
-        return len(stack) * (width * form.itemsize + 4 * (form is torch.float8_e4m3fn))
+        ladder = cast("Any", stack.ladder)
+        stored = {*ladder.settings.beside(len(stack)), len(stack) - 1, *lasts}
+        width: int = ladder.width
+        return len(stored) * (width * form.itemsize + 4 * (form is torch.float8_e4m3fn))
 
     def __enter__(self) -> ActivationCache:
         return self

@@ -188,6 +188,10 @@ class SideConfig(MethodConfig):
     no backward pass."""
 
     reduction: int = field(default=8, metadata={"ge": 1, "doc": "backbone width over side width"})
+    layers: tuple[int, ...] | None = field(
+        default=None,
+        metadata={"ge": 0, "doc": "numbers of the blocks that have a side block; null: all of them"},
+    )
     end: str = field(
         default="residual",
         metadata={
@@ -219,6 +223,10 @@ class SideConfig(MethodConfig):
     def reads_weights(self) -> bool:
         """See MethodConfig."""
         return self.start != "random"
+
+    def beside(self, depth: int) -> tuple[int, ...]:
+        """The numbers of those of `depth` blocks that have a side block, in order."""
+        return tuple(range(depth) if self.layers is None else sorted({*self.layers} & {*range(depth)}))
 
     @property
     def filled(self) -> SideConfig:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
 
 from petune.errors import Problem, UsageError
+from petune.methods.configs import SideConfig
 from petune.models.spec import Config, Family, StackRule
+
+
+def check_layers(config: SideConfig, depths: Mapping[str, int]) -> None:
+    """Raise UsageError for a block that no stack has, and for a stack that would have no level. depths: the
+    blocks of each stack, by its path."""
+    deepest = max(depths.values())
+    if idle := sorted(set(config.layers or ()) - set(range(deepest))):
+        expected = f"of the blocks 0 to {deepest - 1}"
+        raise UsageError(f"layers: there is no block {idle[0]}", where="layers", expected=expected)
+    for path, depth in depths.items():
+        if not config.beside(depth):
+            what = "layers leaves this stack without a side block"
+            remedy = f"name one of its blocks 0 to {depth - 1}, or leave layers out"
+            raise UsageError(what, where=path, found=str(list(config.layers or ())), remedy=remedy)
 
 
 def narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
@@ -47,13 +63,13 @@ def narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
     return small
 
 
-def narrow_block(block: nn.Module, config: Config, rule: StackRule, index: int, levels: int) -> nn.Module:
-    """A block of the same class at side width, numbered past the backbone's so that its keys and values have
-    their own cache layer."""
+def narrow_block(block: nn.Module, config: Config, rule: StackRule, number: int, first: bool) -> nn.Module:
+    """A block of the same class at side width, of that number, which is past the backbone's so that its keys
+    and values have their own cache layer. first: of its stack, whose learned position bias it has then."""
     accepted = inspect.signature(type(block).__init__).parameters
-    settings: dict[str, Any] = {"layer_idx": levels + index} if "layer_idx" in accepted else {}
+    settings: dict[str, Any] = {"layer_idx": number} if "layer_idx" in accepted else {}
     if rule.bias:
-        settings[rule.bias] = index == 0
+        settings[rule.bias] = first
     return type(block)(config, **settings)
 
 

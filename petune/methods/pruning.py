@@ -47,6 +47,7 @@ class Chain:
     memory: Tensor | None = None
     fisher: Mapping[str, Tensor] | None = None
     found: dict[str, Tensor] = field(default_factory=dict)
+    tables: dict[str, Tensor] = field(default_factory=dict)  # of position biases, for the first side block
     where: str = ""
 
     def block(self, block: nn.Module, where: str) -> dict[str, Tensor]:
@@ -100,7 +101,7 @@ class Chain:
         for role, path in members.items():
             self._take(path, queries if role == "q" else keys, sources[role])
         if core.bias is not None and (table := f"{core.at}.{core.bias}.weight") in self.own:
-            self.found[table] = self.own[table]  # of heads, which are as many
+            self.found[table] = self.tables[table] = self.own[table]  # of heads, which are as many
         return queries
 
     def _mlp(self, block: nn.Module, core: Mlp) -> Tensor:
@@ -213,11 +214,12 @@ def of_embedding(
 
 @torch.no_grad()
 def prune_into(side: nn.ModuleList, blocks: Mapping[str, nn.Module], chain: Chain, path: str) -> None:
-    """Fill the side blocks with what a chain keeps of the backbone's. blocks: by number; path: of their list.
+    """Fill the side blocks with what a chain keeps of the backbone's, which goes through all of them. blocks:
+    by number; path: of their list.
 
     Raises UsageError for blocks that the chain has no rule for."""
     for index, (at, block) in enumerate(blocks.items()):
-        made = chain.block(block, f"{path}.{at}")
+        made = chain.tables | chain.block(block, f"{path}.{at}")
         for name, value in side[index].named_parameters():
             if name not in made or made[name].shape != value.shape:
                 what = "a pruned start knows no place for this tensor of a side block"

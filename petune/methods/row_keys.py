@@ -41,16 +41,18 @@ def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] |
     family = family_of(model)
     asked = {name for name, value in call.items() if value is not None and value is not False}
     tokens = [call[name] for name in (*_OF_INPUT, *_OF_TARGET) if call.get(name) is not None]
+    config = cast("Any", model).config
     fills_cache = call.get("use_cache") is not False and not torch.is_grad_enabled()
     if (
         family is None
         or not asked <= _HARMLESS
+        or any(getattr(config, one, False) for one in ("output_hidden_states", "output_attentions"))
         or all(call.get(name) is None for name in INPUTS)
         or (family.caches and fills_cache)
         or any(value.dim() != 2 for value in tokens)
     ):
         return None
-    pad = getattr(cast("Any", model).config, "pad_token_id", None)
+    pad = getattr(config, "pad_token_id", None)
     if family.reads == "text":
         inputs = _rows([call.get(name) for name in _OF_INPUT], pad), call["input_ids"]
     else:

@@ -72,6 +72,7 @@ class SideSettings(Shared, total=False):
     """Of side."""
 
     reduction: int
+    layers: Sequence[int] | None
     end: str
     start: str
     fisher_rows: int | None

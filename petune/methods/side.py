@@ -4,6 +4,7 @@ that needs no backward pass.
         s <- down_0(dropout(h_0));   per level i:  g = sigmoid(a_i / T),  s <- block_i(g s + (1 - g)
                                      down_i(h_i))
 
+There is a level beside each block, or beside those of `layers` alone: what the others give is not read.
 h_i is the output of backbone block i, block_i the family's own block class with every width divided by
 `reduction` and as many heads, a_i one scalar that starts at 0. End `residual`: h_L + up(s_L) with up = 0, so
 a wrapped model computes exactly what the base did. End `paper`: up(dropout(norm(s_L))) in place of the
@@ -34,7 +35,7 @@ from petune.kernels.block.layout import Layout
 from petune.kernels.dispatch import Ops
 from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
-from petune.methods.narrowing import narrow_block, narrow_config, narrow_norm
+from petune.methods.narrowing import check_layers, narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.linear_attention import GatedDelta
 from petune.models.port import Call, Pass
@@ -66,11 +67,18 @@ class Ladder(TunedModule, PreTrainedModel):
         super().__init__(config)
         narrow = width // settings.reduction
         self.rule, self.width, self.feeds, self.settings = rule, width, feeds, settings
-        self.levels = len(blocks)
-        self.down = nn.ModuleList(nn.Linear(width, narrow) for _ in range(self.levels + 1))
-        self.gates = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in blocks)
+        self.depth = len(blocks)
+        beside = settings.beside(self.depth)
+        self.down = nn.ModuleList(
+            nn.Linear(width, narrow) if index in (-1, *beside) else nn.Identity()
+            for index in range(-1, self.depth)
+        )
+        self.gates = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(())) for index in beside})
         self.blocks = nn.ModuleList(
-            narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks)
+            narrow_block(block, config, rule, self.depth + index, index == beside[0])
+            if index in beside
+            else nn.Identity()
+            for index, block in enumerate(blocks)
         )
         with torch.device("cpu"):  # its angles are no weights: they are never left without memory
             self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
@@ -91,7 +99,11 @@ class Ladder(TunedModule, PreTrainedModel):
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
         """See petune.models.stack.Ladder."""
-        return [(at, block) for at, block in enumerate(self.blocks) if not isinstance(block, nn.Identity)]
+        return [(at, block) for at, block in enumerate(self.blocks) if self.reads(at)]
+
+    def reads(self, number: int) -> bool:
+        """See petune.models.stack.Ladder."""
+        return not isinstance(self.blocks[number], nn.Identity)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the modules' own initialisation is meant."""
@@ -129,13 +141,13 @@ class Ladder(TunedModule, PreTrainedModel):
     def keep(self, start: int, end: int) -> None:
         """Drop every level that is not beside one of the blocks [start, end), as a stage of a pipeline does;
         names do not change."""
-        for index in (index for index in range(self.levels) if not start <= index < end):
+        for index in (index for index, _ in self.numbered if not start <= index < end):
             self.down[index + 1] = nn.Identity()
             self.blocks[index] = nn.Identity()
-            delattr(self.gates, str(index))
+            del self.gates[str(index)]
         if start > 0:
             self.down[0] = nn.Identity()
-        if end < self.levels:
+        if end < self.depth:
             self.norm = self.up = None
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
@@ -170,7 +182,7 @@ class Ladder(TunedModule, PreTrainedModel):
             by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
             types = sorted(set(self.config.layer_types)) if by_type else [None]
             side["position_embeddings"] = {one: turn(layer_type=one) if by_type else turn() for one in types}
-        _make_room(call.get("past_key_values"), self.levels)
+        _make_room(call.get("past_key_values"), self.depth)
         return side
 
     def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
@@ -208,7 +220,7 @@ class Ladder(TunedModule, PreTrainedModel):
 
     def gate(self) -> tuple[Tensor, float]:
         """See petune.models.stack.Ladder."""
-        return torch.stack([self.gates[at] for at, _ in self.numbered]), self.settings.temperature
+        return torch.stack(list(self.gates.values())), self.settings.temperature
 
     def call(self, index: int, call: Call) -> Call:
         """See petune.models.stack.Ladder: with the angles of its type of attention."""
@@ -222,7 +234,8 @@ class Ladder(TunedModule, PreTrainedModel):
         """See petune.models.stack.Ladder: the gate mixes before the block."""
         if below is None:
             below = self.down[index + 1](self._entering(hidden))
-        state = mixed(self.ops, call["hidden_states"], below, self.gates[index], self.settings.temperature)
+        gate = self.gates[str(index)]
+        state = mixed(self.ops, call["hidden_states"], below, gate, self.settings.temperature)
         call = self.call(index, call | {"hidden_states": state})
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
@@ -300,8 +313,9 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     if config.fisher_rows is not None and config.start != "fisher":
         remedy = "set start: fisher, or leave it out"
         raise UsageError("fisher_rows is of start: fisher", where="fisher_rows", remedy=remedy)
-    small = narrow_config(model, family, config.reduction)
     paths = stack_paths(model, family)
+    check_layers(config, {path: len(cast("Any", model.get_submodule(path))) for path in paths.values()})
+    small = narrow_config(model, family, config.reduction)
     ladders = {}
     for name, path in paths.items():
         around = model.get_submodule(path.rpartition(".")[0])
@@ -363,12 +377,12 @@ def _start_pruned(
         memory = chain.features
 
 
-def _make_room(cache: Any, levels: int) -> None:
+def _make_room(cache: Any, depth: int) -> None:
     """Append empty layers for the side network to a cache that has only the backbone's."""
     for part in (
         getattr(cache, "self_attention_cache", cache),
         getattr(cache, "cross_attention_cache", None),
     ):
         layers = getattr(part, "layers", None)
-        while layers is not None and 0 < len(layers) < 2 * levels:
-            layers.append(copy.deepcopy(layers[len(layers) - levels]))
+        while layers is not None and 0 < len(layers) < 2 * depth:
+            layers.append(copy.deepcopy(layers[len(layers) - depth]))

@@ -7,7 +7,7 @@ recomputation, dropout) this file is alone. `blocks`, or an index, give the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -36,6 +36,10 @@ class Ladder(Protocol):
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
         """Its blocks that are here, each with the number of the block that it is beside."""
+        ...
+
+    def reads(self, number: int) -> bool:
+        """Whether it has a level beside block `number`, here."""
         ...
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
@@ -149,14 +153,15 @@ class Whole(Protocol):
 class Levels(Protocol):
     """What the blocks of a stack give for rows that were seen before (see methods/activation_cache.py).
 
-    known: what all blocks that are here give for the rows of this pass, [blocks, batch, seq, width]; None
-    where they have to be computed."""
+    numbers: of the blocks that are here and whose answers somebody reads: those with a level of the ladder
+    beside them, and the last. known: what they give for the rows of this pass, [numbers, batch, seq, width];
+    None where it has to be computed."""
 
+    numbers: Sequence[int]
     known: Tensor | None
 
-    def read(self, number: int) -> Tensor | None:
-        """What block `number` gives for the rows of this pass, [batch, seq, width]; None where it has to be
-        computed."""
+    def read(self, number: int) -> Tensor:
+        """What block `number` of `numbers` gives for the known rows of this pass, [batch, seq, width]."""
         ...
 
     @property
@@ -170,7 +175,7 @@ class Levels(Protocol):
         ...
 
     def write(self, number: int, hidden: Tensor) -> None:
-        """Take what block `number` gives, [batch, seq, width]."""
+        """Take what block `number` of `numbers` gives, [batch, seq, width]."""
         ...
 
 
@@ -358,8 +363,8 @@ class Stack(nn.ModuleList):
         """Lower all levels at once, where nothing but the ladder will run."""
         apart = known.unbind()
         inside = [self._parted(level, now.here) for level in apart]
-        now.top = inside[-1]
-        now.below = ladder.lower(known if now.top is apart[-1] else torch.stack(inside))
+        now.top, levels = inside[-1], len(ladder.numbered)  # beside the last block there may be none
+        now.below = ladder.lower(known[:levels] if now.top is apart[-1] else torch.stack(inside[:levels]))
         if self.whole is not None and self.whole.takes(self, ladder.split(call, now)[1] | (now.side or {})):
             now.waiting = []
 
@@ -389,6 +394,8 @@ class Stack(nn.ModuleList):
         call, side = ladder.split(call, now)
         with torch.no_grad():
             output = self._output(one, call, now)
+        if not ladder.reads(one.number):
+            return output
         hidden = carried_by(self.rule, output)["hidden_states"]
         below = None if now.below is None else now.once("below", self._by_number, now.below)[one.number]
         now.side = now.side | self._maybe_again(
@@ -397,16 +404,19 @@ class Stack(nn.ModuleList):
         return output
 
     def _by_number(self, levels: Tensor) -> dict[int, Tensor]:
-        """The level beside each block that is here, of [levels, ...]."""
-        return dict(zip((number for number, _ in self.numbered), levels.unbind(), strict=True))
+        """The levels that are here by the numbers of their blocks, of [levels, ...]."""
+        assert self.ladder is not None
+        return dict(zip((number for number, _ in self.ladder.numbered), levels.unbind(), strict=True))
 
     def _output(self, one: Recorded, call: Call, now: Pass) -> Any:
         """What a block returns: as `levels` know it, else computed."""
         levels = self.levels
-        if levels is not None and (known := levels.read(one.number)) is not None:
-            return self._handed_on(call | {"hidden_states": self._parted(known, now.here)})
+        wanted = levels is not None and one.number in levels.numbers
+        if levels is not None and levels.reads:  # what nobody reads is handed on as it came
+            known = self._parted(levels.read(one.number), now.here) if wanted else call["hidden_states"]
+            return self._handed_on(call | {"hidden_states": known})
         output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
-        if levels is not None and levels.writes:
+        if levels is not None and wanted and levels.writes:
             levels.write(
                 one.number, self._left(carried_by(self.rule, output)["hidden_states"].detach(), now.here)
             )
@@ -446,7 +456,7 @@ class Stack(nn.ModuleList):
         ladder = self.ladder
         if ladder is None or now.side is None:
             return whole(self, call, now.here)
-        side = ladder.call(self.numbered[0][0], ladder.split(call, now)[1] | now.side)
+        side = ladder.call(ladder.numbered[0][0], ladder.split(call, now)[1] | now.side)
         climbed = whole(self, side, now.here, now.below)
         if climbed is None:
             return None

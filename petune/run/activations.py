@@ -82,8 +82,10 @@ def most_bytes(step: Step, cache: ActivationCache) -> int:
     tokens["target"] = sum(len(row.labels) for row in rows if row.has_target and isinstance(row.labels, list))
     stacks = [module for module in step.model.modules() if isinstance(module, Stack)]
     targets = tokens["target"] or tokens["input"]
+    spans = [(name, span) for one in step.runner.plan.stages for name, span in one.blocks.items()]
+    lasts = {stack: {end - 1 for name, (_, end) in spans if name == stack.name and end} for stack in stacks}
     return sum(
-        cache.token_bytes(stack, step.place.dtype)
+        cache.token_bytes(stack, step.place.dtype, lasts[stack])
         * (targets if stack.name == "decoder" and len(stacks) > 1 else tokens["input"])
         for stack in stacks
     )

@@ -183,7 +183,10 @@ def test_blocks_below_what_trains_and_beside_a_ladder_keep_nothing(tmp_path: Pat
 
     last = kept({"name": "lora", "targets": ["encoder.layer.1.output.dense"]})
     assert last < 0.7 * kept({"name": "lora", "targets": ["encoder.layer.0.output.dense"]})
-    assert kept({"name": "side", "reduction": 8}) < 0.7 * last
+    beside = kept({"name": "side", "reduction": 8})
+    assert beside < 0.7 * last
+    half = kept({"name": "side", "reduction": 8, "layers": [1]})
+    assert half < 0.7 * beside
 
 
 # ------------------------------------------------------------------ the whole forecast
@@ -213,6 +216,9 @@ def test_a_ladder_sends_for_itself_and_its_backbone_nothing_back(tmp_path: Path)
     ladder = [one for one in found if one.where.startswith("ladder")]
     assert [one.where for one in ladder] == ["ladder, decoder attention", "ladder, stage 0 to 1"]
     assert all(one.backward for one in ladder)
+    some = recipe_of("llama-causal", tmp_path, method={"name": "side", "reduction": 4, "layers": [1]})
+    found = forecast(some, parallel=ParallelConfig(sp=CutConfig(size=2))).transitions
+    assert [one.times for one in found if one.where.startswith("ladder")] == [1] < [ladder[0].times]
     assert not any(one.backward for one in found if one.where.startswith(("decoder", "stage")))
 
 

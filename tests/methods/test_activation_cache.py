@@ -265,6 +265,36 @@ def test_bfloat16_is_stored_as_it_is(tmp_path: Path) -> None:
         assert cache.counts.read == 3
 
 
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+@pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
+def test_what_no_level_reads_is_not_stored(name: str, kernels: str, tmp_path: Path) -> None:
+    """But for what the last block gives. Ladders beside other blocks have rows of their own."""
+    depth = "num_layers" if name == "t5-seq2seq" else "num_hidden_layers"
+    inputs, sizes = batch(name), []
+    for layers in ([0, 1], [1, 2], [1], None):
+        model = wrap(
+            tiny(name, **{depth: 4}), "side", reduction=4, also_train=(), layers=layers, kernels=kernels
+        )
+        stir(model, std=0.2)
+        expected = gradients(model, inputs)
+        with without_tuning(model):
+            base = model(**inputs).loss
+        calls = count_blocks(model)
+        with ActivationCache(model, tmp_path) as cache:
+            for _ in range(2):
+                found = gradients(model, inputs)
+                torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+                assert_same_gradients(found[1], expected[1])
+            with without_tuning(model):
+                assert torch.equal(model(**inputs).loss, base)
+            assert len(calls) == sum(map(len, stacks(model)))
+            sizes.append(cache.nbytes)
+            tokens = sum(cache.token_bytes(stack, torch.float32) for stack in stacks(model))
+            if name == "llama-causal":  # one stack
+                assert cache.nbytes == int(inputs["attention_mask"].sum()) * tokens
+    assert sizes[0] == sizes[1] and sizes[2] < sizes[1] < sizes[3]
+
+
 def test_another_process_goes_on_with_what_is_there(tmp_path: Path) -> None:
     name = "t5-seq2seq"
     inputs = batch(name)
@@ -322,6 +352,10 @@ def test_what_a_user_wants_to_see_of_blocks_is_computed(asked: str, tmp_path: Pa
         gradients(model, inputs)
         model(**inputs, **{asked: True})
         assert (cache.counts.read, cache.counts.passed_by) == (0, 1)
+        model.set_attn_implementation("eager")
+        setattr(model.config, asked, True)
+        model(**inputs)
+        assert (cache.counts.read, cache.counts.passed_by) == (0, 2)
 
 
 def test_embeddings_in_the_place_of_tokens_are_no_rows() -> None:

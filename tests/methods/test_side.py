@@ -108,13 +108,21 @@ def llama_block(p: dict[str, Tensor], x: Tensor, heads: int, kv_heads: int, eps:
     return x + up @ p["mlp.down_proj.weight"].T
 
 
+@pytest.mark.parametrize("layers", [None, (1,), (0, 2)])
 @pytest.mark.parametrize("end", ["residual", "paper"])
-def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str) -> None:
+def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str, layers: Any) -> None:
     inputs = batch("llama-causal")
     ids, labels = inputs["input_ids"], inputs["labels"]
     temperature = 0.7
-    base = frozen(tiny("llama-causal").double())
-    model = wrap(tiny("llama-causal").double(), "side", reduction=4, end=end, temperature=temperature)
+    base = frozen(tiny("llama-causal", num_hidden_layers=3).double())
+    model = wrap(
+        tiny("llama-causal", num_hidden_layers=3).double(),
+        "side",
+        reduction=4,
+        end=end,
+        temperature=temperature,
+        layers=layers,
+    )
     stir(model)
     loss, found = gradients(model, {"input_ids": ids, "labels": labels})
 
@@ -125,7 +133,8 @@ def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str) -
     for layer in base.model.layers:
         hidden.append(llama_block(dict(layer.named_parameters()), hidden[-1], 8, 4, eps))
     state = hidden[0] @ side["down.0.weight"].T + side["down.0.bias"]
-    for index, h in enumerate(hidden[1:]):
+    for index in layers or range(3):
+        h = hidden[1 + index]
         gate = torch.sigmoid(side[f"gates.{index}"] / temperature)
         state = gate * state + (1 - gate) * (
             h @ side[f"down.{index + 1}.weight"].T + side[f"down.{index + 1}.bias"]
@@ -145,6 +154,7 @@ def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str) -
         logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), ignore_index=-100
     )
     expected.backward()
+    assert found.keys() == {key for key, value in p.items() if value.grad is not None}
     # transformers' loss and norms compute in float32
     assert float(loss) == pytest.approx(float(expected.detach()), rel=2e-7)
     assert_same_gradients(
@@ -157,6 +167,58 @@ def test_gates_start_half_open_and_there_is_one_for_each_block() -> None:
     gates = {key: value for key, value in tuned_state(model).items() if ".gates." in key}
     assert len(gates) == 2
     assert all(value.shape == () and float(value) == 0 for value in gates.values())
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_ladder_beside_some_blocks_has_nothing_of_the_others(name: str, tmp_path: Path) -> None:
+    inputs = batch(name)
+    model = wrap(tiny(name), "side", reduction=4, layers=[1], also_train=())
+    assert torch.equal(model(**inputs).logits, frozen(tiny(name))(**inputs).logits)
+    repr(model)
+    stir(model, std=0.1)
+    kept = Kept(model).of(model, inputs)
+    assert kept["blocks"] == 0 < kept["ladder"]
+    _, found = gradients(model, inputs)
+    levels = {key.partition(".side.")[2].split(".")[0:2][-1] for key in found if ".gates." in key}
+    blocks = {key.partition(".side.blocks.")[2].split(".")[0] for key in found if ".side.blocks." in key}
+    down = {key.partition(".side.down.")[2].split(".")[0] for key in found if ".side.down." in key}
+    assert (levels, blocks, down) == ({"1"}, {"1"}, {"0", "2"})
+    # a learned position bias is that of the first side block
+    tables = [value for key, value in found.items() if "relative_attention_bias" in key]
+    assert len(tables) == (2 if name == "t5-seq2seq" else 0) and all(map(Tensor.any, tables))
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny(name), tmp_path / "tuned")
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    if name in GENERATING:
+        settings = {**GENERATE, "num_beams": 3}
+        assert torch.equal(
+            model.generate(**prompt(name), **settings),
+            model.generate(**prompt(name), use_cache=False, **settings),
+        )
+
+
+def test_a_static_cache_has_no_use_for_levels_that_are_not_there() -> None:
+    model = sided("llama-causal", layers=[1])
+    expected = model.generate(**prompt("llama-causal"), use_cache=False, **GENERATE)
+    found = model.generate(**prompt("llama-causal"), cache_implementation="static", **GENERATE)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("layers", "match"),
+    [
+        ([1, 7], "there is no block 7"),
+        ([], "without a side block"),
+        ([2], "decoder.block  layers leaves this stack without a side block"),
+    ],
+)
+def test_layers_that_a_ladder_cannot_stand_beside_are_refused(layers: list[int], match: str) -> None:
+    model = tiny("t5-seq2seq", num_layers=3, num_decoder_layers=2)
+    before = list(model.state_dict())
+    with pytest.raises(UsageError, match=match):
+        wrap(model, "side", reduction=4, layers=layers)
+    assert list(model.state_dict()) == before
+    wrap(model, "side", reduction=4, layers=[1, 2])  # the decoder has two blocks
 
 
 def test_side_blocks_are_the_familys_own_at_width_over_reduction() -> None:
@@ -520,6 +582,18 @@ def test_a_pruned_start_begins_as_the_base_and_comes_back(name: str, tmp_path: P
     model(**inputs).loss.backward()
     petune.save(model, tmp_path / "tuned")
     assert torch.equal(petune.load(tiny(name), tmp_path / "tuned")(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_pruned_ladder_beside_some_blocks_has_their_part_of_the_whole_one() -> None:
+    """The chain goes through all blocks; T5's table of distances is the first block's."""
+    some, whole = (
+        tuned_state(wrap(tiny("t5-seq2seq"), "side", reduction=4, start="pruned", layers=layers))
+        for layers in ([1], None)
+    )
+    for key, value in some.items():
+        if ".side.blocks." in key:
+            origin = key.replace("blocks.1", "blocks.0") if "relative_attention_bias" in key else key
+            assert torch.equal(value, whole[origin]), key
 
 
 def test_drawing_anew_leaves_what_was_pruned() -> None:

@@ -131,17 +131,21 @@ def test_a_disk_without_room_is_said_before_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("plan", "family"),
+    ("plan", "family", "layers"),
     [
-        ("pp", "llama"),
+        ("pp", "llama", [1]),
         *(
-            pytest.param(*pair, marks=pytest.mark.long)
+            pytest.param(*one, marks=pytest.mark.long)
             for pair in (("pp", "bart"), ("tp", "t5"), ("sp", "bert"), ("dp", "llama"), ("galaxy", "llama"))
+            for one in ((*pair, None), (*pair, [1]))
         ),
+        pytest.param("pp", "llama", None, marks=pytest.mark.long),
     ],
 )
-def test_ranks_share_a_cache_and_train_as_without(plan: str, family: str, tmp_path: Path) -> None:
-    method = {"name": "side", "reduction": 4}
+def test_ranks_share_a_cache_and_train_as_without(
+    plan: str, family: str, layers: list[int] | None, tmp_path: Path
+) -> None:
+    method = {"name": "side", "reduction": 4, "layers": layers}
     changes: dict[str, Any] = {"parallel": PLANS[plan], "max_steps": 4, "epochs": 2}
     expected = trained(small(tmp_path, family, method, **changes))
     found = trained(small(tmp_path, family, method, **changes, cache=True, out=str(tmp_path / "cached")))

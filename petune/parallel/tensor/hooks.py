@@ -67,7 +67,7 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
                     where=f"{stack.name}.side",
                     remedy="use tp, pp or dp",
                 )
-            for block in cast("nn.ModuleList", ladder.blocks):
+            for _, block in cast("Any", ladder).numbered:
                 for region in stack.rule.regions:
                     if region.kind == "attention" and child_of(block, region.enter) is not None:
                         _put_exchange(region, module_at(block, region.enter, "side")[1], plan, group, rank)
@@ -339,7 +339,7 @@ class StackEdges(Shared):
         here = replace(here, sizes=sizes, rank=self.rank, laid=laid, token=sum(sizes[: self.rank]))
         carry = carry | {"hidden_states": self.part(carry["hidden_states"], here)}
         if self.plan.attention == "sequence":
-            carry |= self._bias(stack, stack.numbered[0][1], carry, length)
+            carry |= self._bias(stack, stack.blocks[0], carry, length)
         return carry, here
 
     def _sizes(self, length: int, room: int | None) -> tuple[Sizes, Sizes]:
@@ -377,18 +377,20 @@ class StackEdges(Shared):
     def _bias(self, stack: Stack, first: nn.Module, carry: Call, length: int) -> Call:
         """A learned position bias is made by the first block from the lengths it sees: that of the whole
         sequence instead."""
-        if stack.rule.bias is None or carry.get("position_bias") is not None or stack.numbered[0][0] != 0:
+        if stack.rule.bias is None or carry.get("position_bias") is not None:
             return {}
-        makers = (one for one in first.modules() if getattr(one, "has_relative_attention_bias", False))
+        makers = [one for one in first.modules() if getattr(one, "has_relative_attention_bias", False)]
+        if not makers:  # what it is handed, a stage before has made
+            return {}
         device = carry["hidden_states"].device
-        return {"position_bias": cast("Any", next(makers)).compute_bias(length, length, device=device)}
+        return {"position_bias": cast("Any", makers[0]).compute_bias(length, length, device=device)}
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
         """See petune.models.stack.Edges."""
-        if self.plan.connection == "whole" or stack.numbered[0][0] != 0:
+        beside = cast("Any", stack._modules["side"]).numbered
+        if self.plan.connection == "whole" or not beside:
             return carry
-        side = cast("Any", stack._modules["side"])
-        return carry | self._bias(stack, side.blocks[0], carry, sum(here.sizes))
+        return carry | self._bias(stack, beside[0][1], carry, sum(here.sizes))
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         """See petune.models.stack.Edges."""

@@ -48,10 +48,10 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def sided(name: str, **changes: Any) -> Any:
+def sided(name: str, layers: list[int] | None = None, **changes: Any) -> Any:
     """A fused ladder away from its start, in training."""
     model: Any = tiny(name, **changes)
-    petune.wrap(model, "side", reduction=4, kernels="reference", also_train=())
+    petune.wrap(model, "side", reduction=4, kernels="reference", also_train=(), layers=layers)
     stir(model, std=0.1)
     return model.train()
 
@@ -95,6 +95,16 @@ def test_all_levels_at_once_train_as_one_by_one(name: str, whole: bool, cached: 
         assert_same_gradients(grads, wanted)
     assert recorder.forwards == recorder.backwards == len(stacks(model)) * len(batches)
     assert cache.counts.read > 0
+
+
+def test_levels_beside_some_blocks_are_replayed_at_once(cached: Any) -> None:
+    model, inputs = sided("t5-seq2seq", [0, 2], num_layers=4), inputs_of("t5-seq2seq")
+    loss, wanted = gradients(model, inputs)
+    _, recorder = cached(model, inputs)
+    found, grads = gradients(model, inputs)
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    assert_same_gradients(grads, wanted)
+    assert recorder.forwards == recorder.backwards == 2
 
 
 def test_what_is_computed_climbs_level_by_level(cached: Any) -> None:
