@@ -314,10 +314,11 @@ class Room:
         (model,) = held.modules
         config = self.drawn.config
         blocks: list[Bytes] = []
-        inside: set[int] = set()
+        inside, ends = set[int](), set[int]()
         for order, stack in enumerate(part for part in model.modules() if isinstance(part, Stack)):
             kept = iter(saved_in(stack, config, self.family, plan, Coordinate(), work, self.first))
             ladder = cast("Any", stack._modules.get("side"))
+            ends |= {id(value) for value in ladder.up.parameters()} if ladder and ladder.up else set()
             for index, block in stack.numbered:
                 saves = [next(kept)] if self.first is not None and (order, index) >= self.first else []
                 beside: list[nn.Module] = []
@@ -330,7 +331,7 @@ class Room:
         table = [value for value in cast("Any", model).get_input_embeddings().parameters()]
         others = [value for value in held.tensors() if id(value) not in inside]
         head = cast("Any", model).get_output_embeddings() if work.vocabulary_head else None
-        ends = {id(value) for value in (() if head is None else head.parameters())}
+        ends |= {id(value) for value in (() if head is None else head.parameters())}
         early = [value for value in others if id(value) not in ends or any(value is one for one in table)]
         late = [value for value in others if id(value) in ends]
         scores = (
