@@ -154,20 +154,24 @@ OVERLAPS = [
 ]
 
 
-# A ladder beside the second block of each stack alone: (backend, family, whether it is fused). Of two stages
-# the first has no level then, and a learned position bias begins in the second.
-SOME = list(product(BACKENDS, FOUR, (False, True)))
-SHORT_SOME = [
-    *(("pp-1f1b", "t5-seq2seq", False), ("galaxy", "t5-seq2seq", True), ("tp", "bart-seq2seq", False)),
-    *(("sp-ring", "llama-causal", False), ("shard", "bert-classify", True)),
+# (backend, family, kind of side network, whether it is fused). Beside the second block of each stack alone,
+# the first of two stages has no level, and a learned position bias begins in the second.
+KINDS = {"some": (("layers", (1,)),), "blend": (("end", "blend"),)}
+BESIDES = list(product(BACKENDS, FOUR, KINDS, (False, True)))
+SHORT_BESIDES = [
+    *(("pp-1f1b", "t5-seq2seq", "some", False), ("galaxy", "t5-seq2seq", "some", True)),
+    *(("tp", "bart-seq2seq", "some", False), ("shard", "bert-classify", "some", True)),
+    *(("sp-ring", "llama-causal", "blend", False), ("galaxy", "bart-seq2seq", "blend", True)),
+    ("pp-1f1b", "llama-causal", "blend", False),
 ]
 
 
-@pytest.mark.parametrize(("backend", "name", "fused"), in_part(SOME, SHORT_SOME))
-def test_ladders_beside_some_blocks_train_as_in_one_process(backend: str, name: str, fused: bool) -> None:
+@pytest.mark.parametrize(("backend", "name", "kind", "fused"), in_part(BESIDES, SHORT_BESIDES))
+def test_side_networks_of_other_kinds_train_as_in_one_process(
+    backend: str, name: str, kind: str, fused: bool
+) -> None:
     plan, blocks = BACKENDS[backend](name, 2), KEPT[0] if fused else None
-    beside = (("layers", (1,)),)
-    check(case(name, "side", plan, steps=1, dropout=0.1, tuning=beside, blocks=blocks))
+    check(case(name, "side", plan, steps=1, dropout=0.1, tuning=KINDS[kind], blocks=blocks))
 
 
 def test_side_blocks_that_read_positions_have_those_of_their_own_tokens() -> None:

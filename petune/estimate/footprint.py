@@ -247,22 +247,23 @@ def saved_in(
                 work.itemsize,
                 work.dropouts,
             )
-        if ladder is not None and ladder.reads(index):
+        if ladder is not None and ladder.has(index):
             extent = _extent(stack.name, plan, at, work, shape.heads)
             yield _saved_at(ladder.blocks[index], ladder.down[index + 1], stack.rule, beside, extent, work)
 
 
 def _saved_at(
-    block: nn.Module, down: nn.Linear, rule: StackRule, beside: Cut | None, extent: Extent, work: Pass
+    block: nn.Module, down: nn.Module, rule: StackRule, beside: Cut | None, extent: Extent, work: Pass
 ) -> Saved:
-    """What a level of a ladder saves: what it goes down from, the two states that are mixed, and what its
-    block saves, or keeps where it is fused."""
+    """What a level of a ladder saves: what it goes down from, the two states that are mixed, where it reads
+    the block beside it, and what its block saves, or keeps where it is fused."""
     tokens = extent.whole if beside is None else extent.own
+    wide, narrow = (down.in_features, down.out_features) if isinstance(down, nn.Linear) else (0, 0)
     if isinstance(block, FusedBlock):
         shape = replace(shape_of(block.spec), itemsize=work.itemsize)
-        mixed = (down.in_features + 2 * down.out_features) * work.itemsize
+        mixed = (wide + 2 * narrow) * work.itemsize
         return Saved(tokens * (mixed + kept_bytes(shape, block.spec.rung.keep)))
-    mixed = down.in_features * work.itemsize + 2 * down.out_features * 4
+    mixed = wide * work.itemsize + 2 * narrow * 4
     return Saved(tokens * mixed) + saved_by(block, rule, beside, extent, work.itemsize, work.dropouts)
 
 

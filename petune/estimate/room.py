@@ -322,7 +322,7 @@ class Room:
             for index, block in stack.numbered:
                 saves = [next(kept)] if self.first is not None and (order, index) >= self.first else []
                 beside: list[nn.Module] = []
-                if ladder is not None and ladder.reads(index):
+                if ladder is not None and ladder.has(index):
                     saves.append(next(kept))
                     beside = [ladder.blocks[index], ladder.down[index + 1]]
                 tensors = [value for one in (block, *beside) for value in one.parameters()]

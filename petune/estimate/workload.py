@@ -226,7 +226,7 @@ class _Reader:
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         yield from self._regions(block, self.stack.rule, plain, sizes, shape.columns)
         ladder = cast("Any", self.stack._modules.get("side"))
-        if ladder is not None and ladder.reads(index):
+        if ladder is not None and ladder.has(index):
             yield self._level(ladder, index, tokens)
 
     def _regions(
@@ -291,13 +291,12 @@ class _Reader:
     def _level(self, ladder: Any, index: int, tokens: int) -> Region:
         """A level of a ladder: its narrow block, and the way down to it. All ranks compute it in full, or on
         tokens of their own."""
-        narrow = self.stack.rule, ladder.blocks[index], ladder.down[index + 1]
-        rule, block, down = narrow
+        rule, block, down = self.stack.rule, ladder.blocks[index], ladder.down[0]
         sizes = (self.shape.heads, self.shape.kv_heads, max(1, down.out_features // self.shape.heads))
         columns = max(1, self.shape.columns * down.out_features // down.in_features)
         plain = Part("ladder", tokens, down.out_features, 4)
         parts = [part for region in self._regions(block, rule, plain, sizes, columns) for part in region]
-        way = replace(plain, products=tuple(_products(down)))
+        way = replace(plain, products=tuple(_products(ladder.down[index + 1])))
         return tuple(replace(part, place="ladder") for part in (*parts, way))
 
 

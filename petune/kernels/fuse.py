@@ -285,8 +285,7 @@ def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
 
 
 def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
-    """Fuse the blocks of the ladder beside a stack, all or none, and its gates. Returns why they could not
-    be, or None."""
+    """Fuse the blocks of the ladder beside a stack, all or none, and its gates. Returns why not, or None."""
     ladder = stack.ladder
     if ladder is None or ladder.ops is not None or not ladder.numbered:
         return None
@@ -295,7 +294,8 @@ def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> 
         return specs
     _hooks_of(model).extend(_exchange_classes(ladder.numbered, specs, plan))
     ladder.ops = plan.ops
-    if stack.wire is None and specs[0].peers is None and _recordable(model, specs, plan):
+    gated = ladder.reads(ladder.numbered[0][0])  # as recordings of a ladder are
+    if gated and stack.wire is None and specs[0].peers is None and _recordable(model, specs, plan):
         stack.whole = Graphs(beside=True)
     return None
 

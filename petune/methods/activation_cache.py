@@ -301,7 +301,8 @@ class ActivationCache:
         stage of a pipeline that has some of it."""
         form = dtype if self.dtype == "auto" else _DTYPES[self.dtype]
         ladder = cast("Any", stack.ladder)
-        stored = {*ladder.settings.beside(len(stack)), len(stack) - 1, *lasts}
+        read = ladder.settings.beside(len(stack)) if ladder.settings.climbs else ()
+        stored = {*read, len(stack) - 1, *lasts}
         width: int = ladder.width
         return len(stored) * (width * form.itemsize + 4 * (form is torch.float8_e4m3fn))
 

@@ -185,7 +185,7 @@ class AdapterConfig(MethodConfig):
 @dataclass(frozen=True)
 class SideConfig(MethodConfig):
     """Ladder side-tuning (Sung et al. 2022, arXiv:2206.06522): a narrow network beside a backbone that needs
-    no backward pass."""
+    no backward pass; with end: blend side-tuning (Zhang et al. 2020, arXiv:1912.13503)."""
 
     reduction: int = field(default=8, metadata={"ge": 1, "doc": "backbone width over side width"})
     layers: tuple[int, ...] | None = field(
@@ -195,9 +195,16 @@ class SideConfig(MethodConfig):
     end: str = field(
         default="residual",
         metadata={
-            "choices": ("residual", "paper"),
-            "doc": "residual: h + up(s), identity at init; paper: up(norm(s))",
+            "choices": ("residual", "paper", "blend"),
+            "doc": (
+                "residual: h + up(s), identity at init; paper: up(norm(s)); blend: alpha h + (1 - alpha)"
+                " up(s), with s of the input alone"
+            ),
         },
+    )
+    alpha: float | None = field(
+        default=None,
+        metadata={"gt": 0, "lt": 1, "doc": "blend: alpha, fixed; null: trained, from 1/2 on"},
     )
     start: str = field(
         default="random",
@@ -223,6 +230,11 @@ class SideConfig(MethodConfig):
     def reads_weights(self) -> bool:
         """See MethodConfig."""
         return self.start != "random"
+
+    @property
+    def climbs(self) -> bool:
+        """Whether side blocks read what the blocks beside them give."""
+        return self.end != "blend"
 
     def beside(self, depth: int) -> tuple[int, ...]:
         """The numbers of those of `depth` blocks that have a side block, in order."""

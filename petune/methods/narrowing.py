@@ -13,9 +13,21 @@ from petune.methods.configs import SideConfig
 from petune.models.spec import Config, Family, StackRule
 
 
-def check_layers(config: SideConfig, depths: Mapping[str, int]) -> None:
-    """Raise UsageError for a block that no stack has, and for a stack that would have no level. depths: the
-    blocks of each stack, by its path."""
+def check(config: SideConfig, depths: Mapping[str, int]) -> None:
+    """Raise UsageError for settings that mean nothing beside the others, for a block that no stack has, and
+    for a stack that would have no level. depths: the blocks of each stack, by its path."""
+    if config.fisher_rows is not None and config.start != "fisher":
+        raise UsageError(
+            "fisher_rows is of start: fisher",
+            where="fisher_rows",
+            remedy="set start: fisher, or leave it out",
+        )
+    if config.alpha is not None and config.climbs:
+        raise UsageError("alpha is of end: blend", where="alpha", remedy="set end: blend, or leave it out")
+    if config.temperature != SideConfig.temperature and not config.climbs:
+        raise UsageError(
+            "temperature is of gates, and end: blend has none", where="temperature", remedy="leave it out"
+        )
     deepest = max(depths.values())
     if idle := sorted(set(config.layers or ()) - set(range(deepest))):
         expected = f"of the blocks 0 to {deepest - 1}"
@@ -23,8 +35,9 @@ def check_layers(config: SideConfig, depths: Mapping[str, int]) -> None:
     for path, depth in depths.items():
         if not config.beside(depth):
             what = "layers leaves this stack without a side block"
+            found = str(list(config.layers or ()))
             remedy = f"name one of its blocks 0 to {depth - 1}, or leave layers out"
-            raise UsageError(what, where=path, found=str(list(config.layers or ())), remedy=remedy)
+            raise UsageError(what, where=path, found=found, remedy=remedy)
 
 
 def narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:

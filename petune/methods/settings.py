@@ -74,6 +74,7 @@ class SideSettings(Shared, total=False):
     reduction: int
     layers: Sequence[int] | None
     end: str
+    alpha: float | None
     start: str
     fisher_rows: int | None
     temperature: float

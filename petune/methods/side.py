@@ -8,7 +8,9 @@ There is a level beside each block, or beside those of `layers` alone: what the 
 h_i is the output of backbone block i, block_i the family's own block class with every width divided by
 `reduction` and as many heads, a_i one scalar that starts at 0. End `residual`: h_L + up(s_L) with up = 0, so
 a wrapped model computes exactly what the base did. End `paper`: up(dropout(norm(s_L))) in place of the
-backbone's normed output. The backbone runs in eval mode under no_grad. Side blocks start at random or,
+backbone's normed output. End `blend` is side-tuning (Zhang et al. 2020, arXiv:1912.13503): the side network
+reads the input alone, s <- block_i(s), and alpha h_L + (1 - alpha) up(s_L) leaves, alpha = sigmoid(a) with a
+= 0 at the start, or fixed. The backbone runs in eval mode under no_grad. Side blocks start at random or,
 `start: pruned` and `fisher`, as what is left of the backbone's (petune/methods/pruning.py). An encoder's side
 state reaches the decoder's ladder beside encoder_hidden_states on the hidden dim, so generate's expansion for
 beams carries it along. Side keys and values live in the model's own cache, past the backbone's layers.
@@ -35,7 +37,7 @@ from petune.kernels.block.layout import Layout
 from petune.kernels.dispatch import Ops
 from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
-from petune.methods.narrowing import check_layers, narrow_block, narrow_config, narrow_norm
+from petune.methods.narrowing import check, narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.linear_attention import GatedDelta
 from petune.models.port import Call, Pass
@@ -69,11 +71,12 @@ class Ladder(TunedModule, PreTrainedModel):
         self.rule, self.width, self.feeds, self.settings = rule, width, feeds, settings
         self.depth = len(blocks)
         beside = settings.beside(self.depth)
+        read = beside if settings.climbs else ()
         self.down = nn.ModuleList(
-            nn.Linear(width, narrow) if index in (-1, *beside) else nn.Identity()
+            nn.Linear(width, narrow) if index in (-1, *read) else nn.Identity()
             for index in range(-1, self.depth)
         )
-        self.gates = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(())) for index in beside})
+        self.gates = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(())) for index in read})
         self.blocks = nn.ModuleList(
             narrow_block(block, config, rule, self.depth + index, index == beside[0])
             if index in beside
@@ -92,6 +95,8 @@ class Ladder(TunedModule, PreTrainedModel):
         if self.up is not None and settings.end == "residual":
             nn.init.zeros_(self.up.weight)
             nn.init.zeros_(self.up.bias)
+        blends = settings.end == "blend" and settings.alpha is None and not feeds
+        self.alpha = nn.Parameter(torch.zeros(())) if blends else None
         # an encoder's side state, between the end of its stack and the end of the encoder
         self.handed: Tensor | None = None
         self.ops: Ops | None = None
@@ -99,11 +104,15 @@ class Ladder(TunedModule, PreTrainedModel):
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
         """See petune.models.stack.Ladder."""
-        return [(at, block) for at, block in enumerate(self.blocks) if self.reads(at)]
+        return [(at, block) for at, block in enumerate(self.blocks) if self.has(at)]
+
+    def has(self, number: int) -> bool:
+        """See petune.models.stack.Ladder."""
+        return not isinstance(self.blocks[number], nn.Identity)
 
     def reads(self, number: int) -> bool:
         """See petune.models.stack.Ladder."""
-        return not isinstance(self.blocks[number], nn.Identity)
+        return self.has(number) and self.settings.climbs
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the modules' own initialisation is meant."""
@@ -122,7 +131,8 @@ class Ladder(TunedModule, PreTrainedModel):
         """Fill a tensor anew as its module does it; gates, and what ends in nothing, are zero."""
         path, _, leaf = name.rpartition(".")
         value, module = self.get_parameter(name), self.get_submodule(path)
-        if module is self.gates or (module is self.up and self.settings.end == "residual"):
+        nothing = module is self.up and self.settings.end == "residual"
+        if module is self.gates or value is self.alpha or nothing:
             value.zero_()
         elif hasattr(module, "reset_parameters"):
             made: Any = copy.deepcopy(module).to("meta")  # so that this tensor alone draws
@@ -144,11 +154,12 @@ class Ladder(TunedModule, PreTrainedModel):
         for index in (index for index, _ in self.numbered if not start <= index < end):
             self.down[index + 1] = nn.Identity()
             self.blocks[index] = nn.Identity()
-            del self.gates[str(index)]
+            if str(index) in self.gates:
+                del self.gates[str(index)]
         if start > 0:
             self.down[0] = nn.Identity()
         if end < self.depth:
-            self.norm = self.up = None
+            self.norm = self.up = self.alpha = None
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
         """See petune.models.stack.Ladder; with the carry come the angles of each type of attention.
@@ -169,9 +180,8 @@ class Ladder(TunedModule, PreTrainedModel):
             seen = slice(running().token, running().token + own.shape[1])
             if positions is None:  # blocks that are told their angles alone
                 kept = running().segments
-                positions = (torch.arange(seen.stop, device=own.device) if kept is None else kept.tokens)[
-                    None
-                ]
+                positions = torch.arange(seen.stop, device=own.device) if kept is None else kept.tokens
+                positions = positions[None]
             if positions.shape[-1] != own.shape[1]:  # those of all ranks
                 positions = positions[..., seen]
             if "position_ids" in call:  # which blocks may read themselves
@@ -187,10 +197,8 @@ class Ladder(TunedModule, PreTrainedModel):
 
     def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
         """See petune.models.stack.Ladder."""
-        backbone, side = (
-            dict(call),
-            {name: value for name, value in call.items() if name not in self.rule.carry},
-        )
+        backbone = dict(call)
+        side = {name: value for name, value in call.items() if name not in self.rule.carry}
         across = call.get("encoder_hidden_states")
         if across is not None:
             # laid out as the encoder left them: of tensors with other strides products may round otherwise
@@ -232,10 +240,11 @@ class Ladder(TunedModule, PreTrainedModel):
 
     def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
         """See petune.models.stack.Ladder: the gate mixes before the block."""
-        if below is None:
-            below = self.down[index + 1](self._entering(hidden))
-        gate = self.gates[str(index)]
-        state = mixed(self.ops, call["hidden_states"], below, gate, self.settings.temperature)
+        state = call["hidden_states"]
+        if self.reads(index):
+            if below is None:
+                below = self.down[index + 1](self._entering(hidden))
+            state = mixed(self.ops, state, below, self.gates[str(index)], self.settings.temperature)
         call = self.call(index, call | {"hidden_states": state})
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
@@ -247,9 +256,15 @@ class Ladder(TunedModule, PreTrainedModel):
         if self.up is None:
             self.handed = state
             return hidden
+        dtype = hidden.dtype
         if self.settings.end == "paper":
-            return cast("Tensor", self.up(self._dropped(state))).to(hidden.dtype)
-        return hidden + cast("Tensor", self.up(state)).to(hidden.dtype)
+            return cast("Tensor", self.up(self._dropped(state))).to(dtype)
+        lifted = cast("Tensor", self.up(state))
+        if self.settings.end == "blend":
+            alpha: Any = self.settings.alpha if self.alpha is None else self.alpha.sigmoid()
+            blended: Tensor = alpha * hidden.to(lifted.dtype) + (1 - alpha) * lifted
+            return blended.to(dtype)
+        return hidden + lifted.to(dtype)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """`x` [batch, seq, width] with the dropout of the ladder's ends, also where padding is left out."""
@@ -310,11 +325,8 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     """Give every stack its ladder. Raises UsageError, with the model as it was, for a reduction the model's
     sizes do not allow."""
     assert family is not None
-    if config.fisher_rows is not None and config.start != "fisher":
-        remedy = "set start: fisher, or leave it out"
-        raise UsageError("fisher_rows is of start: fisher", where="fisher_rows", remedy=remedy)
     paths = stack_paths(model, family)
-    check_layers(config, {path: len(cast("Any", model.get_submodule(path))) for path in paths.values()})
+    check(config, {path: len(cast("Any", model.get_submodule(path))) for path in paths.values()})
     small = narrow_config(model, family, config.reduction)
     ladders = {}
     for name, path in paths.items():

@@ -38,8 +38,12 @@ class Ladder(Protocol):
         """Its blocks that are here, each with the number of the block that it is beside."""
         ...
 
-    def reads(self, number: int) -> bool:
+    def has(self, number: int) -> bool:
         """Whether it has a level beside block `number`, here."""
+        ...
+
+    def reads(self, number: int) -> bool:
+        """Whether that level reads what block `number` gives."""
         ...
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
@@ -153,9 +157,9 @@ class Whole(Protocol):
 class Levels(Protocol):
     """What the blocks of a stack give for rows that were seen before (see methods/activation_cache.py).
 
-    numbers: of the blocks that are here and whose answers somebody reads: those with a level of the ladder
-    beside them, and the last. known: what they give for the rows of this pass, [numbers, batch, seq, width];
-    None where it has to be computed."""
+    numbers: of the blocks that are here and whose answers somebody reads: those that a level of the ladder
+    reads, and the last. known: what they give for the rows of this pass, [numbers, batch, seq, width]; None
+    where it has to be computed."""
 
     numbers: Sequence[int]
     known: Tensor | None
@@ -356,7 +360,9 @@ class Stack(nn.ModuleList):
         for edges in self.edges:
             now.side = edges.begin_side(self, now.side, now.here)
         known = None if self.levels is None else self.levels.known
-        if known is not None and ladder.ops is not None and not self.recompute:
+        if known is None or ladder.ops is None or self.recompute:
+            return
+        if any(ladder.reads(number) for number, _ in ladder.numbered):
             self._begin_levels(ladder, now, call, known)
 
     def _begin_levels(self, ladder: Ladder, now: Pass, call: Call, known: Tensor) -> None:
@@ -394,7 +400,7 @@ class Stack(nn.ModuleList):
         call, side = ladder.split(call, now)
         with torch.no_grad():
             output = self._output(one, call, now)
-        if not ladder.reads(one.number):
+        if not ladder.has(one.number):
             return output
         hidden = carried_by(self.rule, output)["hidden_states"]
         below = None if now.below is None else now.once("below", self._by_number, now.below)[one.number]

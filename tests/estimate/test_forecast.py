@@ -187,6 +187,7 @@ def test_blocks_below_what_trains_and_beside_a_ladder_keep_nothing(tmp_path: Pat
     assert beside < 0.7 * last
     half = kept({"name": "side", "reduction": 8, "layers": [1]})
     assert half < 0.7 * beside
+    assert kept({"name": "side", "reduction": 8, "end": "blend"}) < beside
 
 
 # ------------------------------------------------------------------ the whole forecast

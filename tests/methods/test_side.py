@@ -18,6 +18,7 @@ from petune.errors import UsageError
 from petune.methods import tuned_parameters, tuned_state, tuning, without_tuning, wrap
 from petune.methods.pruning import fisher_of, weigh
 from petune.methods.side import Ladder
+from petune.models.fresh import draw_tuned
 from petune.models.stack import Stack
 from tests.methods import references
 from tests.methods.zoo import (
@@ -109,19 +110,21 @@ def llama_block(p: dict[str, Tensor], x: Tensor, heads: int, kv_heads: int, eps:
 
 
 @pytest.mark.parametrize("layers", [None, (1,), (0, 2)])
-@pytest.mark.parametrize("end", ["residual", "paper"])
-def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str, layers: Any) -> None:
+@pytest.mark.parametrize("end", ["residual", "paper", "blend", 0.3])
+def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str | float, layers: Any) -> None:
+    """A number is the fixed alpha of a blend."""
     inputs = batch("llama-causal")
     ids, labels = inputs["input_ids"], inputs["labels"]
     temperature = 0.7
+    asked = {"end": end, "temperature": temperature} if end in ("residual", "paper") else {"end": "blend"}
+    asked |= {"alpha": end} if isinstance(end, float) else {}
     base = frozen(tiny("llama-causal", num_hidden_layers=3).double())
     model = wrap(
         tiny("llama-causal", num_hidden_layers=3).double(),
         "side",
         reduction=4,
-        end=end,
-        temperature=temperature,
         layers=layers,
+        **asked,
     )
     stir(model)
     loss, found = gradients(model, {"input_ids": ids, "labels": labels})
@@ -135,10 +138,11 @@ def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str, l
     state = hidden[0] @ side["down.0.weight"].T + side["down.0.bias"]
     for index in layers or range(3):
         h = hidden[1 + index]
-        gate = torch.sigmoid(side[f"gates.{index}"] / temperature)
-        state = gate * state + (1 - gate) * (
-            h @ side[f"down.{index + 1}.weight"].T + side[f"down.{index + 1}.bias"]
-        )
+        if asked["end"] != "blend":
+            gate = torch.sigmoid(side[f"gates.{index}"] / temperature)
+            state = gate * state + (1 - gate) * (
+                h @ side[f"down.{index + 1}.weight"].T + side[f"down.{index + 1}.bias"]
+            )
         block = {
             key.removeprefix(f"blocks.{index}."): value
             for key, value in side.items()
@@ -147,6 +151,10 @@ def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str, l
         state = llama_block(block, state, 8, 4, eps)
     if end == "paper":
         out = rms(state, side["norm.weight"], eps) @ side["up.weight"].T + side["up.bias"]
+    elif asked["end"] == "blend":
+        alpha = end if isinstance(end, float) else side["alpha"].sigmoid()
+        mixture = alpha * hidden[-1] + (1 - alpha) * (state @ side["up.weight"].T + side["up.bias"])
+        out = rms(mixture, base.model.norm.weight, eps)
     else:
         out = rms(hidden[-1] + state @ side["up.weight"].T + side["up.bias"], base.model.norm.weight, eps)
     logits = out @ base.lm_head.weight.T
@@ -195,6 +203,43 @@ def test_a_ladder_beside_some_blocks_has_nothing_of_the_others(name: str, tmp_pa
             model.generate(**prompt(name), **settings),
             model.generate(**prompt(name), use_cache=False, **settings),
         )
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_blend_begins_half_way_and_reads_the_input_alone(name: str, tmp_path: Path) -> None:
+    inputs = batch(name)
+    model = wrap(tiny(name), "side", reduction=4, end="blend", also_train=())
+    ladder: Any = stacks(model)[-1].ladder
+    assert ladder.alpha.sigmoid() == 0.5
+    stir(model, std=0.1)
+    kept = Kept(model).of(model, inputs)
+    assert kept["blocks"] == 0 < kept["ladder"]
+    _, found = gradients(model, inputs)
+    assert found.keys() == tuned_state(model).keys() and not any(".gates." in key for key in found)
+    down = {key.partition(".side.down.")[2].split(".")[0] for key in found if ".side.down." in key}
+    assert down == {"0"} and sum(key.endswith(".alpha") for key in found) == 1
+    assert all(map(Tensor.any, found.values())) or name != "llama-causal"  # keys' biases have none
+    with without_tuning(model):
+        assert torch.equal(model(**inputs).logits, frozen(tiny(name))(**inputs).logits)
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny(name), tmp_path / "tuned")
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    draw_tuned(model, 5)
+    assert ladder.alpha == 0 and ladder.up.weight.any()
+    if name in GENERATING:
+        settings = {**GENERATE, "num_beams": 3}
+        assert torch.equal(
+            model.generate(**prompt(name), **settings),
+            model.generate(**prompt(name), use_cache=False, **settings),
+        )
+
+
+def test_a_blend_of_a_fixed_alpha_is_stored_with_its_settings(tmp_path: Path) -> None:
+    model = sided("bert-classify", end="blend", alpha=0.9)
+    assert not any(key.endswith("alpha") for key in tuned_state(model))
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny("bert-classify"), tmp_path / "tuned")
+    assert torch.equal(again(**batch("bert-classify")).logits, model(**batch("bert-classify")).logits)
 
 
 def test_a_static_cache_has_no_use_for_levels_that_are_not_there() -> None:
@@ -536,9 +581,15 @@ def test_fisher_information_leaves_the_base_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "match"),
-    [({"start": "fisher"}, "nobody has measured"), ({"fisher_rows": 4}, "of start: fisher")],
+    [
+        ({"start": "fisher"}, "nobody has measured"),
+        ({"fisher_rows": 4}, "of start: fisher"),
+        ({"alpha": 0.5}, "of end: blend"),
+        ({"end": "blend", "temperature": 0.5}, "temperature is of gates"),
+        ({"end": "blend", "alpha": 1.0}, "must be below 1"),
+    ],
 )
-def test_a_start_that_lacks_what_it_needs_is_refused(settings: Any, match: str) -> None:
+def test_a_setting_that_lacks_what_it_needs_is_refused(settings: Any, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         wrap(tiny("llama-causal"), "side", reduction=4, **settings)
 
