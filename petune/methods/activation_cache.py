@@ -9,6 +9,9 @@ gradients are those of an uncached run: to the bit where rows were padded alike 
 computed one; a bf16 backbone rounds otherwise in a batch of another width, which an uncached run shows just
 as much.
 
+A head of one's own behind a frozen model needs what the last block gives alone, h_L, and that is stored. The
+blocks are in eval mode then: dropout would make them another model in every step.
+
 A row is known by its tokens (and types, positions, and how far from the left it begins), so any loop, any
 order, any batch and any plan meets it again; one of a decoder also by its encoder's. Padding is not stored.
 """
@@ -29,11 +32,13 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.files.row_store import RowStore
 from petune.methods.row_keys import Row, sources_of
-from petune.methods.trainable import frozen_digest, frozen_tensors, tuned_parameters
+from petune.methods.trainable import frozen_digest, frozen_tensors, moving
 from petune.methods.wrapped import is_wrapped, tuning
+from petune.models import FAMILIES, family_of
 from petune.models.fp8 import quantise
 from petune.models.port import names_of
-from petune.models.stack import Stack
+from petune.models.spec import Family
+from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in
 
 Stored = Literal["auto", "fp32", "bf16", "fp8"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -49,13 +54,13 @@ class StackLevels:
     """What the blocks of one stack give that are read, see petune.models.stack.Levels: of the rows of the
     running pass, and where all of them are kept."""
 
-    def __init__(self, stack: Stack, folder: Path, stored: Stored, writer: bool) -> None:
+    def __init__(self, stack: Stack, folder: Path, stored: Stored, writer: bool, width: int) -> None:
         ladder, here = cast("Any", stack.ladder), [number for number, _ in stack.numbered]
         self.numbers: Sequence[int] = [
-            number for number in here if ladder.reads(number) or number == here[-1]
+            number for number in here if number == here[-1] or (ladder is not None and ladder.reads(number))
         ]
-        self.name = f"{stack.name}.{here[0]}-{here[-1]}"
-        if len(self.numbers) < len(here):  # which they are, a bit for each that is here
+        self.name = f"{stack.name}.{here[-1]}" if ladder is None else f"{stack.name}.{here[0]}-{here[-1]}"
+        if ladder is not None and len(self.numbers) < len(here):  # which they are, a bit for each block
             self.name += f"-{sum(1 << number - here[0] for number in self.numbers):x}"
         self.folder, self.stored, self.writer = folder, stored, writer
         self.store: RowStore | None = None
@@ -64,7 +69,7 @@ class StackLevels:
         self.shape = (0, 0)
         self.known: Tensor | None = None
         self.fresh: dict[int, Tensor] = {}
-        self.width = ladder.width
+        self.width = width
         self.dtype = self.form = torch.float32
         if (
             kind := RowStore.kind_in(folder, self.name)
@@ -113,7 +118,8 @@ class StackLevels:
 
     def write(self, number: int, hidden: Tensor) -> None:
         """See petune.models.stack.Levels."""
-        self.fresh[number] = hidden
+        if number in self.numbers:
+            self.fresh[number] = hidden
 
     # ------------------------------------------------------------ bytes
 
@@ -192,7 +198,8 @@ class Counts:
 
 
 class ActivationCache:
-    """The cache of a model under ladders, or of the parts of it that a process holds.
+    """The cache of a model under ladders, or of the parts of it that a process holds; or of a frozen model
+    that was not wrapped and has a head that trains.
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.wrap(base, "side", reduction=4)
@@ -202,11 +209,19 @@ class ActivationCache:
         >>> cache.counts.computed, cache.counts.read  # the second and third run no block of the backbone
         (1, 2)
 
+        >>> model = transformers.AutoModelForSequenceClassification.from_pretrained("my-model")
+        >>> base = model.base_model.requires_grad_(False)  # what is left is the head
+        >>> with petune.ActivationCache(model, "cache") as cache:
+        ...     losses = [model(input_ids=tokens, labels=torch.tensor([1])).loss for epoch in range(3)]
+        >>> cache.counts.computed, cache.counts.read
+        (1, 2)
+
     folder: where rows are kept, for this base and this computation alone; made where it is not. dtype: "auto"
     stores what was computed; fp32, bf16 and fp8 (a scale for each token of each level) round it. together:
     other processes run the same rows, so that all must know the same ones: rows count from the next `look`
-    on. writes: whether this process adds rows. Raises UsageError for a model whose blocks or embeddings
-    train, as they give something else in every step, or which has no ladder.
+    on. writes: whether this process adds rows. Hidden states of padding are zeros where rows are read. Raises
+    UsageError for a model whose blocks or embeddings train, as they give something else in every step, and
+    for one under another method.
     """
 
     def __init__(
@@ -231,11 +246,19 @@ class ActivationCache:
         self.folder /= identity or identity_of(self.models[0])
         self.levels: dict[nn.Module, dict[Stack, StackLevels]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._still: list[nn.Module] = []
+        self._owned: set[Stack] = set()
         for one in self.models:
-            stacks = [module for module in one.modules() if isinstance(module, Stack) and module.numbered]
-            self.levels[one] = {stack: StackLevels(stack, self.folder, dtype, writes) for stack in stacks}
-            for stack, level in self.levels[one].items():
-                stack.levels = level
+            family, before = cast("Family", family_of(one)), set(stacks_in(one).values())
+            if not is_wrapped(one):
+                own_stacks(one, family)
+            stacks = [stack for stack in stacks_in(one).values() if stack.numbered]
+            self._owned |= set(stacks) - before
+            self.levels[one] = {}
+            for stack in stacks:
+                width = family.shape(family.part(cast("Any", one).config, stack.name)).width
+                stack.levels = level = StackLevels(stack, self.folder, dtype, writes, width)
+                self.levels[one][stack] = level
             self._hooks += [
                 one.register_forward_pre_hook(self._begin, with_kwargs=True),
                 one.register_forward_hook(self._end, always_call=True),
@@ -246,6 +269,10 @@ class ActivationCache:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if model not in self.levels:  # a copy, with the hooks of the original
             return
+        if not is_wrapped(model):
+            base = getattr(model, "base_model", model)
+            self._still = [module for module in base.modules() if module.training]
+            base.eval()
         call = dict(zip(names_of(type(model)), args, strict=False)) | dict(kwargs)
         sources = sources_of(model, call)
         self.counts.passed_by += sources is None
@@ -271,6 +298,8 @@ class ActivationCache:
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         for level in self.levels.get(model, {}).values():
             level.end()
+        while self._still:
+            self._still.pop().training = True
 
     def __deepcopy__(self, memo: object) -> ActivationCache:
         """Itself: there is one for the original, and a copy computes."""
@@ -316,11 +345,12 @@ class ActivationCache:
         """Leave the model as it was; the rows stay."""
         for handle in self._hooks:
             handle.remove()
-        for levels in self.levels.values():
+        for model, levels in self.levels.items():
             for stack, level in levels.items():
                 stack.levels = None
                 if level.store is not None:
                     level.store.close()
+            disown_stacks(model, self._owned.__contains__)
         self.levels.clear()
 
 
@@ -330,28 +360,33 @@ def _kind(stack: Stack, sources: Mapping[str, Any]) -> str:
 
 
 def refuse_moving(model: nn.Module) -> None:
-    """Raise UsageError unless what the blocks of `model` give depends on nothing that trains."""
-    if not is_wrapped(model) or not any(
-        isinstance(module, Stack) and module.ladder is not None for module in model.modules()
-    ):
-        found = tuning(model).method if is_wrapped(model) else "a model that is not wrapped"
+    """Raise UsageError unless what the blocks of `model` give depends on nothing that trains, and for a model
+    of no family."""
+    stacks = list(stacks_in(model).values())
+    if is_wrapped(model) and not any(stack.ladder is not None for stack in stacks):
         raise UsageError(
             "an activation cache is for ladders: every other method changes what blocks give in every step",
             where="cache",
-            expected="method side",
-            found=found,
+            expected="method side, or a frozen model that is not wrapped, with a head that trains",
+            found=tuning(model).method,
             remedy="leave the cache out",
         )
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    after = {id(value) for stack in stacks for value in cast("nn.Module", stack.ladder).parameters()}
+    if family_of(model) is None:
+        what = f"an activation cache needs a model family petune knows, not {type(model).__name__}"
+        raise UsageError(what, where="cache", expected=", ".join(FAMILIES), remedy="leave the cache out")
+    ladders = [stack.ladder for stack in stacks if stack.ladder is not None]
+    after = {id(value) for ladder in ladders for value in cast("nn.Module", ladder).parameters()}
     base = getattr(model, "base_model", model)
     before = {id(value) for value in base.parameters()} - after
-    for name, value in tuned_parameters(model).items():
+    for name, value in moving(model).items():
         if id(value) in before:
             raise UsageError(
                 "an activation cache is for a backbone that stays as it is, and this tensor of it trains",
                 where=name,
-                remedy="take it out of also_train, or leave the cache out",
+                remedy=(
+                    "take it out of also_train, or freeze it (requires_grad_(False)) where the model is not"
+                    " wrapped; or leave the cache out"
+                ),
             )
 
 

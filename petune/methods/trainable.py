@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.targets import left_alone, within
-from petune.methods.wrapped import tuning
+from petune.methods.wrapped import is_wrapped, tuning
 from petune.models import family_of
 from petune.models.checksums import digest
 from petune.models.contents import checksums_of
@@ -91,10 +91,17 @@ def learning_rates(model: nn.Module) -> dict[str, float]:
     }
 
 
+def moving(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter that trains, by name: `tuned_parameters`, and of a model that is not wrapped those that
+    require gradients."""
+    if is_wrapped(model):
+        return tuned_parameters(model)
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer that must not move, by name."""
-    tuned = tuned_parameters(model)
-    trained = {id(value) for value in tuned.values()}  # a tied tensor has several names
+    trained = {id(value) for value in moving(model).values()}  # a tied tensor has several names
     every = model.state_dict(keep_vars=True).items()
     return {name: value for name, value in every if id(value) not in trained}
 

@@ -337,6 +337,77 @@ def test_rows_of_another_dtype_are_refused(tmp_path: Path) -> None:
         ActivationCache(sided(name), tmp_path, "fp8")
 
 
+# ------------------------------------------------------------------ a head alone
+
+
+def headed(name: str, **changes: Any) -> Any:
+    """A model of the zoo, in training mode, of which nothing but the head trains."""
+    model = tiny(name, **changes).train()
+    model.base_model.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bert-classify", "t5-classify"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("bart-classify", "llama-classify")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3-classify", "bert-tokens")),
+    ],
+)
+def test_a_head_behind_a_frozen_model_learns_as_without_a_cache(name: str, tmp_path: Path) -> None:
+    model, batches = headed(name), [batch(name, seed=seed) for seed in (1, 2)]
+    expected = [gradients(model, one) for one in batches]
+    assert expected[0][1], "a head has gradients"
+    kinds, modes = [type(one) for one in model.modules()], [one.training for one in model.modules()]
+    with ActivationCache(model, tmp_path) as cache:
+        calls, parts = count_blocks(model), stacks(model)
+        for _ in range(3):
+            for one, right in zip(batches, expected, strict=True):
+                assert_equal(gradients(model, one), right)
+        assert len(calls) == sum(len(stack) for stack in parts) * len(batches)
+        assert cache.counts.read == 2 * cache.counts.computed > 0
+        widths = {len(level.numbers) for level in cache.levels[model].values()}
+        assert widths == {1}, "the last level alone is stored"
+    assert [type(one) for one in model.modules()] == kinds and not stacks(model)
+    assert [one.training for one in model.modules()] == modes
+
+
+def test_blocks_in_front_of_a_head_draw_no_masks(tmp_path: Path) -> None:
+    model = headed("bert-classify", hidden_dropout_prob=0.5, classifier_dropout=0.0)
+    inputs, modes = batch("bert-classify"), [one.training for one in model.modules()]
+    model.base_model.eval()
+    expected = gradients(model, inputs)
+    model.train()
+    with ActivationCache(model, tmp_path):
+        for _ in range(2):
+            assert_equal(gradients(model, inputs), expected)
+        model(**inputs, output_hidden_states=True)
+    assert [one.training for one in model.modules()] == modes and all(modes)
+
+
+def test_a_head_of_ones_own_is_put_on_an_encoder_that_is_read(tmp_path: Path) -> None:
+    encoder, inputs = tiny("bert-classify").bert.requires_grad_(False), batch("bert-classify")
+    inputs.pop("labels")
+    expected = encoder(**inputs).last_hidden_state
+    with ActivationCache(encoder, tmp_path) as cache:
+        found = [encoder(**inputs).last_hidden_state for _ in range(2)]
+    real = inputs["attention_mask"].bool()
+    assert torch.equal(found[0], expected) and torch.equal(found[1][real], expected[real])
+    assert not found[1][~real].any(), "padding is not stored"
+    assert cache.counts.read == cache.counts.computed == len(expected)
+
+
+def test_a_ladder_and_a_head_on_one_base_have_rows_of_their_own(tmp_path: Path) -> None:
+    model, ladder, inputs = headed("llama-classify"), wrap(tiny("llama-classify"), "side", reduction=4), {}
+    inputs = batch("llama-classify")
+    for one in (model, ladder, model):
+        expected = gradients(one.eval(), inputs)
+        with ActivationCache(one, tmp_path) as cache:
+            assert_equal(gradients(one, inputs), expected)
+    assert cache.counts.computed == 0
+
+
 # ------------------------------------------------------------------ what is passed by, and what is refused
 
 
@@ -375,9 +446,11 @@ def test_methods_that_change_blocks_are_refused(method: str, tmp_path: Path) -> 
         ActivationCache(wrap(tiny("bert-classify"), method), tmp_path)
 
 
-def test_a_model_that_is_not_wrapped_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is for ladders"):
+def test_a_model_that_is_not_wrapped_and_trains_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="this tensor of it trains"):
         ActivationCache(tiny("bert-classify"), tmp_path)
+    with pytest.raises(UsageError, match="needs a model family"):
+        ActivationCache(nn.Linear(2, 2).requires_grad_(False), tmp_path)
 
 
 def test_a_backbone_of_which_something_trains_is_refused(tmp_path: Path) -> None:
