@@ -356,8 +356,7 @@ class StackEdges(Shared):
         return apportion(length, self.plan.sequence), ()
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """See petune.models.stack.Edges: own positions for attention that works on own tokens; a ladder takes
-        its own of the ids."""
+        """See petune.models.stack.Edges: own positions for attention on own tokens."""
         by_sequence = self.plan.connection == "sequence"
         if name in stack.rule.tokens:
             return self.part(value, here)
