@@ -1,29 +1,50 @@
 """Which families petune knows and what each can: docs/families.md, made by asking the code.
 
-`python -m tests.test_families_table` writes it anew. A mark of a method, of fused blocks or of a plan counts
-here only where a test runs that family so.
+`python -m tests.test_families_table` writes it anew. A yes counts here only where a test runs that family so,
+whose cells are read; every no is a refusal that the code gives when the page is
+made.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from petune.errors import PetuneError
-from petune.methods import merge, wrap
+from petune.errors import PetuneError, UsageError
+from petune.methods import merge, tuned_state, wrap
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
-from petune.models import FAMILIES
+from petune.models import FAMILIES, family_of
+from petune.models.frozen_weight import FORMS
+from petune.models.quantise import quantise_blocks
 from petune.parallel.configs import CutConfig, DpConfig, EpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import make_plan
+from petune.saving.peft import to_peft
+from petune.saving.serve import _refuse as refuse_to_serve
+from petune.saving.servers import SERVERS
 from petune.tasks.registry import check_fit
 from tests.mark_tables import MODELS, Notes, built, fresh, of_blocks, rows
-from tests.methods.zoo import FUSED, MOE, SETTINGS, ZOO
-from tests.parallel.cells import BY_COLUMNS, CELLS, KIN, METHODS, OTHERS, SPREAD, SPREAD_FUSED
+from tests.methods import family_cells
+from tests.methods.zoo import EACH, FUSED, MOE, SETTINGS, ZOO, of_64, tiny
+from tests.parallel.cells import (
+    BY_COLUMNS,
+    CELLS,
+    EXPERTS,
+    KIN,
+    METHODS,
+    OTHERS,
+    SPREAD,
+    SPREAD_FUSED,
+    WHOLE_EXPERTS,
+)
 from tests.parallel.plans import BACKENDS
 
 pytestmark = pytest.mark.slow  # it looks at every cell of the house
@@ -41,17 +62,25 @@ PLANS: dict[str, ParallelConfig] = {
     "ulysses": ParallelConfig(sp=CutConfig(size=2, exchange="ulysses")),
     "ring": ParallelConfig(sp=CutConfig(size=2, exchange="ring")),
     "pp": ParallelConfig(pp=PpConfig(size=2)),
+    "ep": ParallelConfig(ep=EpConfig(size=2)),
 }
 BACKEND = {"FSDP2": "shard", "sp": "sp-gather", "ulysses": "sp-ulysses", "ring": "sp-ring", "pp": "pp-1f1b"}
-COLUMNS = (*METHODS, "merge", "fused", "fp8", "packed", *PLANS)
-MIXED = (*METHODS, "fused", "tp", "galaxy", "ep")  # of mixtures
+MIXED = (*METHODS, "fused", *PLANS, "packed", *FORMS, "merge", "export", "served")  # of mixtures
+COLUMNS = tuple(column for column in MIXED if column != "ep")
 HEAD = """# Families
 
 Written by `python -m tests.test_families_table`, which asks the code; a test compares. A row is the
-`model_type` of a config, with any head that transformers has for it. `fused`, `fp8`: blocks under LoRA on
-one device; elsewhere LoRA's linears are fused one by one. `packed`: samples joined in a row, decoders alone.
-`sp`, `ulysses` and `ring` are the three exchanges of sequence parallelism. No mark stands without a test that
-trains a small model of the family so and finds the numbers of transformers' own, or a test of the refusal.
+`model_type` of a config, with any head that transformers has for it. `fused`: blocks under LoRA on one
+device; elsewhere LoRA's linears are fused one by one. `sp`, `ulysses` and `ring` are the three exchanges of
+sequence parallelism. `packed`: samples joined in a row, decoders alone. `nf4`, `int8`, `fp8`: LoRA over a
+base in that `base_dtype`, in fused blocks or not. `export`: LoRA in files that peft computes the same with.
+`served`: LoRA that each [server](serving.md) is written; a whole model is what `petune merge` is for.
+
+No mark stands without a test. Behind a yes is one that trains a small model of the family so (packs its
+samples, merges it, reads its files) and finds the numbers of transformers' own, or of peft; the cells that
+such tests run are compared with these marks. Behind a no is the refusal itself, which the code gave when this
+page was made.
+
 Mixtures of experts have a table of their own: under `tp` and `galaxy` each expert is cut by columns, under
 `ep` they lie whole on [several ranks](parallel.md#experts-on-several-ranks). Of them tells
 [methods.md](methods.md#experts).
@@ -63,35 +92,75 @@ Other models train with `full`, `lora` and `dp`: every linear outside the head i
 """
 
 
-def models() -> dict[str, str]:
-    """The first model of the zoo of each type."""
-    found: dict[str, str] = {}
-    for name, (_, config, _) in (ZOO | MOE).items():
-        found.setdefault(config.model_type, name)
-    return {kind: found[kind] for kind in FAMILIES}
-
-
 def cell(kind: str, column: str, notes: Notes) -> str:
     """What a family can, or why not."""
-    name, family = models()[kind], FAMILIES[kind]
-    if column in ("fused", "fp8"):
-        return of_blocks(name, "lora", "fp8" if column == "fp8" else None, notes)
+    name, family = EACH[kind], FAMILIES[kind]
+    if column == "fused":
+        return of_blocks(name, "lora", None, notes)
     if column == "packed" and family.kind != "decoder":
         return ""
     try:
         if column in METHODS:
             heads = {"reduction": 2} if column == "side" and kind in MIXTURES else {}  # small ones
             tune(fresh(name), make_config(column, SETTINGS[column] | heads))
-        elif column == "merge":
-            merge(wrap(fresh(name), "lora", r=2))
         elif column == "packed":
             check_fit("causal", family.kind, True, family.packs)
+        elif column in PLANS:
+            make_plan(PLANS[column], family, built(name).config, None, 8)
         else:
-            plan = PLANS.get(column) or ParallelConfig(ep=EpConfig(size=2))
-            make_plan(plan, family, built(name).config, None, 8)
+            OTHER.get(column, _quantised)(kind, column)
     except PetuneError as error:
         return notes("; ".join(problem.what for problem in error.problems))
     return "yes"
+
+
+def _quantised(kind: str, base_dtype: str) -> None:
+    """Raise UsageError for a base that cannot be held so; nothing is computed."""
+    with patch("petune.models.quantise.quantised", lambda own, form: own):
+        quantise_blocks(_sized(kind), family_of(_sized(kind)), base_dtype, torch.device("cpu"))
+
+
+@lru_cache(maxsize=1)
+def _sized(kind: str) -> Any:
+    with torch.device("meta"):
+        return tiny(EACH[kind], **of_64(EACH[kind])).requires_grad_(False)
+
+
+@lru_cache(maxsize=1)
+def _tuned(kind: str) -> Any:
+    changes = family_cells.ALONE.get(EACH[kind], {})
+    return wrap(tiny(EACH[kind], **changes) if changes else fresh(EACH[kind]), r=2, also_train=())
+
+
+def _exported(kind: str, column: str) -> None:
+    """Raise UsageError where it is said of files that peft does not read them right."""
+    model = _tuned(kind)
+    with patch("petune.saving.peft_experts.warn") as warn:
+        to_peft(model, tuned_state(model), None)
+    if warn.called:
+        what = "peft takes linears beside its experts for an expert's: exclude them, or read it with petune"
+        raise UsageError(what)
+
+
+def _served(kind: str, column: str) -> None:
+    """Raise UsageError where no server is written its LoRA."""
+    found = list[str]()
+    for server in SERVERS.values():
+        try:
+            refuse_to_serve(_tuned(kind), server)
+        except UsageError as error:
+            what = error.problems[0].what.replace(f" {server.version}", "").replace(server.title, "a server")
+            found.append(what.replace(f" for a {kind}", " for it"))
+    assert len(found) in (0, len(SERVERS)), "one mark no longer stands for all servers"
+    if found:
+        raise UsageError(found[0])
+
+
+OTHER: dict[str, Callable[[str, str], Any]] = {
+    "merge": lambda kind, column: merge(wrap(fresh(EACH[kind]), "lora", r=2)),
+    "export": _exported,
+    "served": _served,
+}
 
 
 def document() -> str:
@@ -126,16 +195,32 @@ def test_the_page_is_what_the_code_says(made: str) -> None:
 
 def test_every_mark_of_a_plan_and_of_a_method_is_a_cell_of_the_matrix(made: str) -> None:
     cells = {*CELLS, *KIN, *((method, *rest) for method, *rest in product(METHODS, BACKENDS, OTHERS))}
-    run: set[tuple[str, str]] = set()
-    for method, backend, name in cells:
-        run |= {(ZOO[name][1].model_type, one) for one in (method, backend)}
-    for method, backend, name in BY_COLUMNS:
-        run |= {(MOE[name][1].model_type, one) for one in (method, backend)}
-    for method, name, *_ in SPREAD:  # every one of them under ep
-        run |= {(MOE[name][1].model_type, one) for one in (method, "ep")}
+    cells |= {*map(values, EXPERTS), *WHOLE_EXPERTS, *BY_COLUMNS}
+    cells |= {(method, "ep", name) for method, name in SPREAD}
+    run = {(kind_of(name), one) for method, backend, name in cells for one in (method, backend)}
     for kind, column, can in marks(made):
-        if column in (*METHODS, *PLANS, "ep"):
+        if column in (*METHODS, *PLANS):
             assert ((kind, BACKEND.get(column, column)) in run) == can, (kind, column)
+
+
+def test_every_mark_of_a_base_of_packing_and_of_files_is_a_cell_of_a_test(made: str) -> None:
+    run = {(kind_of(name), form) for form, name in map(values, family_cells.QUANTISED)}
+    of_one = {"packed": family_cells.PACKED, "merge": family_cells.MERGED, "export": family_cells.EXPORTED}
+    run |= {(kind_of(name), column) for column, names in of_one.items() for name in names}
+    served = [name for _, name in map(values, family_cells.SERVED)]
+    run |= {(kind_of(name), "served") for name in served if served.count(name) == len(SERVERS)}
+    columns = {*FORMS, *of_one, "served"}
+    assert {(kind, column) for kind, column, can in marks(made) if can and column in columns} == run
+
+
+def values(cell: Any) -> tuple[Any, ...]:
+    """The parameters of a cell that may have marks."""
+    return tuple(getattr(cell, "values", cell))
+
+
+def kind_of(name: str) -> str:
+    """The family of a model of the zoo."""
+    return str((ZOO | MOE)[name][1].model_type)
 
 
 def test_every_mark_of_fused_blocks_is_tested_beside_transformers(made: str) -> None:

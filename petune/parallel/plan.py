@@ -608,7 +608,12 @@ class _Cutting:
             self.faults.append(Problem(what, self.where, remedy="use tp, pp or dp"))
 
     def _undivided(self, family: Family, row: Row, model_config: Config) -> None:
-        """Whether tokens of a row are told apart where attention scores positions itself."""
+        """Whether attention of the family knows what to do where a rank has some tokens of a row, or, where
+        it scores positions itself, some of the work on them."""
+        cores = [layer.core for rule in family.stacks.values() for layer in rule.sublayers]
+        if row.attention == "sequence" and any(getattr(core, "sinks", None) for core in cores):
+            what = "attention with sinks does not see tokens of other ranks"
+            self.faults.append(Problem(what, self.where, remedy="use tp, galaxy, ep, pp or dp"))
         rules = [rule for rule in family.stacks.values() if rule.positions is not None]
         for rule in rules:
             if row.attention == "sequence":

@@ -16,7 +16,9 @@ from petune.models.experts import is_experts, weights_of
 from petune.models.tuned_linear import tuned_layers
 
 _CONVERTS = "0.21.2"
-_CONVERTED = ("qwen2_moe", "qwen3_moe")  # of the families with a table, those with dense MLPs besides
+# Of the families with a table, those that transformers' list of conversions counts as Qwen2-MoE's kin. It has
+# no entry for Qwen2-MoE itself, whose files peft therefore reads as they are.
+_CONVERTED = ("qwen3_moe", "qwen3_next")
 _OLDER = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -29,6 +29,7 @@ from petune.parallel.configs import CutConfig, DpConfig, EpConfig, PpConfig
 from petune.recipe import Recipe, load_recipe
 from petune.run import distributed
 from tests.methods.zoo import tiny
+from tests.parallel.plans import BACKENDS
 from tests.written_recipes import recipe_of
 
 FREE = Link()
@@ -273,10 +274,10 @@ def test_memory_of_gpus_is_what_fused_blocks_keep(
 
 
 def test_blocks_that_a_cut_leaves_unfused_are_counted_so(tmp_path: Path) -> None:
-    """Whole, those of gpt-oss are fused; over own tokens their sinks are not."""
+    """Whole, those of gpt-oss are fused; over own tokens, which a run is refused, their sinks are not."""
     recipe = recipe_of("gptoss-causal", tmp_path, batch_size=8, device="cuda", dtype="bf16")
     planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
-    cut = planner.plan(PLANS["sp"])
+    cut = BACKENDS["sp-gather"]("gptoss-causal", 2)
     assert planner.room.fuses(planner.plan(PLANS["dp"])) and not planner.room.fuses(cut)
     alone = Planner(sketch(recipe.model_copy(update={"kernels": "off"})), planner.cluster)
     for again in (False, True):

@@ -20,13 +20,9 @@ from petune.models.tuned_linear import tuned_layers
 from petune.saving.export import save_merged
 from petune.saving.peft import PREFIX
 from petune.saving.peft_experts import places
+from tests.methods.family_cells import ALONE
 from tests.methods.peft_twins import assert_close, parameters_of, read_by_peft
 from tests.methods.zoo import MOE, batch, stir, tiny
-
-ALONE = {  # what peft can read: of Qwen's families it takes a dense MLP's linears for experts'
-    "qwen3moe-causal": {"mlp_only_layers": []},
-    "qwen2moe-causal": {"mlp_only_layers": []},
-}
 
 
 @pytest.mark.parametrize("name", MOE)

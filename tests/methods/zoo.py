@@ -152,6 +152,34 @@ def table(name: str) -> Family:
     return FAMILIES[(ZOO | MOE)[name][1].model_type]
 
 
+# The first model of each family, by its model_type, in the order of the tables.
+EACH: dict[str, str] = {
+    kind: next(name for name, (_, config, _) in (ZOO | MOE).items() if config.model_type == kind)
+    for kind in FAMILIES
+}
+_OF_64 = {
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128),
+    **dict.fromkeys(("hidden_dim", "ffn_dim", "n_inner"), 128),
+    **dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+    "linear_value_head_dim": 16,
+}
+
+
+def of_64(name: str) -> dict[str, Any]:
+    """Changes to the config of the model `name` that make the inputs of all weights in its blocks fill blocks
+    of 64, which NF4 has."""
+
+    def own(settings: dict[str, Any]) -> dict[str, Any]:
+        both = {
+            side: {**settings[side], **own(settings[side])}
+            for side in ("encoder", "decoder")
+            if side in settings
+        }
+        return {key: value for key, value in _OF_64.items() if key in settings} | both
+
+    return own((ZOO | MOE)[name][2])
+
+
 # Of MORE: why blocks are not fused, by the table or, of one, by the config; and those that are
 UNFUSED = {"phi4-causal": "turn 50% of a head's columns"} | {
     name: rule.unfused for name in MORE for rule in table(name).stacks.values() if rule.unfused is not None

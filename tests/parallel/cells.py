@@ -110,6 +110,13 @@ def carries_state(name: str) -> bool:
     return any(rule.linear is not None for rule in table(name).stacks.values())
 
 
+def has_sinks(name: str) -> bool:
+    """Whether its attention has sinks, which want all keys of a row."""
+    return any(
+        getattr(one.core, "sinks", None) for rule in table(name).stacks.values() for one in rule.sublayers
+    )
+
+
 def fitting(name: str, turn: int, backend: str) -> str:
     """The method whose turn it is."""
     method = METHODS[turn % len(METHODS)]
@@ -134,6 +141,13 @@ ROUND_KIN = {
     if backend == "tp" or at % 4 == 0 or not can_be_cut(name, "tp")
 }
 SHORT_KIN = [cell for cell in KIN if (cell[2], cell[1]) in ROUND_KIN]
+
+
+def left(*cells: tuple[str, ...]) -> list[Any]:
+    """Cells for the long suite."""
+    return [pytest.param(*cell, marks=pytest.mark.long) for cell in cells]
+
+
 # Experts over ranks: every method on every family of them, in the long part. No ladder where blocks have no
 # form without experts, which it would be made of.
 SPREAD = [
@@ -148,6 +162,34 @@ BY_COLUMNS = [
     # whose mixers carry a state through all tokens of a row
     if backend != "galaxy" or name not in ("qwen3next-causal", "qwen3_5moe-causal")
 ]
+# every family of experts and every plan once, with the methods in turn; what is cut by columns trains in
+# float64 below, too, and quantised
+EXPERTS = [
+    ("lora", "dp", "gptoss-causal"),
+    ("full", "shard", "mixtral-causal"),
+    ("side", "pp-1f1b", "qwen3moe-causal"),
+    ("lora", "sp-gather", "mixtral-causal"),
+    ("adapter", "galaxy2", "qwen2moe-causal"),
+    ("adapter", "tp", "gptoss-causal"),
+    ("full", "galaxy", "qwen3moe-causal"),
+    ("lora", "cut", "mixtral-causal"),
+    *left(
+        ("lora", "galaxy2", "qwen3moe-causal"),
+        ("lora", "tp", "qwen2moe-causal"),
+        ("full", "tp", "gptoss-causal"),
+        ("lora", "galaxy", "gptoss-causal"),
+        ("adapter", "galaxy", "mixtral-causal"),
+    ),
+]
+# and every plan that cuts no expert, the methods in turn
+WHOLE = ("dp", "shard", "sp-gather", "sp-ulysses", "sp-ring", "pp-1f1b")
+WHOLE_EXPERTS = [
+    ("lora" if METHODS[(at + turn) % 4] == "side" else METHODS[(at + turn) % 4], backend, name)
+    for (at, backend), (turn, name) in product(enumerate(WHOLE), enumerate(MOE))
+    if not (backend.startswith("sp") and (carries_state(name) or has_sinks(name)))
+]
+# of those with mixers, which no cell above has
+SHORT_WHOLE = [cell for cell in WHOLE_EXPERTS if cell[1] == "dp" and carries_state(cell[2])]
 SPREAD_FUSED = [
     ("lora", "qwen3moe-causal", 2, 2, "input"),
     ("full", "mixtral-causal", 3, 1, "attention"),

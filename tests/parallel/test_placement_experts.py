@@ -18,42 +18,21 @@ from petune.parallel.configs import CutConfig, ParallelConfig
 from petune.parallel.plan import ParallelPlan, make_plan
 from petune.parallel.tensor import shard_params
 from tests.methods.zoo import tiny
-from tests.parallel.cells import BY_COLUMNS, case
+from tests.parallel.cells import BY_COLUMNS, EXPERTS, SHORT_WHOLE, WHOLE_EXPERTS, case, in_part, left
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED
 from tests.pool import RankError
 
 
-def left(*cells: tuple[str, ...]) -> list[Any]:
-    """Cells for the long suite."""
-    return [pytest.param(*cell, marks=pytest.mark.long) for cell in cells]
-
-
-# every family of experts and every plan once, with the methods in turn; what is cut by columns trains in
-# float64 below, too, and quantised
-CELLS = [
-    ("lora", "dp", "gptoss-causal"),
-    ("full", "shard", "mixtral-causal"),
-    ("side", "pp-1f1b", "qwen3moe-causal"),
-    ("lora", "sp-gather", "mixtral-causal"),
-    ("adapter", "galaxy2", "qwen2moe-causal"),
-    ("adapter", "tp", "gptoss-causal"),
-    ("full", "galaxy", "qwen3moe-causal"),
-    ("lora", "cut", "mixtral-causal"),
-    *left(
-        ("lora", "shard", "qwen3moe-causal"),
-        ("lora", "pp-1f1b", "qwen2moe-causal"),
-        ("lora", "galaxy2", "qwen3moe-causal"),
-        ("lora", "tp", "qwen2moe-causal"),
-        ("full", "tp", "gptoss-causal"),
-        ("lora", "galaxy", "gptoss-causal"),
-        ("adapter", "galaxy", "mixtral-causal"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("method", "backend", "name"), CELLS)
+@pytest.mark.parametrize(("method", "backend", "name"), EXPERTS)
 def test_a_plan_trains_experts_as_one_process_does(method: str, backend: str, name: str) -> None:
+    check(case(name, method, BACKENDS[backend](name, 2), steps=1))
+
+
+@pytest.mark.parametrize(("method", "backend", "name"), in_part(WHOLE_EXPERTS, SHORT_WHOLE))
+def test_every_family_of_experts_trains_under_every_plan_that_leaves_them_whole(
+    method: str, backend: str, name: str
+) -> None:
     check(case(name, method, BACKENDS[backend](name, 2), steps=1))
 
 
@@ -202,3 +181,9 @@ def test_quantised_experts_are_not_cut_by_columns() -> None:
     own = case("qwen3moe-causal", "lora", BACKENDS["tp"]("qwen3moe-causal", 2), steps=1, base_dtype="int8")
     with pytest.raises(RankError, match="int8 holds experts whole, and this plan cuts their columns"):
         check(own)
+
+
+@pytest.mark.parametrize("cut", [CutConfig(size=2, exchange=how) for how in ("gather", "ulysses", "ring")])
+def test_tokens_of_other_ranks_are_refused_where_attention_has_sinks(cut: CutConfig) -> None:
+    with pytest.raises(UsageError, match="attention with sinks does not see tokens of other ranks"):
+        planned("gptoss-causal", sp=cut)

@@ -21,9 +21,11 @@ from petune.models.loading import packs
 from petune.models.stack import own_stacks
 from petune.tasks.registry import check_fit
 from tests.kernels.fused_pairs import stand_on
+from tests.methods.family_cells import PACKED, PACKING
 from tests.methods.more_models import MORE
 from tests.methods.zoo import (
     FUSED,
+    MOE,
     SETTINGS,
     UNFUSED,
     assert_same_gradients,
@@ -34,7 +36,7 @@ from tests.methods.zoo import (
     tiny,
 )
 
-CAUSAL = [name for name in MORE if name.endswith("causal") and table(name).packs]
+WITH_MIXERS = ("qwen3next-causal", "qwen3_5moe-causal")  # beside experts
 # of what norms and softmax are in float32, whatever the model is
 CLOSE = dict.fromkeys(MORE, 1e-6) | {"mt5-seq2seq": 5e-6}
 RUNGS: dict[str, Any] = {"full": Rung("all"), "lora": Rung("attention"), "adapter": Rung("input")}
@@ -43,6 +45,8 @@ RUNGS: dict[str, Any] = {"full": Rung("all"), "lora": Rung("attention"), "adapte
 def tuned(name: str, method: str = "lora", **changes: Any) -> nn.Module:
     """A model of the zoo in float64, nothing in it at identity."""
     model = tiny(name, **changes).double()
+    if name in MOE:
+        model.set_experts_implementation("eager")  # transformers' loop over experts, in any dtype
     tune(model, make_config(method, SETTINGS[method]))
     stir(model, std=0.1)
     return model.train()
@@ -95,7 +99,7 @@ def test_what_cannot_be_fused_says_why_and_trains_with_its_linears_fused(name: s
     assert_alike(made, plain, batch(name))
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", PACKED)
 def test_rows_packed_in_one_have_the_loss_and_the_gradients_of_rows_by_themselves(name: str) -> None:
     model = tuned(name)
     lengths, ids = (5, 8), batch(name, rows=1, length=13)["input_ids"]
@@ -106,7 +110,7 @@ def test_rows_packed_in_one_have_the_loss_and_the_gradients_of_rows_by_themselve
         whole = {key: whole.get(key, 0) + value * (row.shape[1] - 1) for key, value in found.items()}
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)
-    kinds = [model] if name in UNFUSED else [model, fused(model)]
+    kinds = [model] if name in UNFUSED or name in WITH_MIXERS else [model, fused(model)]
     for one in kinds:
         loss, found = gradients(
             one, {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
@@ -127,8 +131,8 @@ def _blocks(name: str) -> list[Any]:
 
 
 def test_a_model_whose_mask_does_not_know_packed_samples_is_refused_them() -> None:
-    found = [name for name in MORE if not packs(tiny(name).config)]
-    assert {table(name).name for name in found} == {"opt", "t5gemma"}
+    found = [name for name in PACKING if not packs(tiny(name).config)]
+    assert {table(name).name for name in found} == {"opt", "t5gemma", "gpt_oss"}
     with pytest.raises(UsageError, match=r"would see one another(.|\n)*data.packing to false"):
         check_fit("causal", "decoder", True, False)
 

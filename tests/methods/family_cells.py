@@ -1,0 +1,36 @@
+"""What every family is tried with on one device: the cells of tests, by which docs/families.md has its
+marks."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from petune.models.frozen_weight import FORMS
+from petune.saving.servers import SERVERS
+from tests.methods.more_models import MORE
+from tests.methods.zoo import EACH, MOE, ZOO, table
+
+
+def in_turn(whats: Any, families: Any) -> list[Any]:
+    """(what, family): of each family one here, the others in the long part."""
+    return [
+        pytest.param(what, family, marks=() if (at + turn) % len(whats) == 0 else pytest.mark.long)
+        for (turn, family), (at, what) in product(enumerate(families), enumerate(whats))
+    ]
+
+
+QUANTISED = in_turn(FORMS, EACH.values())
+# every family, and more models of some
+PACKING = [*MORE, *(name for name in EACH.values() if name not in MORE)]
+PACKED = [name for name in PACKING if name.endswith("causal") and table(name).packs]
+MERGED = (*ZOO, *MOE)  # by tests/methods/test_merging.py and test_lora_experts.py
+# Of these peft takes a dense MLP's linears for experts': most models of the one have none, all of the other.
+ALONE: dict[str, dict[str, Any]] = {"qwen3moe-causal": {"mlp_only_layers": []}}
+MISREAD = ("qwen3next-causal",)
+EXPORTED = [name for name in EACH.values() if name not in MISREAD]
+SERVED_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+SERVED = in_turn(SERVERS, [EACH[kind] for kind in SERVED_KINDS])
+UNSERVED = in_turn(SERVERS, [EACH[kind] for kind in EACH if kind not in SERVED_KINDS])
