@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 import petune
 from petune.errors import UsageError
-from petune.kernels.fuse import fused_blocks, unfusable
+from petune.kernels.configs import MemoryConfig
+from petune.kernels.fuse import fused_blocks, unfusable, unfuse
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.adapter import AdapterLinear, AdapterNorm, tune
 from petune.methods.configs import ACTIVATIONS, AdapterConfig
@@ -31,6 +33,9 @@ from tests.methods.zoo import (
     table,
     tiny,
 )
+from tests.parallel.cells import case
+from tests.parallel.harness import check
+from tests.parallel.plans import BACKENDS
 
 BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
 BART = {"self_attn.out_proj", "fc2"}
@@ -210,6 +215,45 @@ def test_the_count_of_trained_parameters_is_the_formula(name: str, places: int, 
     assert sum(value.numel() for value in tuned_state(model).values()) == places * (
         2 * width * inner + inner + width
     )
+
+
+# ---------------------------------------------------------------- norms that train beside it
+
+LAYER_NORMS = ("LayerNorm",)  # of attentions and MLPs, and of the embeddings
+
+
+@pytest.mark.parametrize("kind", ["houlsby", "parallel"])
+def test_norms_train_whole_beside_adapters_in_fused_blocks(kind: str, tmp_path: Path) -> None:
+    found, name = [], "bert-classify"
+    for kernels in ("off", "reference"):
+        settings = {"kind": kind, "reduction": 4, "also_train": LAYER_NORMS}
+        model = wrap(tiny(name), "adapter", kernels=kernels, **settings).train()
+        stir(model, std=0.1)
+        assert bool(fused_blocks(model)) == (kernels == "reference")
+        found.append(gradients(model, batch(name)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
+    assert_same_gradients(found[1][1], found[0][1], 1e-5)
+    places = ("embeddings", *(f"layer.{at}.{part}output" for at in (0, 1) for part in ("attention.", "")))
+    trained = [key for key in found[1][1] if ".LayerNorm." in key and "adapter_" not in key]
+    assert len(trained) == 2 * len(places)
+    assert all(any(f"{one}.L" in key for key in trained) for one in places)
+    unfuse(model)
+    petune.save(model, tmp_path / "tuned")
+    again = petune.load(tiny(name), tmp_path / "tuned").eval()
+    assert torch.equal(again(**batch(name)).logits, model.eval()(**batch(name)).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("houlsby", "attention"),
+        *(pytest.param(kind, None, marks=pytest.mark.long) for kind in ("houlsby", "pfeiffer")),
+    ],
+)
+def test_norms_train_whole_beside_adapters_under_tp(kind: str, kept: Any) -> None:
+    own: Any = (("also_train", LAYER_NORMS), ("kind", kind))
+    one = case("bert-classify", "adapter", BACKENDS["tp"]("bert-classify", 2), steps=1, tuning=own)
+    check(replace(one, blocks=None if kept is None else MemoryConfig(kept)))
 
 
 def test_at_step_zero_only_the_way_up_has_a_gradient() -> None:

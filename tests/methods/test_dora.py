@@ -82,6 +82,8 @@ def peft_twin(name: str, targets: list[str], dtype: torch.dtype, dropout: float 
         ("llama-causal", ["q_proj", "v_proj", "down_proj"], torch.float64, 0.0),
         ("llama-causal", ["q_proj", "v_proj", "down_proj"], torch.float32, 0.3),
         ("bert-classify", ["query", "dense"], torch.float32, 0.0),
+        ("t5-seq2seq", ["q", "v", "wo"], torch.float32, 0.0),
+        ("gemma3-causal", ["q_proj", "v_proj", "down_proj"], torch.float32, 0.0),
     ],
 )
 def test_three_steps_of_adamw_equal_those_of_peft(

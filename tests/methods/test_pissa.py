@@ -60,7 +60,12 @@ def pissa(name: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("llama-causal", ["q_proj", "down_proj"]), ("bert-classify", ["query"]), ("t5-seq2seq", ["q"])],
+    [
+        ("llama-causal", ["q_proj", "down_proj"]),
+        ("bert-classify", ["query"]),
+        ("t5-seq2seq", ["q"]),
+        ("gemma3-causal", ["q_proj", "down_proj"]),
+    ],
 )
 def test_start_and_three_steps_are_pefts(name: str, targets: list[str]) -> None:
     ours = pissa(name, targets=targets, also_train=())

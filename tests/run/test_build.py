@@ -7,18 +7,32 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from petune.errors import DataError, FileError, MachineError, UsageError
+from petune.kernels.fuse import fused_blocks
 from petune.methods import tuned_state
+from petune.models.frozen_weight import quantised_in
 from petune.recipe import load_recipe
 from petune.run.build import build_whole, choose_place, prepare
 from petune.run.finished import rebuild
 from petune.saving.tuning_record import read_record
-from tests.small_runs import METHODS, TASK, Listener, run, settings, tokenizer, write_model, write_rows
+from tests.methods.zoo import stir
+from tests.small_runs import (
+    METHODS,
+    TASK,
+    Listener,
+    run,
+    settings,
+    tokenizer,
+    training,
+    write_model,
+    write_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -181,6 +195,38 @@ def test_an_adapter_of_another_method_is_no_start(tmp_path: Path):
     with pytest.raises(UsageError, match="was tuned with adapter") as caught:
         made(settings(tmp_path, method="lora", init_adapter=str(finished.folder / "tuned")))
     assert "expected lora" in str(caught.value)
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "int8", "fp8"])
+def test_a_run_goes_on_from_an_adapter_of_pefts_over_a_quantised_base(base_dtype: str, tmp_path: Path):
+    """Its factors are peft's, bit by bit, the base is held so, and it computes what peft does as nearly as
+    that lets it."""
+    place = write_model(tmp_path / "llama", "llama", hidden_size=64, intermediate_size=128)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"])
+    theirs = peft.get_peft_model(LlamaForCausalLM.from_pretrained(place), config)
+    stir(theirs, std=0.1)
+    theirs.save_pretrained(str(tmp_path / "peft"))
+    recipe = settings(
+        tmp_path, init_adapter=str(tmp_path / "peft"), base_dtype=base_dtype, kernels="reference"
+    )
+    step = training(recipe)
+    expected = {
+        key.removeprefix("base_model.model.").replace(".default.weight", ""): value
+        for key, value in theirs.named_parameters()
+        if value.requires_grad
+    }
+    assert step.tuned.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in step.tuned.items())
+    (model,) = step.runner.modules
+    assert len({id(weight) for _, _, weight in quantised_in(model)}) == 14 and fused_blocks(model)
+    inputs = {"input_ids": torch.arange(3, 19).view(2, 8)}
+    with torch.no_grad():
+        found, wanted = (one.eval()(**inputs).logits for one in (model, theirs))
+        base = LlamaForCausalLM.from_pretrained(place).eval()(**inputs).logits
+    assert float((found - wanted).norm()) < 0.5 * float((base - wanted).norm())
+    finished = run({**recipe, "max_steps": 2, "warmup": 0})
+    state = tuned_state(rebuild(finished.recipe, read_record(finished.folder / "tuned"), "causal")[0])
+    assert any(not torch.equal(state[key], value) for key, value in expected.items())
 
 
 # Every family and every method once, the rest in the long suite.
