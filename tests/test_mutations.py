@@ -26,15 +26,19 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
-from petune.methods import miss, pruning, several
+from petune.kernels.mixing import mixed
+from petune.methods import miss, pissa, pruning, registry, several, side
 from petune.methods.adapter import AdapterLinear, AdapterNorm, Bottleneck
-from petune.methods.configs import AdapterConfig
+from petune.methods.configs import AdapterConfig, LoraConfig
 from petune.methods.dora import DoraLinear
 from petune.methods.ia3 import Ia3Linear
+from petune.methods.lora import LoraConv2d, LoraLayer
 from petune.methods.miss import MissLinear
 from petune.methods.side import Ladder
-from petune.models import attention
+from petune.methods.token_rows import RowLayer
+from petune.models import attention, nf4
 from petune.models.exchange import Rows
+from petune.models.int8 import Int8
 from petune.models.stack import Stack
 from petune.models.tuned_linear import BottleneckPart
 from petune.parallel import placement, runner
@@ -49,7 +53,7 @@ from petune.rng import dropout as dropping
 from petune.rng.context import Running
 from petune.tasks.loss import count
 from tests.kernels import fused_pairs
-from tests.methods import references
+from tests.methods import equations, references
 from tests.methods.named_jobs import assert_rows_meet_their_own, assert_trained_as_alone
 from tests.methods.peft_twins import assert_trains_as_peft
 from tests.methods.zoo import stir
@@ -737,6 +741,36 @@ def _in_order_of_size(importance: Tensor, reduction: int) -> Tensor:
     return importance.topk(importance.shape[-1] // reduction, dim=-1).indices
 
 
+def _the_last_components(weight: Tensor, r: int, iterations: int | None) -> tuple[Tensor, Tensor]:
+    u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    return s[-r:].sqrt()[:, None] * vh[-r:], u[:, -r:] * s[-r:].sqrt()
+
+
+def _components_that_stay(self: LoraLayer, iterations: int | None) -> None:
+    """The weight keeps what went into the factors."""
+    before = self.weight
+    STARTED(self, iterations)
+    self.weight = before
+
+
+def _some_biases(model: nn.Module, which: str, also_train: Any) -> dict[str, Tensor]:
+    return BIASES(model, "lora", also_train)
+
+
+def _at_every_place(self: LoraConv2d, x: Tensor) -> Tensor:
+    """The factors are moved by one place where the base's are moved by its stride."""
+    inner = nn.functional.conv2d(x, self.lora_A, None, 1, self.padding)
+    made: Tensor = nn.functional.conv2d(inner, self.lora_B) * self.scale
+    return made[..., : -(-made.shape[-2] // 2), : -(-made.shape[-1] // 2)]
+
+
+def _of_rows_above(weight: Tensor) -> tuple[Tensor, Tensor]:
+    q, scale = INT8(weight)
+    return q, scale.roll(1, 0)
+
+
+STARTED, BIASES, INT8 = LoraLayer._start_from_components, registry.base_biases, Int8.quantised
+LEVELS, SCALES = nf4.levels, nf4.Nf4.block_scales
 WITH_TENSORS, KEPT = BottleneckPart.with_tensors, pruning.kept
 PFEIFFER = references.pfeiffers_adapter_follows_the_paper
 PRUNED = references.pruned_start_follows_the_paper
@@ -792,6 +826,53 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "a ladder's start: drawn over": (
         *(Ladder, "begun", lambda self: ()),
         references.drawing_anew_leaves_what_was_pruned,
+    ),
+}
+
+
+# The same of what stands in one equation, on one layer.
+ADDED |= {
+    "lora: its scale": (LoraConfig, "scale", property(lambda self: 1.0), partial(equations.lora, False)),
+    "rslora: its divisor": (
+        *(LoraConfig, "divisor", property(lambda self: self.r)),
+        partial(equations.lora, True),
+    ),
+    "pissa: the components": (pissa, "principal", _the_last_components, equations.pissa),
+    "pissa: the weight keeps them": (
+        *(LoraLayer, "_start_from_components", _components_that_stay),
+        equations.pissa,
+    ),
+    "token rows: whose they are": (
+        *(RowLayer, "at", lambda self, near: self.index.flip(0).to(near.device)),
+        equations.token_rows,
+    ),
+    "bias: those of tuned layers alone": (registry, "base_biases", _some_biases, equations.biases),
+    "lora+: A instead of B": (
+        *(LoraLayer, "rates", lambda self: {"lora_A": self.lr_ratio}),
+        equations.lora_plus,
+    ),
+    "lora+: no ratio": (LoraLayer, "rates", lambda self: {}, equations.lora_plus),
+    "a convolution: its stride": (LoraConv2d, "update", _at_every_place, equations.convolution),
+    "houlsby: the residual": (Bottleneck, "adapted", lambda self, y: self.update(y), equations.houlsby),
+    "a ladder's gate: the sides": (
+        *(side, "mixed", lambda ops, state, below, *gate: mixed(ops, below, state, *gate)),
+        equations.ladder_gate,
+    ),
+    "a ladder's gate: its temperature": (
+        *(side, "mixed", lambda ops, state, below, gate, heat: mixed(ops, state, below, gate, 1.0)),
+        equations.ladder_gate,
+    ),
+    "nf4: the order of its levels": (
+        *(nf4, "levels", lambda device: LEVELS(device).flip(0)),
+        partial(equations.held_in, nf4.Nf4),
+    ),
+    "nf4: the mean of the scales": (
+        *(nf4.Nf4, "block_scales", lambda self: SCALES(self) - self.mean),
+        partial(equations.held_in, nf4.Nf4),
+    ),
+    "int8: another row's scale": (
+        *(Int8, "quantised", classmethod(lambda cls, weight: _of_rows_above(weight))),
+        partial(equations.held_in, Int8),
     ),
 }
 
