@@ -7,17 +7,21 @@ made.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from petune import models
 from petune.errors import PetuneError, UsageError
 from petune.methods import merge, tuned_state, wrap
 from petune.methods.configs import make_config
@@ -170,7 +174,31 @@ def document() -> str:
     for kinds, columns in ((DENSE, COLUMNS), (MIXTURES, MIXED)):
         named = (f"`{kind}`" for kind in FAMILIES if kind in kinds)
         lines += [*rows(named, columns, lambda row, column: cell(row[1:-1], column, notes)), ""]
-    return HEAD + "\n".join([*lines, *notes.lines(), ""])
+    return HEAD + cost() + "\n".join([*lines, *notes.lines(), ""])
+
+
+def lines_of_tables() -> dict[str, int]:
+    """Lines of each module of petune.models that holds tables of families, empty ones, imports and docstrings
+    counted."""
+    tree = ast.parse(inspect.getsource(models))
+    values = next(one.value for one in ast.walk(tree) if isinstance(one, ast.AnnAssign))
+    names = {one.value.id for one in ast.walk(values) if _is_table(one)}
+    return {name: len(inspect.getsource(getattr(models, name)).splitlines()) for name in sorted(names)}
+
+
+def _is_table(node: Any) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+
+
+def cost() -> str:
+    """What a family costs, in words."""
+    lines = lines_of_tables()
+    dearest = max(lines, key=lambda name: lines[name])
+    return (
+        f"A family's cost in lines: {median(lines.values()):g} in the median, the whole module that holds its"
+        f" table; {len(lines)} modules hold\nthe tables of {len(FAMILIES)} types. The longest has"
+        f" {lines[dearest]} (`{dearest}.py`). What mixers compute stands in modules of its own.\n\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +257,12 @@ def test_every_mark_of_fused_blocks_is_tested_beside_transformers(made: str) -> 
     }
     proved |= {MOE[name][1].model_type for _, name, *_ in SPREAD_FUSED}
     assert {kind for kind, column, can in marks(made) if column == "fused" and can} == proved
+
+
+def test_a_familys_cost_in_lines_is_at_most_60_in_the_median() -> None:
+    lines = lines_of_tables()
+    assert median(lines.values()) <= 60 and max(lines.values()) <= 150, lines
+    assert {"bert", "llama", "moe", "qwen3_next"} <= lines.keys() and "FAMILIES" not in lines
 
 
 def test_every_family_stands_in_the_page(made: str) -> None:
