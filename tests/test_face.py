@@ -7,9 +7,11 @@ import ast
 import doctest
 import inspect
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import torch
 import transformers
 
 import petune
+from petune.errors import FileError, PetuneError, RecipeError, UsageError
 from petune.recipe import Recipe
+from tests.methods.zoo import tiny
 from tests.small_runs import write_model, write_rows
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +44,47 @@ def test_a_function_of_the_face_names_and_types_its_arguments(name: str):
         assert argument.kind is not inspect.Parameter.VAR_POSITIONAL or argument.annotation != "Any", (
             "*args: Any says nothing"
         )
+
+
+WRONG: dict[str, tuple[Callable[[Any], object], type[PetuneError]]] = {
+    "wrap": (lambda model: petune.wrap(model, "nothing"), UsageError),
+    "merge": (petune.merge, UsageError),
+    "merged_weights": (lambda model: petune.merged_weights(model).__enter__(), UsageError),
+    "save": (lambda model: petune.save(model, "tuned"), UsageError),
+    "load": (lambda model: petune.load(model, "nowhere"), FileError),
+    "add": (lambda model: petune.add(model, "a/b"), UsageError),
+    "alone": (lambda model: petune.alone(model, "poet").__enter__(), UsageError),
+    "active": (lambda model: petune.active(model, "poet"), UsageError),
+    "per_row": (lambda model: petune.per_row(model, ["poet"]), UsageError),
+    "tuned_state": (petune.tuned_state, UsageError),
+    "mark_only_trainable": (petune.mark_only_trainable, UsageError),
+    "load_recipe": (lambda model: petune.load_recipe("no.yaml"), RecipeError),
+    "load_run": (lambda model: petune.load_run("nowhere"), FileError),
+    "train": (lambda model: petune.train("no.yaml"), RecipeError),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_function_of_the_face_raises_is_said(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    call, error = WRONG[name]
+    with pytest.raises(error):
+        call(tiny("llama-causal"))
+    text = " ".join((inspect.getdoc(getattr(petune, name)) or "").split())
+    names = "|".join(one.__name__ for one in error.__mro__ if issubclass(one, PetuneError))
+    assert re.search(rf"Raises (\w+ [^.]*[;:] )?({names})\b", text), text
+
+
+def test_every_function_of_the_face_is_tried_with_something_wrong():
+    assert {name for name in FUNCTIONS if not name.startswith("mark_only_")} <= WRONG.keys()
+
+
+@pytest.mark.parametrize("name", ["wrap", "merge", "save", "add", "per_row"])
+def test_shapes_and_dtypes_of_tensors_are_said(name: str):
+    text = inspect.getdoc(getattr(petune, name)) or ""
+    assert re.search(r"\[[\w() *]+, \w+\]", text) and re.search(r"dtype|float32", text)
 
 
 def test_every_name_of_the_face_has_an_example_and_a_place_on_its_page():

@@ -43,7 +43,8 @@ def merge(model: Model, name: str | None = None) -> Model:
         >>> plain.save_pretrained("merged")
 
     name: which of several adapters on one base; the others are dropped. Its parameters all require gradients
-    again, as those of a freshly loaded model do. A quantised base becomes dense, with the values that it was
+    again, as those of a freshly loaded model do, and have the base's shapes and dtypes: an update [out, in]
+    is added in float32 at least and rounded once. A quantised base becomes dense, with the values that it was
     trained with. Raises UsageError for adapter and side, and for several adapters without a name.
     """
     if name is not None:

@@ -76,12 +76,13 @@ def wrap(
         >>> optimizer = torch.optim.AdamW(trained, lr=2e-4)
 
     `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from
-    torch's global generator and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and
-    loss head where Triton can run, on the device the model is on now; "reference" and "triton" insist, "off"
-    leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "nf4", "int8" or "fp8" for
-    frozen weights of the blocks, which is not exact. Raises UsageError for an unknown method or setting, a
-    value out of range, a target that matches nothing, a model that is wrapped or merged already, a family the
-    method does not know, or what cannot be fused.
+    torch's global generator and are float32 (float64 on a float64 base): LoRA's A [r, in] and B [out, r]
+    beside a weight [out, in], an adapter's [width / reduction, width] and back. kernels: "auto" fuses blocks
+    and loss head where Triton can run, on the device the model is on now; "reference" and "triton" insist,
+    "off" leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "nf4", "int8" or "fp8"
+    for frozen weights of the blocks, which is not exact. Raises UsageError for an unknown method or setting,
+    a value out of range, a target that matches nothing, a model that is wrapped or merged already, a family
+    the method does not know, or what cannot be fused.
     """
     refuse_no_model(model)
     config = make_config(method, settings)

@@ -350,9 +350,10 @@ def per_row(model: nn.Module, names: Sequence[str | None], *, beams: int = 1) ->
         >>> with petune.per_row(model, ["poet", "clerk", None]):
         ...     answers = model.generate(torch.tensor([[9, 10], [9, 10], [9, 10]]), max_new_tokens=4)
 
-    beams: what generate is given as num_beams or num_return_sequences, their product. A batch of another
-    number of rows is refused. In training, add the mean losses of each adapter's rows: none has a gradient of
-    another's. Raises UsageError for a name the model has not, and for no rows.
+    names: one for each row: a batch of ids is [len(names) * beams, tokens]; what leaves a layer has the dtype
+    that it has without. beams: what generate is given as num_beams or num_return_sequences, their product. A
+    batch of another number of rows is refused. In training, add the mean losses of each adapter's rows: none
+    has a gradient of another's. Raises UsageError for a name the model has not, and for no rows.
     """
     rows = _listed(names)
     named = [name for name in rows if name is not None]

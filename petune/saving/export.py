@@ -79,7 +79,9 @@ def save(
     overwrite: bool = False,
 ) -> Path:
     """Write what was tuned, and the tokenizer (or image processor) if given, as `folder`, which appears whole
-    or not at all. Returns its path. Several adapters on one base have a sub-folder each, named as they are.
+    or not at all. Returns its path. Tensors are written as `tuned_state` has them, in their dtypes: LoRA's
+    A [r, in] and B [out, r] in float32 or wider. Several adapters on one base have a sub-folder each, named
+    as they are.
 
         >>> folder = petune.save(model, "tuned", overwrite=True)
 

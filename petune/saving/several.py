@@ -34,8 +34,9 @@ def add(
         >>> model = petune.add(base, "poet", r=8)
         >>> model = petune.add(model, "clerk", r=4, targets=["q", "v"])
 
-    `settings` and the start of a fresh one are as for `wrap`, with method lora alone. All adapters train; the
-    first acts until `active` or `per_row` say otherwise. Blocks are not fused.
+    `settings` and the start of a fresh one are as for `wrap`, with method lora alone; its factors are A
+    [r, in] and B [out, r], float32 or wider. All adapters train; the first acts until `active` or `per_row`
+    say otherwise. Blocks are not fused.
 
     Raises UsageError for a name that is taken or cannot name a folder, for a model that is wrapped or merged,
     for other methods, and for what changes more than layers of its own: modules trained whole, biases, token
