@@ -234,7 +234,7 @@ def test_every_mark_of_a_plan_and_of_a_method_is_a_cell_of_the_matrix(made: str)
 def test_every_mark_of_a_base_of_packing_and_of_files_is_a_cell_of_a_test(made: str) -> None:
     run = {(kind_of(name), form) for form, name in map(values, family_cells.QUANTISED)}
     of_one = {"packed": family_cells.PACKED, "merge": family_cells.MERGED, "export": family_cells.EXPORTED}
-    run |= {(kind_of(name), column) for column, names in of_one.items() for name in names}
+    run |= {(kind_of(*values(name)), column) for column, names in of_one.items() for name in names}
     served = [name for _, name in map(values, family_cells.SERVED)]
     run |= {(kind_of(name), "served") for name in served if served.count(name) == len(SERVERS)}
     columns = {*FORMS, *of_one, "served"}
@@ -243,7 +243,7 @@ def test_every_mark_of_a_base_of_packing_and_of_files_is_a_cell_of_a_test(made: 
 
 def values(cell: Any) -> tuple[Any, ...]:
     """The parameters of a cell that may have marks."""
-    return tuple(getattr(cell, "values", cell))
+    return (cell,) if isinstance(cell, str) else tuple(getattr(cell, "values", cell))
 
 
 def kind_of(name: str) -> str:

@@ -22,15 +22,26 @@ def in_turn(whats: Any, families: Any) -> list[Any]:
     ]
 
 
+def every(number: int, cells: Any) -> list[Any]:
+    """Cells, each `number`th of them here, the others in the long part."""
+    marked = [getattr(cell, "values", (cell,)) for cell in cells]
+    marks = [getattr(cell, "marks", ()) for cell in cells]
+    return [
+        pytest.param(*own, marks=marks[at] if at % number == 0 else pytest.mark.long)
+        for at, own in enumerate(marked)
+    ]
+
+
 QUANTISED = in_turn(FORMS, EACH.values())
 # every family, and more models of some
 PACKING = [*MORE, *(name for name in EACH.values() if name not in MORE)]
-PACKED = [name for name in PACKING if name.endswith("causal") and table(name).packs]
+_PACK = [name for name in PACKING if name.endswith("causal") and table(name).packs]
+PACKED = [*(name for name in _PACK if name in MORE), *every(3, [name for name in _PACK if name not in MORE])]
 MERGED = (*ZOO, *MOE)  # by tests/methods/test_merging.py and test_lora_experts.py
 # Of these peft takes a dense MLP's linears for experts': most models of the one have none, all of the other.
 ALONE: dict[str, dict[str, Any]] = {"qwen3moe-causal": {"mlp_only_layers": []}}
 MISREAD = ("qwen3next-causal",)
-EXPORTED = [name for name in EACH.values() if name not in MISREAD]
+EXPORTED = every(4, [name for name in EACH.values() if name not in MISREAD])
 SERVED_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 SERVED = in_turn(SERVERS, [EACH[kind] for kind in SERVED_KINDS])
-UNSERVED = in_turn(SERVERS, [EACH[kind] for kind in EACH if kind not in SERVED_KINDS])
+UNSERVED = every(3, in_turn(SERVERS, [EACH[kind] for kind in EACH if kind not in SERVED_KINDS]))

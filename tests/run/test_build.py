@@ -197,7 +197,9 @@ def test_an_adapter_of_another_method_is_no_start(tmp_path: Path):
     assert "expected lora" in str(caught.value)
 
 
-@pytest.mark.parametrize("base_dtype", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "base_dtype", ["nf4", *(pytest.param(one, marks=pytest.mark.long) for one in ("int8", "fp8"))]
+)
 def test_a_run_goes_on_from_an_adapter_of_pefts_over_a_quantised_base(base_dtype: str, tmp_path: Path):
     """Its factors are peft's, bit by bit, the base is held so, and it computes what peft does as nearly as
     that lets it."""
