@@ -31,7 +31,7 @@ def check(config: SideConfig, depths: Mapping[str, int]) -> None:
     deepest = max(depths.values())
     if idle := sorted(set(config.layers or ()) - set(range(deepest))):
         expected = f"of the blocks 0 to {deepest - 1}"
-        raise UsageError(f"layers: there is no block {idle[0]}", where="layers", expected=expected)
+        raise UsageError(f"there is no block {idle[0]}", where="layers", expected=expected)
     for path, depth in depths.items():
         if not config.beside(depth):
             what = "layers leaves this stack without a side block"
