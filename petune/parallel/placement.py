@@ -191,6 +191,8 @@ def refuse_together(bad: list[str], place: str) -> None:
     if process_group.inside():
         told = process_group.gather(json.dumps(bad))
         bad = list(dict.fromkeys(name for text in told for name in json.loads(text)))
+        if bad:
+            process_group.read_by_all()
     refuse_not_finite(bad, place)
 
 

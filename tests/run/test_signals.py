@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import pkgutil
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,12 @@ from petune.errors import Stopped
 from petune.files.manifest import check_folder
 from petune.parallel.launch import beats, process_group
 from petune.run.finished import load_run
+from petune.run.job import Job
 from petune.run.signals import StopNow, StopRequest
+from petune.run.train import train as train_all
 from petune.saving import checkpoint
+from tests.forked_launch import Forks
+from tests.forked_launch import forks as forks
 from tests.group_pool import ends
 from tests.planned_runs import PLANS, small
 from tests.small_runs import assert_same_run, newest, run, settings
@@ -201,6 +207,61 @@ def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(
     assert all("before training began" in str(end.error) for end in found)
     assert time.monotonic() - began < 10
     assert not (tmp_path / "run").exists()
+
+
+def before(owner: Any, name: str, act: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function of `owner` begin with `act`."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given, **named: (act(), original(*given, **named))[1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "number"),
+    [
+        ("0", "joining", signal.SIGINT),
+        pytest.param("1", "joining", signal.SIGTERM, marks=pytest.mark.long),
+        ("1", "imports", signal.SIGTERM),
+    ],
+)
+def test_a_stop_that_meets_one_rank_before_it_meets_the_others_ends_them_all(
+    rank: str, where: str, number: int, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+):
+    """The others wait for it where nobody tells them; by themselves they would end with another error."""
+
+    def stop() -> None:
+        if os.environ["RANK"] == rank:
+            os.kill(os.getpid(), number)
+
+    join = process_group.join
+    monkeypatch.setattr(process_group, "join", lambda device, _: join(device, 20, 20))
+    owner, name = {"joining": (process_group, "join"), "imports": (Job, "read")}[where]
+    before(owner, name, stop, monkeypatch)
+    recipe = small(tmp_path, "bert", "lora", parallel=PLANS["dp"])
+    with pytest.raises(
+        Stopped, match=r"^stopped by SIG\w+ before training began; nothing was written"
+    ) as told:
+        train_all(recipe, restarts=1)
+    assert "start it again" in str(told.value)
+    assert forks.pids(0) and len(forks.started) == 2, "nothing was started anew"
+    assert not (tmp_path / "run" / "resolved.yaml").exists()
+
+
+def test_ctrl_c_while_ranks_import_says_that_nothing_was_written(
+    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+):
+    def wait() -> None:
+        (tmp_path / f"here-{os.environ['RANK']}").touch()
+        time.sleep(60)
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("here-*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before(Job, "read", wait, monkeypatch)
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(Stopped, match=r"^stopped by SIGINT before training began; nothing was written"):
+        train_all(small(tmp_path, "bert", "lora", parallel=PLANS["dp"]))
 
 
 def test_a_second_ctrl_c_interrupts():

@@ -48,6 +48,7 @@ from petune.parallel.launch.rendezvous import (
     CONNECTIONS,
     ERROR_FILE,
     LAUNCHER,
+    UNMET,
     lacks_files,
     make_room,
     serve,
@@ -60,6 +61,8 @@ GRACE_S = 2.0  # how long the other ranks may take to end by themselves once one
 LOCALHOST = "127.0.0.1"
 STOPPED = Stopped.code
 INTERRUPTED = 130
+# how a stop ends a rank that trains nothing yet, whoever sent it
+_STOPS = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 _KINDS = {
     kind.code: kind
     for kind in (UsageError, DataError, FileError, MachineError, DistributedError, TrainingFault, Stopped)
@@ -230,6 +233,9 @@ class _Files(LogsSpecs):
         self.errors: dict[int, Path] = {}
         self.starts: dict[int, int] = {}  # size of a rank's log when it started
         self.replacing: Replacing | None = None  # where ranks may be started anew
+        self.unmet = scratch / "unmet"  # there until the ranks of this start have all met
+        self.unmet.touch()
+        self.met_before = False  # those of an earlier start
 
     @property
     def root_log_dir(self) -> str:
@@ -245,10 +251,13 @@ class _Files(LogsSpecs):
             raise MachineError(
                 f"the folder for logs cannot be made: {error.strerror}", where=str(self.folder)
             ) from None
+        self.met_before = self.begun()
+        self.unmet.touch()
         threads = str(max(1, _cores() // len(envs)))
         for rank, env in envs.items():
             self.errors[rank] = self.scratch / f"error-{env['TORCHELASTIC_RESTART_COUNT']}-{rank}.json"
             env |= {LAUNCHER: str(os.getpid()), ERROR_FILE: str(self.errors[rank]), SECRET: self.secret}
+            env |= {UNMET: str(self.unmet)}
             env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
             env |= self.replacing.environment() if self.replacing else {}
             self.note_start(rank)
@@ -259,6 +268,10 @@ class _Files(LogsSpecs):
         streams = {rank: os.devnull if rank else "" for rank in envs}
         errors = {rank: str(path) for rank, path in self.errors.items()}
         return LogsDest(stdouts=streams, stderrs=dict(streams), error_files=errors)
+
+    def begun(self) -> bool:
+        """Whether all ranks have met, now or in an earlier start: before, no run has begun."""
+        return self.met_before or not self.unmet.exists()
 
     def note_start(self, rank: int) -> None:
         """What a rank said before it starts is not this process's."""
@@ -324,7 +337,11 @@ class _Agent(LocalElasticAgent):
         bad = {rank: code for rank, code in codes.items() if code not in (None, 0, STOPPED)}
         if bad and self._replace(worker_group, bad, codes):
             return RunResult(state=WorkerState.HEALTHY)
-        if bad:
+        # one that met nobody does not: others may wait for it, where no signal and no word reaches them
+        early = self.files.unmet.exists() and any(code in _STOPS for code in codes.values())
+        if early and not self.stops:
+            self._signal(signal.SIGTERM)
+        if bad or early:
             self._end_the_rest()
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
@@ -333,15 +350,20 @@ class _Agent(LocalElasticAgent):
         if not result.is_failed():
             self.failure = None
             return result
-        self.failure, again = judge(
-            bad, self._codes(), self.files.reports(), self.stops, self.files.last_words, self.memory.shortage
-        )
+        self.failure, again = self._judge(bad, self.files.reports())
         if not again or self.stops:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             why = f", as {self.whole}" if self.whole else ""
             self.on_line(f"{self.failure}\nall ranks start again{why}: {self._count(worker_group)}")
         return result
+
+    def _judge(
+        self, bad: Mapping[int, int], reports: Sequence[Report]
+    ) -> tuple[PetuneError | KeyboardInterrupt, bool]:
+        """`judge` of this launch as it stands."""
+        files, shortage = self.files, self.memory.shortage
+        return judge(bad, self._codes(), reports, self.stops, files.last_words, shortage, files.begun())
 
     def _count(self, worker_group: WorkerGroup) -> str:
         restarts = worker_group.spec.max_restarts
@@ -372,7 +394,7 @@ class _Agent(LocalElasticAgent):
             return False
         self.whole = replacing.whole(codes)
         lost = replacing.lost(codes) if self._remaining_restarts and not self.stops else []
-        failure, again = judge(bad, codes, [], self.stops, self.files.last_words, self.memory.shortage)
+        failure, again = self._judge(bad, [])
         if not lost or not again:
             return False
         if self.frozen.keys() & bad.keys():
@@ -404,15 +426,19 @@ class _Agent(LocalElasticAgent):
         killed, a third is that time."""
         for number in self.stops[self.passed_on :]:
             self.passed_on += 1
-            for rank, code in self._codes().items():
-                if code is None:
-                    with suppress(ProcessLookupError):
-                        os.kill(self._pids()[rank], number)
+            self._signal(number)
         interrupts = self.stops.count(signal.SIGINT)
         if self.deadline is None and interrupts > 1:
             self.deadline = time.monotonic() + GRACE_S
         if interrupts > 2 or (self.deadline is not None and time.monotonic() > self.deadline):
             self._kill()
+
+    def _signal(self, number: int) -> None:
+        """Send every rank that runs a signal."""
+        for rank, code in self._codes().items():
+            if code is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self._pids()[rank], number)
 
     def _end_the_rest(self) -> None:
         """Let the ranks that have lost a peer end by themselves, so that their logs are whole; then kill."""
@@ -474,12 +500,19 @@ def judge(
     stops: Sequence[int],
     last_words: Callable[[int], str | None],
     shortage: Callable[[], tuple[str, str] | None] = lambda: None,
+    begun: bool = True,
 ) -> tuple[PetuneError | KeyboardInterrupt, bool]:
     """Which of all that happened is the cause, as the error to raise, and whether starting again may help.
 
     `bad`: rank and exit code of those seen to fail first, negative for a signal; `codes`: of all in the end;
     `reports`: by time. `shortage`: what the kernel says of memory, where it has killed for want of it.
+    `begun`: whether the ranks have met; before, SIGTERM and SIGINT are a stop, whoever sent them.
     """
+    asked = {*stops}
+    if not begun:
+        asked |= {signal.SIGTERM, signal.SIGINT}
+        bad = {rank: -signal.SIGINT if code == INTERRUPTED else code for rank, code in bad.items()}
+        reports = [report for report in reports if report.code != INTERRUPTED]
     if stops.count(signal.SIGINT) > 1 or INTERRUPTED in bad.values():
         return KeyboardInterrupt(), False
     causes = [report for report in reports if report.kind != "consequence"]
@@ -487,14 +520,13 @@ def judge(
     if first := [report for report in failures if report.rank in bad]:
         return _reported(first[0], causes)
     killed = {rank: -code for rank, code in bad.items() if code < 0}
-    if unasked := {rank: number for rank, number in killed.items() if number not in stops}:
+    if unasked := {rank: number for rank, number in killed.items() if number not in asked}:
         lack = shortage() if signal.SIGKILL in unasked.values() else None
         return (_starved(unasked, *lack), False) if lack else (_killed(unasked, last_words), True)
     if told := failures or causes:
         return _reported(told[0], causes)
-    if killed:
-        name = signal.Signals(next(iter(killed.values()))).name
-        return Stopped(f"stopped by {name} before training began", remedy="start it again"), False
+    if killed or (stops and not begun):
+        return _stopped([*killed.values(), *stops][0], begun), False
     if reports and all(code == DistributedError.code for code in bad.values()):
         return _reported(reports[0], reports)
     rank, code = next((rank, code) for rank, code in [*bad.items(), *codes.items()] if code)
@@ -515,6 +547,16 @@ def _reported(report: Report, reports: Sequence[Report]) -> tuple[PetuneError | 
     if report.trace:
         error.add_note(report.trace)
     return error, report.kind == "lost"
+
+
+def _stopped(number: int, begun: bool) -> Stopped:
+    """A stop of ranks that did not listen for one, and so had nothing to save."""
+    name = signal.Signals(number).name
+    if begun:
+        return Stopped(
+            f"stopped by {name} outside training", remedy="go on from the last checkpoint with --resume"
+        )
+    return Stopped(f"stopped by {name} before training began; nothing was written", remedy="start it again")
 
 
 def _who(signals: Mapping[int, int]) -> str:

@@ -24,7 +24,7 @@ from petune.parallel.launch.beats import (
     beat_of,
     replaced,
 )
-from petune.parallel.launch.rendezvous import Place
+from petune.parallel.launch.rendezvous import Place, note_meeting
 from petune.parallel.launch.seal import Sealed
 
 PAUSE_S = 0.002  # before the second look at the store; each is longer than the one before
@@ -103,7 +103,7 @@ class Meetings:
                     Problem(f"the ranks do not have the same {key}", expected=first, found=", ".join(others))
                 )
         if problems:
-            self.gather("")  # everyone has read, so nobody takes the store away
+            self.read_by_all()
             raise DistributedError(
                 [*problems, Problem("every rank needs the same recipe, data, model and packages")]
             )
@@ -124,6 +124,8 @@ class Meetings:
         else:
             (found,) = self._await([answer], check)
             self.pulse.kept[self.name] = {}
+        if not self.held:
+            note_meeting()
         self.store.delete_key(own)
         self.held += 1
         classes: dict[str, Runs] = json.loads(found)
@@ -146,6 +148,11 @@ class Meetings:
             if beat := beat_of(text):
                 ranks.setdefault(beat.step, []).append(rank)
         return ", ".join(f"{named(which)} at step {step}" for step, which in ranks.items())
+
+    def read_by_all(self) -> None:
+        """Before every rank raises what the last meeting was about: the rank that holds the store, which ends
+        with it, waits until all have read."""
+        self.part("read", 5 if self.here.holds else 0)
 
     def part(self, word: str, limit_s: float) -> None:
         """Say a word to rank 0, which waits until all have said it, for `limit_s` seconds at most."""

@@ -69,6 +69,7 @@ __all__ = [
     "limit",
     "place",
     "quit_process",
+    "read_by_all",
     "rejoin",
     "replaces",
     "report",
@@ -226,6 +227,11 @@ def barrier() -> None:
     """Wait, however long it takes, until every rank is here: for what rank 0 does alone. Raises PeerLost as
     `gather` does."""
     gather("")
+
+
+def read_by_all() -> None:
+    """Call it before every rank raises what they have just gathered; see `Meetings.read_by_all`."""
+    _required().meetings.read_by_all()
 
 
 def agree(facts: Mapping[str, str]) -> None:

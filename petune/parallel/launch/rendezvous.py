@@ -30,6 +30,8 @@ from petune.parallel.launch.seal import Sealed, secret_of
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch.launcher: the process id of the launcher
 # set by every elastic launcher; torchrun reads the first failing rank's message from it
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# set by petune.parallel.launch.launcher: a file that is there until all ranks have met
+UNMET = "PETUNE_UNMET"
 CONNECTIONS = 4  # of a rank to the store, at the most: meetings, beats, torch, meetings of a second thread
 ROOM = 64  # files for everything else that a process has open
 SPARE_FILES = 16  # what a store, its clients and the groups behind it open at the least
@@ -158,6 +160,12 @@ def restarted() -> int:
     """How often a launcher has started the ranks anew, or replaced some; above 0 a run goes on from its
     newest checkpoint."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + orders.generation()
+
+
+def note_meeting() -> None:
+    """Tell petune's launcher that all ranks have met; from here on each hears of the others' end."""
+    if path := os.environ.get(UNMET):
+        Path(path).unlink(missing_ok=True)
 
 
 def own_gpu(here: Place) -> torch.device:

@@ -362,9 +362,10 @@ def cause(
     stops: list[int] | None = None,
     again: bool = False,
     words: str | None = None,
+    begun: bool = True,
 ) -> str:
     """Class and text of the error that `judge` chooses."""
-    error, retry = judge(bad, bad, reports, stops or [], lambda rank: words)
+    error, retry = judge(bad, bad, reports, stops or [], lambda rank: words, begun=begun)
     assert retry is again
     return f"{type(error).__name__}: {error}"
 
@@ -394,7 +395,7 @@ LOST = told(0, 6, "the connection to another rank broke", "consequence")
             [LOST],
             [15],
             False,
-            "Stopped: stopped by SIGTERM before training began\n   start it again",
+            "Stopped: stopped by SIGTERM outside training\n   go on from the last checkpoint with --resume",
         ),
         ({1: -15}, [LOST], [], True, "DistributedError: rank 1 was killed by SIGTERM"),
         ({0: 130}, [told(0, 130, "interrupted")], [2], False, "KeyboardInterrupt: "),
@@ -413,6 +414,34 @@ def test_the_cause_is_found_among_all_that_happened(
     bad: dict[int, int], reports: list[Report], stops: list[int], again: bool, expected: str
 ) -> None:
     assert cause(bad, reports, stops, again).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reports", "stops", "expected"),
+    [
+        (
+            {0: -15},
+            [],
+            [],
+            "Stopped: stopped by SIGTERM before training began; nothing was written\n   start",
+        ),
+        ({0: -15}, [LOST], [], "Stopped: stopped by SIGTERM before training began"),
+        ({0: 130, 1: 130}, [], [2], "Stopped: stopped by SIGINT before training began"),
+        ({0: 130}, [told(0, 130, "interrupted")], [2], "Stopped: stopped by SIGINT before training began"),
+        ({0: 1}, [], [2], "Stopped: stopped by SIGINT before training began"),
+        ({0: 130}, [told(1, 2, "no such key", at=1)], [2], "UsageError: rank 1: no such key"),
+        ({0: 130}, [], [2, 2], "KeyboardInterrupt: "),
+    ],
+)
+def test_whoever_sends_a_signal_before_ranks_have_met_stops_them(
+    bad: dict[int, int], reports: list[Report], stops: list[int], expected: str
+) -> None:
+    assert cause(bad, reports, stops, begun=False).startswith(expected)
+
+
+def test_a_rank_killed_otherwise_before_ranks_have_met_is_worth_a_restart() -> None:
+    found = cause({1: -9}, [], again=True, begun=False)
+    assert found.startswith("DistributedError: rank 1 was killed by SIGKILL")
 
 
 def test_what_a_rank_printed_last_stands_in_for_a_missing_message() -> None:

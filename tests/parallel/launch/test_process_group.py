@@ -25,6 +25,8 @@ import torch.distributed as dist
 from petune.errors import DataError, DistributedError, MachineError
 from petune.parallel.launch import process_group, rendezvous
 from petune.parallel.launch.rendezvous import Place, first_node
+from petune.parallel.launch.seal import Sealed
+from petune.parallel.placement import refuse_together
 from tests.forked_launch import say_to
 from tests.group_pool import ends
 
@@ -346,6 +348,28 @@ def test_ranks_without_a_launcher_tell_which_of_them_failed(worker: Path) -> Non
     assert "rank 1: rows.jsonl:7  the row is no object" in shown[1]
     assert "rank 0: rank 1 failed: rows.jsonl:7  the row is no object" in shown[0]
     assert codes == [6, 3]
+
+
+def _refuse(how: str) -> None:
+    """Refuse together what each rank has; the second is slow to tell the store that it has read."""
+    process_group.join("cpu", 30, 30)
+    if process_group.started()[0] == 1:
+        delete = Sealed.delete_key
+        Sealed.delete_key = lambda store, key: (time.sleep(0.3), delete(store, key))[1]  # type: ignore[method-assign]  # in this process, which ends
+    if how == "differ":
+        process_group.agree({"data": str(process_group.started()[0])})
+    refuse_together(["wte"], "base")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"), [("damage", 4, "base: wte  holds"), ("differ", 6, "do not have the same data")]
+)
+def test_ranks_that_refuse_together_all_say_why_though_one_holds_the_store(
+    how: str, code: int, text: str
+) -> None:
+    found = ends(2, _refuse, how)
+    assert [end.code for end in found] == [code, code], found
+    assert all(text in str(end.error) for end in found)
 
 
 @pytest.mark.slow
