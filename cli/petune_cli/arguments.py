@@ -78,9 +78,10 @@ class Given:
     def recipe(self) -> Recipe:
         """The recipe, or the one the run folder was made with, settings applied.
 
-        Raises RecipeError, UsageError for a data file in its place, FileError for a folder that is no run's.
+        Raises RecipeError, UsageError for a data file in its place, FileError for a folder that is no run's
+        or whose settings were cut or edited.
         """
-        from petune.recipe import load_recipe
+        from petune.recipe import load_recipe, load_resolved
 
         if self.folder is None:
             self._refuse_data_file()
@@ -91,7 +92,7 @@ class Given:
             from petune.run.train import load_run
 
             load_run(self.folder)  # refuses, in the words of every verb
-        return load_recipe(load_recipe(resolved, {"out": str(self.folder)}), self.overrides)
+        return load_recipe(load_resolved(resolved, {"out": str(self.folder)}), self.overrides)
 
     def _refuse_data_file(self) -> None:
         from petune.tasks.read import READERS

@@ -54,10 +54,10 @@ def _predict(folder: Path) -> None:
     from petune.estimate.forecast import forecast
     from petune.estimate.timeline import charts
     from petune.files.safetensors import write_json
-    from petune.recipe import load_recipe
+    from petune.recipe import load_resolved
     from petune_cli.drawing import as_svg
 
-    found = forecast(load_recipe(folder / "resolved.yaml"))
+    found = forecast(load_resolved(folder / "resolved.yaml"))
     ranks = [
         {
             "frozen": rank.memory.frozen,

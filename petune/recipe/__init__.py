@@ -3,11 +3,13 @@ meant.
 
 `read` finds and reads (`yaml_lines`: strict YAML with places), `check` validates against `schema` and
 `rules`, `suggest` guesses what was meant, `neutral` says what holds without a recipe, `resume` what a resumed
-run may not change. The only room that imports pydantic; checking a recipe needs no torch.
+run may not change, `resolved` whether the settings of a run are what it wrote. The only room that imports
+pydantic; checking a recipe needs no torch.
 """
 
 from petune.recipe.neutral import far_from_known, neutral_settings
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
+from petune.recipe.resolved import is_sealed, load_resolved, sealed_settings
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
 from petune.recipe.schema import Recipe
 from petune.recipe.written_schema import json_schema, settings_text
@@ -19,10 +21,13 @@ __all__ = [
     "differences",
     "far_from_known",
     "find_recipe",
+    "is_sealed",
     "json_schema",
     "load_recipe",
+    "load_resolved",
     "neutral_settings",
     "recipe_folder",
+    "sealed_settings",
     "settings_text",
     "shipped_recipes",
 ]

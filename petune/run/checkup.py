@@ -14,7 +14,7 @@ from typing import TypeVar
 from petune.errors import FileError, PetuneError, Problem
 from petune.files.safetensors import read_json
 from petune.log import human
-from petune.recipe import load_recipe
+from petune.recipe import is_sealed, load_recipe, load_resolved
 from petune.run.entrance import refuse_links
 from petune.run.folder import SHIPPED, RunFolder, State
 from petune.saving import checkpoint, export
@@ -83,8 +83,12 @@ def check_up(path: Path) -> Checkup:
 
 
 def _settings(found: Checkup, path: Path) -> None:
-    if recipe := found.attempt(partial(load_recipe, path / "resolved.yaml")):
+    file = path / "resolved.yaml"
+    if recipe := found.attempt(partial(load_resolved, file)):
         found.facts.append(("recipe", f"{recipe.method_name} on {recipe.model}"))
+        if not is_sealed(file):
+            said = "ends where it should; an earlier petune noted no hash, so an edit cannot be seen"
+            found.facts.append(("resolved.yaml", said))
 
 
 def _checkpoints(found: Checkup, folder: RunFolder, state: State) -> str:

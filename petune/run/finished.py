@@ -19,7 +19,7 @@ from petune.methods.configs import method_of
 from petune.methods.rounding import seed_of
 from petune.models.loading import read_config
 from petune.models.source import model_files, resolve_model
-from petune.recipe import Recipe, load_recipe
+from petune.recipe import Recipe, load_resolved
 from petune.report.files import is_run, no_run
 from petune.report.results import read_metrics, read_summary
 from petune.run.build import Prepared, choose_place, load_base, positions_of, prepare
@@ -66,7 +66,7 @@ class Run:
         self.folder, self.verify_base, self.objects, self._tuned = folder, verify_base, objects, tuned
         self.merge_report: str | None = None
         self.serve_report: str | None = None
-        self.recipe = load_recipe(folder / "resolved.yaml", {"out": str(folder)})
+        self.recipe = load_resolved(folder / "resolved.yaml", {"out": str(folder)})
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -354,7 +354,7 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
 
     `base` is the untouched base model where the run was given one in memory; it is tuned in place when the
     model is needed. `verify_base` compares the whole base with the one it was trained on then. Raises
-    FileError when the folder is not a run's.
+    FileError when the folder is not a run's, or its settings were cut or edited.
     """
     path = Path(folder).expanduser()
     if not is_run(path):

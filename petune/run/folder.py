@@ -29,7 +29,7 @@ from petune.files.atomic import LEFTOVER, sweep
 from petune.files.json_fields import sealed
 from petune.files.lock import RunLock
 from petune.files.safetensors import sync_folder, write_file, writing
-from petune.recipe import Recipe, load_recipe
+from petune.recipe import Recipe, load_resolved, sealed_settings
 from petune.report import page
 from petune.report.files import RunFiles
 from petune.run.plot import draw_loss
@@ -128,8 +128,8 @@ class RunFolder:
         return (self.path / _RESOLVED).is_file()
 
     def resolved(self) -> dict[str, Any]:
-        """Every setting the run began with."""
-        return load_recipe(self.path / _RESOLVED).resolved()
+        """Every setting the run began with. Raises FileError where they were cut or edited since."""
+        return load_resolved(self.path / _RESOLVED).resolved()
 
     def finished(self) -> bool:
         """Whether the run came to its end."""
@@ -205,9 +205,7 @@ class RunFolder:
             if replacing:
                 self._clear()
             (self.path / _SUMMARY).unlink(missing_ok=True)
-            write_file(
-                self.path / _RESOLVED, [f"# run {run_id}\n{self.recipe.to_yaml()}".encode()], sync=True
-            )
+            write_file(self.path / _RESOLVED, [sealed_settings(self.recipe, run_id)], sync=True)
             if replacing or not (self.path / "recipe.yaml").exists():
                 write_file(self.path / "recipe.yaml", [written])
             (self.path / _REPLACING).unlink(missing_ok=True)

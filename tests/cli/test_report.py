@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
+from petune.recipe import load_recipe, sealed_settings
 from tests.cli.conftest import Type
 from tests.made_runs import write_run
+
+
+def write_whole_run(folder: Path, settings: dict[str, Any]) -> None:
+    """A run whose resolved.yaml holds every setting, as one that trained leaves it."""
+    file = write_run(folder, settings=settings) / "resolved.yaml"
+    file.write_bytes(sealed_settings(load_recipe(file), "0" * 32))
 
 
 def test_the_page_of_a_run_lies_in_it_and_that_of_several_here(type_: Type, tmp_path: Path) -> None:
@@ -58,7 +65,7 @@ def test_answers_are_kept_in_the_run_and_shown(
 
 def test_the_forecast_is_that_of_petune_plan(type_: Type, tmp_path: Path) -> None:
     settings = {"model": "demo:tiny-llama", "data": {"path": "demo:docstrings-domain", "max_length": 32}}
-    write_run(tmp_path / "one", settings=settings | {"task": "causal", "device": "cpu"})
+    write_whole_run(tmp_path / "one", settings | {"task": "causal", "device": "cpu"})
     assert type_("report", "one", "--forecast").code == 0
     (rank,) = json.loads((tmp_path / "one" / "forecast.json").read_text())["ranks"]
     (planned,) = json.loads(type_("plan", "one/resolved.yaml", "--json").out)["ranks"]
@@ -68,7 +75,7 @@ def test_the_forecast_is_that_of_petune_plan(type_: Type, tmp_path: Path) -> Non
 def test_the_schedule_of_a_plan_is_drawn_as_petune_plan_draws_it(type_: Type, tmp_path: Path) -> None:
     settings = {"model": "demo:tiny-llama", "data": {"path": "demo:docstrings-domain", "max_length": 32}}
     settings |= {"task": "causal", "device": "cpu", "parallel": {"pp": {"size": 2, "microbatches": 2}}}
-    write_run(tmp_path / "one", settings=settings)
+    write_whole_run(tmp_path / "one", settings)
     ranks = [{"blocks": [0, 1]}, {"blocks": [1, 2]}]
     (tmp_path / "one" / "setup.json").write_text(json.dumps({"plan": {"words": "pp 2", "ranks": ranks}}))
     assert type_("report", "one", "--forecast").code == 0

@@ -22,6 +22,7 @@ from petune.errors import FileError
 from petune.files.manifest import MANIFEST
 from petune.models.loading import load_model, load_tokenizer
 from petune.models.source import model_files, resolve_model
+from petune.recipe import load_resolved, sealed_settings
 from petune.run.finished import Run, load_run
 from petune.saving import tuning_record
 from tests.small_runs import run, settings, write_model
@@ -122,7 +123,8 @@ def moved(tuned: Path, tmp_path: Path) -> Path:
         shutil.copy(tuned / "llama" / name, tmp_path / "llama")
     shutil.copytree(tuned / "run", tmp_path / "run")
     resolved = tmp_path / "run" / "resolved.yaml"
-    resolved.write_text(resolved.read_text().replace(str(tuned / "llama"), str(tmp_path / "llama")))
+    moved = load_resolved(resolved, {"model": str(tmp_path / "llama")})
+    resolved.write_bytes(sealed_settings(moved, "0" * 32))
     return tmp_path / "run"
 
 

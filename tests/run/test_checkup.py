@@ -130,6 +130,14 @@ def seal_anew(name: str, **changes: object) -> Callable[[Path], None]:
     return damage
 
 
+def cut(name: str, at: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        whole = (folder / name).read_text()
+        (folder / name).write_text(whole[: whole.index(at) + 1])
+
+    return damage
+
+
 def edit(name: str, **changes: object) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
@@ -149,6 +157,7 @@ def edit(name: str, **changes: object) -> Callable[[Path], None]:
         ("env.json  is of another run", edit("env.json", run_id="0" * 32)),
         ("env.json  is missing", lambda folder: (folder / "env.json").unlink()),
         ("resolved.yaml", lambda folder: (folder / "resolved.yaml").write_text("lr: [")),
+        ("resolved.yaml  was cut or edited", cut("resolved.yaml", "\nschedule:")),
         (
             "metrics.jsonl:2",
             lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\nx\n{"step": 2}\n'),
