@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petune.errors import PetuneError
+from petune.log import open_closed_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what the command line says; the exit code."""
+    open_closed_streams()
     parser = argparse.ArgumentParser(prog="python -m petune", description="train a recipe")
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -53,6 +54,29 @@ def printable(text: str) -> str:
     """`text` with everything a terminal would obey written out (`\\x1b`): labels, names and errors of
     libraries come from anywhere."""
     return text.translate(_ESCAPED)
+
+
+def open_closed_streams() -> None:
+    """Let standard input, output and error be the null device where this process was started without them
+    (`>&-`): Python has no object for one that is closed, and the next file that is opened would get its
+    number, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere == number:
+                os.set_inheritable(number, True)
+            else:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            stream = open(  # noqa: SIM115 - it lasts as long as the process
+                number, mode, encoding="utf-8", errors="backslashreplace", closefd=False
+            )
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def say(line: str) -> None:

@@ -20,6 +20,7 @@ import typer
 
 from petune import __version__
 from petune.errors import MachineError, PetuneError, UsageError
+from petune.log import open_closed_streams
 from petune_cli import (
     bench,
     chat,
@@ -141,8 +142,7 @@ def _end_quickly() -> None:
     """
     gc.freeze()
     if "triton" in sys.modules:
-        if sys.stderr is not None:
-            sys.stderr.flush()
+        sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -153,6 +153,7 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     6 distributed; 7 training fault; 75 stopped and saved; 130 interrupted; 141, silently, when who reads the
     output has gone.
     """
+    open_closed_streams()
     atexit.register(_end_quickly)
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)

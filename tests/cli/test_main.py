@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,25 @@ def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("closed", [(0, 2), (1,)], ids=["input and error", "output"])
+def test_closed_standard_streams_are_the_null_device(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """And no file of a run gets their numbers."""
+    names = [("stdin", "stdout", "stderr")[number] for number in closed]
+    places = "' '.join(os.readlink(f'/proc/self/fd/{number}') for number in range(3))"
+    code = f"""if True:
+        import atexit, os, pathlib, sys
+        [os.close(number) for number in {closed}]
+        [setattr(sys, name, None) for name in {names}]
+        atexit.register(lambda: pathlib.Path("seen").write_text({places}))
+        from petune_cli.main import app
+        app(["generate", "nowhere", "--json"])"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, input=b"", capture_output=True, timeout=120, check=False)
+    assert ended.returncode == 2 and b"internal" not in ended.stderr
+    seen = (tmp_path / "seen").read_text().split()
+    assert [number for number, place in enumerate(seen) if place == "/dev/null"] == [*closed]
 
 
 def test_recipes_are_listed_without_torch() -> None:
