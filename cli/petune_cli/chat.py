@@ -6,9 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import typer
+
+from petune.errors import DataError, UsageError
 from petune_cli.arguments import Given, VerifyBase, Words
 from petune_cli.echo import echo, echo_answer
-from petune_cli.generate import Temperature, Tokens, sampling
+from petune_cli.generate import Temperature, Tokens, sampling, take_any_bytes
 
 if TYPE_CHECKING:
     from petune.run.inference import Chat
@@ -22,13 +25,20 @@ def chat(
 ) -> None:
     """Talk to a run; /base shows the untouched model."""
     session = Given.of(words).run(verify_base=verify_base).chat(**sampling(max_new_tokens, temperature))
-    by_hand = sys.stdin.isatty()
+    take_any_bytes()
+    by_hand, refused = sys.stdin.isatty(), 0
     if by_hand:
         echo("/base: the untouched model and back   /reset: forget   /quit: end")
     for line in _said(by_hand):
         if line == "/quit":
-            return
-        _answer(session, line, lambda piece: echo_answer(piece, nl=False))
+            break
+        try:
+            _answer(session, line, lambda piece: echo_answer(piece, nl=False))
+        except (UsageError, DataError) as error:  # of this line alone
+            echo(str(error), err=True)
+            refused = error.code
+    if refused and not by_hand:
+        raise typer.Exit(refused)
 
 
 def _said(by_hand: bool) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,7 +107,14 @@ def _read_standard_input() -> str:
             where="command line",
             remedy='petune generate RUN "a prompt", --file, or a pipe',
         )
+    take_any_bytes()
     return sys.stdin.read().rstrip("\n")
+
+
+def take_any_bytes() -> None:
+    """Let standard input hand over bytes that are no UTF-8, which the model's side refuses with a reason."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def _not_empty(prompt: str) -> str:

@@ -184,7 +184,8 @@ class Run:
                 found=repr(prompts)[:80],
                 remedy="for one text use generate",
             )
-        return [self.speaker.ask(prompt, **options) for prompt in [text_of(prompt) for prompt in prompts]]
+        texts = [text_of(prompt) for prompt in prompts]
+        return [self.speaker.ask(text, **options) for text in [self.speaker.readable(text) for text in texts]]
 
     def rank(self, query: str, passages: Sequence[str]) -> list[tuple[str, float]]:
         """The passages with how well each answers the query, from 0 to 1, the best first; for task rerank.

@@ -50,6 +50,23 @@ class Speaker:
         assert self.words is not None, "a model that reads pictures has no tokenizer"
         return self.words
 
+    def readable(self, prompt: object) -> str:
+        """`prompt` itself. Raises UsageError for one that is no text, or holds what no tokenizer reads; the
+        path of a picture or a sound may have any bytes."""
+        text = text_of(prompt)
+        if (
+            self.reader is None
+            and (at := next((at for at, one in enumerate(text) if "\ud800" <= one <= "\udfff"), -1)) >= 0
+        ):
+            raise UsageError(
+                "the prompt is not UTF-8",
+                where="generate",
+                expected="a text",
+                found=f"{text[max(0, at - 20) : at + 20]!r}, at character {at}",
+                remedy="convert it first: iconv -f ITS-ENCODING -t UTF-8",
+            )
+        return text
+
     @property
     def talks(self) -> bool:
         """Whether it answers conversations, by the tokenizer's template."""
@@ -76,13 +93,13 @@ class Speaker:
         """
         settings = self.settle(options)
         if answer := _ANSWERS.get(self.task.name):
-            return answer(self, text_of(prompt))
+            return answer(self, self.readable(prompt))
         talk = (
             self.talks
             and isinstance(prompt, list | tuple)
             and all(isinstance(turn, Message) for turn in prompt)
         )
-        prompt, limit = prompt if talk and prompt else text_of(prompt), positions_of(self.model.config)
+        prompt, limit = prompt if talk and prompt else self.readable(prompt), positions_of(self.model.config)
         if self.reader is not None:
             start, taken = 0, begun(self.tokenizer)
             given = asked_with(text_of(prompt), self.reader, self.place.device)
@@ -106,6 +123,9 @@ class Speaker:
                 "the prompt is longer than the model's positions",
                 expected=f"at most {limit} tokens",
                 found=str(len(coded)),
+                remedy="ask with a shorter text"
+                if isinstance(prompt, str)
+                else "say it shorter, or forget what was said before: /reset, in Python Chat.reset()",
             )
         return torch.tensor([coded], device=self.place.device)
 
@@ -130,7 +150,7 @@ class Speaker:
     def classify(self, text: str) -> tuple[str, float]:
         """The most probable label of `text`, cut as in training, or of the picture at that path, and its
         probability. Raises UsageError for anything but a text, and for a path without a picture."""
-        text = text_of(text)
+        text = self.readable(text)
         given = self.reader
         inputs = self._coded(text) if given is None else asked_with(text, given, self.place.device)
         with torch.no_grad(), self.place.autocast():
@@ -143,7 +163,7 @@ class Speaker:
         training. Raises UsageError for a task other than rerank, and for anything but texts."""
         if self.task.name != "rerank":
             raise UsageError(f"a model of task {self.task.name} does not rank", where="rank")
-        pairs = [(text_of(query), text_of(passage)) for passage in passages]
+        pairs = [(self.readable(query), self.readable(passage)) for passage in passages]
         limit, found = self._coder().limit, []
         for at in range(0, len(pairs), _PASSAGES):
             with cut_on(self.tokenizer, self.data.truncation):
@@ -218,6 +238,7 @@ class Speaker:
                 "the text is longer than what the model was trained on",
                 expected=f"at most {limit} tokens",
                 found=str(length),
+                remedy="ask with a shorter text",
             )
 
     def _logits(self, ids: list[int]) -> Tensor:
@@ -281,7 +302,7 @@ class Chat:
     def ask(self, text: str) -> Iterator[str]:
         """Say `text` and yield the answer, in one piece. Tasks other than chat see each prompt by itself."""
         conversation = self.speaker.talks
-        turn = Message("user", text_of(text))
+        turn = Message("user", self.speaker.readable(text))
         answer = self._answer([*self.turns, turn] if conversation else text)
         self.turns += [turn, Message("assistant", answer)]  # an answer that failed leaves no half turn
         yield answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -492,6 +493,23 @@ def test_chat_obeys_its_commands_through_a_pipe(
     ]
     assert run_folder.session.heard == ["xy"]
     assert run_folder.calls == [("chat", {"max_new_tokens": 5})]
+
+
+def test_a_line_that_cannot_be_answered_does_not_end_a_chat(
+    type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(line: str) -> Iterator[str]:
+        if "\udcff" in line:
+            raise UsageError("the prompt is not UTF-8", remedy="convert it")
+        yield line.upper()
+
+    monkeypatch.setattr(run_folder.session, "ask", ask, raising=False)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\n\xff\ncd\n"), encoding="utf-8"))
+    shown = type_("chat", "runs/mine")
+    assert (shown.out, shown.code) == (
+        "AB\nCD\n",
+        2,
+    ) and shown.err == "the prompt is not UTF-8\n   convert it\n"
 
 
 def test_chat_ends_with_its_input(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,23 @@ def test_the_base_inside_a_wrapped_model_is_the_untouched_one(method: str, tmp_p
         )
 
 
+def test_a_prompt_that_is_not_utf8_or_too_long_says_what_to_do(shared: Callable[..., Any]):
+    loaded = shared("llama", "side")
+    talk = loaded.chat()
+    asked: list[Callable[[], Any]] = [
+        lambda: loaded.generate("red \udcff sun"),
+        lambda: loaded.generate(["red", "\udcff"]),
+        lambda: list(talk.ask("\udcff")),
+        lambda: shared("bert").generate("\ud800"),
+    ]
+    for ask in asked:
+        with pytest.raises(UsageError, match=r"the prompt is not UTF-8(.|\n)*iconv"):
+            ask()
+    with pytest.raises(UsageError, match=r"model's positions(.|\n)*a shorter text"):
+        loaded.generate("red " * 500)
+    assert loaded.generate("naïve ☀", max_new_tokens=2) is not None and talk.turns == []
+
+
 def test_an_answer_ends_where_a_table_of_positions_does(tmp_path: Path):
     torch.manual_seed(0)
     sizes: Any = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
