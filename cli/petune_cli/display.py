@@ -7,11 +7,10 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from petune.log import human, printable
-from petune_cli.echo import echo
+from petune_cli.echo import echo, echo_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -27,7 +26,7 @@ def reporter() -> Iterator[Reporter]:
     if not sys.stdout.isatty():
         from petune.run.reporting import PlainReporter  # with torch, which tables are shown without
 
-        yield PlainReporter(partial(print, flush=True))
+        yield PlainReporter(echo_line)
         return
     live = Live()
     try:

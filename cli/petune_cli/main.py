@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -43,7 +44,7 @@ from petune_cli import (
     watch,
 )
 from petune_cli import eval as scoring
-from petune_cli.echo import echo
+from petune_cli.echo import STDOUT, echo
 
 commands = typer.Typer(
     name="petune",
@@ -165,25 +166,32 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
         _refuse_settings_as_options(command, words[:end])
         command(words, prog_name="petune")
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError) or _nobody_reads():
+        lost = _undelivered()
+        if isinstance(ended.__context__, BrokenPipeError) or isinstance(lost, BrokenPipeError):
             _drop_output()
             sys.exit(141)
+        if lost is not None:
+            lost.filename = STDOUT
+            _drop_output()
+            _end(lost)
         raise
     except Exception as error:
         if debug:
             echo("".join(traceback.format_exception(error)), err=True, nl=False)
-        known = _known(error)
-        if known is None:
-            first = (str(error).splitlines() or [""])[0]
-            echo(
-                f"petune: internal error: {type(error).__name__}: {first}\n   run again with --debug to see"
-                " where",
-                err=True,
-            )
-            sys.exit(1)
-        echo(str(known), err=True)
-        sys.exit(known.code)
+        _end(error)
     sys.exit(0)
+
+
+def _end(error: Exception) -> NoReturn:
+    """Say on standard error, where that can still be written, what has ended the command, and exit."""
+    known = _known(error)
+    first = (str(error).splitlines() or [""])[0]
+    internal = (
+        f"petune: internal error: {type(error).__name__}: {first}\n   run again with --debug to see where"
+    )
+    with suppress(OSError):
+        echo(internal if known is None else str(known), err=True)
+    sys.exit(1 if known is None else known.code)
 
 
 def _refuse_other_verbs(command: Any, words: Sequence[str]) -> None:
@@ -220,13 +228,13 @@ def _refuse_settings_as_options(command: Any, words: Sequence[str]) -> None:
             )
 
 
-def _nobody_reads() -> bool:
-    """Whether what was printed cannot be delivered any more."""
+def _undelivered() -> OSError | None:
+    """Why what was printed cannot be delivered; None where it has been."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+    except OSError as error:
+        return error
+    return None
 
 
 def _drop_output() -> None:
@@ -268,6 +276,8 @@ def _known(error: Exception) -> PetuneError | None:
         return MachineError(
             str(error.strerror).lower(),
             where=where,
-            remedy="free some space, or choose a place that may be written",
+            remedy="free some space, or files (inodes)"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "choose a place that may be written",
         )
     return None

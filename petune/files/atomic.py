@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from petune.errors import FileError, UsageError
+from petune.errors import FileError, PetuneError, UsageError
 from petune.files.lock import lives
 from petune.files.manifest import seal_folder
 from petune.files.safetensors import open_regular, sync_folder, writing
@@ -54,7 +55,8 @@ def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, o
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             work.mkdir()
-            fill(work)
+            with _errors_of_rust():
+                fill(work)
             seal_folder(work)
             _flush(work)
             if occupied:
@@ -69,6 +71,19 @@ def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, o
             raise
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def _errors_of_rust() -> Iterator[None]:
+    """Turn what libraries written in Rust (tokenizers) raise, whose number of the system stands in their
+    words alone, into OSError."""
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"\(os error ([0-9]+)\)$", str(error))
+        if found is None or isinstance(error, OSError | PetuneError):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def sweep(parent: Path, names: Collection[str], *, alone: bool = False) -> list[str]:

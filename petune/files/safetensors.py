@@ -82,12 +82,13 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
 )
 
 _REMEDIES = {
-    errno.ENOSPC: "free some space and run again; what was committed before is intact",
+    errno.ENOSPC: "free some space, or files (inodes), and run again; what was committed before is intact",
     errno.EDQUOT: "your quota is used up: free some space and run again; what was committed before is intact",
     errno.EFBIG: "the file size is limited here: see `ulimit -f`",
     errno.ENOENT: "its folder is not there: make it first (mkdir -p)",
     errno.EACCES: "check owner and mode of the file and its folder",
     errno.EPERM: "check owner and mode of the file and its folder",
+    errno.ENOTDIR: "a file stands in a folder's place: move it away",
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.EIO: "the disk reports an error: look at the system's log before writing here again",
 }

@@ -32,7 +32,9 @@ def entered(
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MachineError(f"the run folder cannot be made: {error.strerror}", where=str(path)) from None
+        remedy = "choose another `out`, in a folder that may be written and on a disk with room"
+        what = f"the run folder cannot be made: {error.strerror}"
+        raise MachineError(what, where=str(path), remedy=remedy) from None
     try:
         with RunLock(path):
             _refuse_occupied(folder, resume=resume, overwrite=overwrite)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from petune.files.safetensors import writing
 from petune.log import printable
 from petune.report.files import RunFiles
 from petune.report.results import read_metrics
@@ -21,7 +22,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 56, 28
 
 def draw_loss(metrics: Path, picture: Path) -> bool:
     """Draw a run over its steps as a PNG: training and evaluation loss, the metric where it is another, the
-    learning rate; False without matplotlib or records."""
+    learning rate; False without matplotlib or records. Raises MachineError."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -62,7 +63,8 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
     figure.axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of a name in other letters: boxes
-        figure.savefig(picture, dpi=120)
+        with writing(picture):
+            figure.savefig(picture, dpi=120)
     return True
 
 

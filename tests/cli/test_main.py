@@ -178,6 +178,16 @@ def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+def test_an_output_that_is_full_is_named() -> None:
+    command = [sys.executable, "-c", "from petune_cli.main import app; app()", "--version"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert ended.returncode == 5
+    assert (
+        ended.stderr == b"standard output  no space left on device\n   free some space, or files (inodes)\n"
+    )
+
+
 @pytest.mark.parametrize("closed", [(0, 2), (1,)], ids=["input and error", "output"])
 def test_closed_standard_streams_are_the_null_device(closed: tuple[int, ...], tmp_path: Path) -> None:
     """And no file of a run gets their numbers."""

@@ -564,3 +564,17 @@ def test_a_file_in_the_place_of_a_folder_is_called_a_file(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match="a file, not a folder"):
             commit_folder(tmp_path / "tuned", lambda _: None, overwrite, ours=("tuned",))
     assert (tmp_path / "tuned").read_text() == "mine"
+
+
+def test_what_a_library_in_rust_says_of_a_full_disk_is_the_machines_refusal(tmp_path: Path) -> None:
+    def fill(work: Path) -> None:
+        (work / "tokenizer.json").touch()
+        raise Exception("No space left on device (os error 28)")  # as tokenizers raises it
+
+    with pytest.raises(
+        MachineError, match=r"tuned  cannot write: No space left on device \(ENOSPC\)\n.*inodes"
+    ):
+        commit_folder(tmp_path / "tuned", fill, False, ())
+    with pytest.raises(ValueError, match="os error of another kind"):
+        commit_folder(tmp_path / "tuned", lambda _: int("os error of another kind") and None, False, ())
+    assert os.listdir(tmp_path) == []
