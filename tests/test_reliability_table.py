@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 CASES = 66
-CODES = {"0", "2", "3", "4", "5", "6", "7", "75", "130", "-", "its own"}
+CODES = {"0", "2", "3", "4", "5", "6", "7", "75", "130", "141", "-", "its own"}
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`(?: \((\w+)\))?")
 
 

@@ -151,8 +151,8 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command line (default: this process's) and exit.
 
     0 done; 1 internal error; 2 usage or recipe; 3 data; 4 model, adapter or checkpoint files; 5 environment;
-    6 distributed; 7 training fault; 75 stopped and saved; 130 interrupted; 141, silently, when who reads the
-    output has gone.
+    6 distributed; 7 training fault; 75 stopped and saved; 130 interrupted; 141 when who reads the output has
+    gone: silently, but for a run, which is saved and says where.
     """
     open_closed_streams()
     atexit.register(_end_quickly)
@@ -178,6 +178,11 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if debug:
             echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        if isinstance(error.__cause__, BrokenPipeError):  # a run was stopped by it, and has saved
+            _drop_output()
+            with suppress(OSError):
+                echo(str(error), err=True)
+            sys.exit(141)
         _end(error)
     sys.exit(0)
 

@@ -108,7 +108,7 @@ class Loop:
         except StopAsked as signal:
             path = self.saver.save()
             what = f"stopped by {signal} at step {self.progress.step} of {self.steps.total}; saved {path}"
-            raise Stopped(what, remedy=self._way_on()) from None
+            raise Stopped(what, remedy=self._way_on()) from self.stop.cause
         finally:
             self.trackers.finish()
         self._finish()

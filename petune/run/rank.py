@@ -63,7 +63,7 @@ def _train(job: Job, base: Base, plan: ParallelPlan, here: Here) -> Run:
         if not mesh.main:
             Loop(prepared, folder, Silent(), stop, mesh).run(job.resume, job.allow_change)
             return load_run(folder.path)
-        logged = Logged(here.reporter, folder.log, folder.metrics)
+        logged = Logged(here.reporter, folder.log, folder.metrics, stop.output_lost)
         try:
             # refuses what cannot train, before anything is written
             loop = Loop(prepared, folder, logged, stop, mesh, here.callbacks)

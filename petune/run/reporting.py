@@ -3,6 +3,7 @@ whatever is shown."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -15,6 +16,9 @@ from typing import Any, Protocol
 from petune.errors import MachineError
 from petune.files.safetensors import writing
 from petune.log import printable, say
+
+# of an output: who read it has gone, its terminal was closed, its disk is full
+_UNDELIVERED = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 class Reporter(Protocol):
@@ -87,8 +91,13 @@ class PlainReporter:
 class Logged:
     """Passes everything on, keeps every line in `run.log` and every record in `metrics.jsonl`."""
 
-    def __init__(self, inner: Reporter, log: Path, metrics: Path) -> None:
-        self.inner, self.log, self.metrics = inner, log, metrics
+    def __init__(
+        self, inner: Reporter, log: Path, metrics: Path, lost: Callable[[OSError], None] | None = None
+    ) -> None:
+        """`lost` is told when what `inner` says cannot be delivered any more; it is asked nothing from then
+        on."""
+        self.inner, self.log, self.metrics, self.lost = inner, log, metrics, lost
+        self.gone: OSError | None = None
         self.total = 0
         self.detached = False
 
@@ -125,6 +134,18 @@ class Logged:
             finally:
                 os.close(fd)
 
+    def _show(self, say: Callable[..., None], *arguments: Any) -> None:
+        """Let the inner reporter say it, while somebody reads."""
+        if self.gone is not None:
+            return
+        try:
+            say(*arguments)
+        except OSError as error:
+            if self.lost is None or error.errno not in _UNDELIVERED:
+                raise
+            self.gone = error
+            self.lost(error)
+
     def ranks(self, held: Sequence[Mapping[str, Any]]) -> None:
         """Tell a reporter that draws the ranks of a plan what each of them holds."""
         if (show := getattr(self.inner, "ranks", None)) is not None:
@@ -135,29 +156,32 @@ class Logged:
         self.total = total_steps
         for line in lines:
             self.write(line)
-        self.inner.header(lines, total_steps)
+        self._show(self.inner.header, lines, total_steps)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Log, keep and pass on."""
         self.write(step_line(record, self.total))
         self._keep(record)
-        self.inner.step(record)
+        self._show(self.inner.step, record)
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Log, keep and pass on."""
         self.write(score_line(record))
         self._keep(record)
-        self.inner.evaluated(record)
+        self._show(self.inner.evaluated, record)
 
     def note(self, line: str) -> None:
         """Log and pass on."""
         self.write(line)
-        self.inner.note(line)
+        self._show(self.inner.note, line)
 
     def done(self, lines: Sequence[str]) -> None:
-        """Log and pass on."""
+        """Log and pass on. Raises the OSError of an output that was lost when no stop could heed it any
+        more."""
         for line in lines:
             self.write(line)
+        if self.gone is not None:
+            raise self.gone
         self.inner.done(lines)
 
 

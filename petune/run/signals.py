@@ -1,5 +1,5 @@
-"""SIGTERM and Ctrl-C stop a run: at once while it is prepared, then at the next safe place, where it saves. A
-second Ctrl-C interrupts."""
+"""SIGTERM, SIGHUP and Ctrl-C stop a run: at once while it is prepared, then at the next safe place, where it
+saves. A second Ctrl-C interrupts. An output that nobody reads any more stops it likewise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from petune.errors import Stopped
+
+
+def stopping() -> list[signal.Signals]:
+    """The signals that stop a run here: SIGHUP, of a terminal that is closed, not under nohup."""
+    hung_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hung_up]
 
 
 class StopAsked(Exception):
@@ -28,8 +34,13 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.cause: OSError | None = None
         self.saves = False
         self.when, self.remedy = "before training began; nothing was written", "start it again"
+
+    def output_lost(self, cause: OSError) -> None:
+        """Ask for a stop, as what the run says cannot be delivered any more."""
+        self.name, self.cause = self.name or f"the loss of its output ({cause.strerror})", cause
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None and number == signal.SIGINT:
@@ -42,16 +53,16 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch both signals inside the block, where a process can (its main thread). Raises Stopped for one
+        """Catch the signals inside the block, where a process can (its main thread). Raises Stopped for one
         that came in time."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._handle) for number in stopping()}
         try:
             yield
         except StopNow:
-            raise Stopped(f"stopped by {self.name} {self.when}", remedy=self.remedy) from None
+            raise Stopped(f"stopped by {self.name} {self.when}", remedy=self.remedy) from self.cause
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

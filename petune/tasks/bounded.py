@@ -100,7 +100,7 @@ def _work(
     try:
         # what came from the parent is not searched for garbage, which would copy every page of it
         gc.freeze()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the parent decides
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         mine.close()

@@ -178,6 +178,17 @@ def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+def test_a_run_stopped_by_a_broken_pipe_says_where_it_is_and_ends_with_141(
+    type_: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = errors.Stopped("stopped; saved runs/x", remedy="go on with: petune train runs/x --resume")
+    stopped.__cause__ = BrokenPipeError(errno.EPIPE, "Broken pipe")
+    monkeypatch.setattr("petune_cli.main._drop_output", lambda: None)
+    raising(monkeypatch, stopped)
+    shown = type_("train", "llama_lora")
+    assert shown.code == 141 and "saved runs/x" in shown.err and "--resume" in shown.err
+
+
 def test_an_output_that_is_full_is_named() -> None:
     command = [sys.executable, "-c", "from petune_cli.main import app; app()", "--version"]
     with Path("/dev/full").open("w") as full:

@@ -7,6 +7,7 @@ begins.
 
 from __future__ import annotations
 
+import errno
 import os
 import pkgutil
 import signal
@@ -33,7 +34,7 @@ from tests.forked_launch import Forks
 from tests.forked_launch import forks as forks
 from tests.group_pool import ends
 from tests.planned_runs import PLANS, small
-from tests.small_runs import assert_same_run, newest, run, settings
+from tests.small_runs import Listener, assert_same_run, newest, run, settings
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -156,6 +157,34 @@ def test_a_signal_in_training_is_heeded_at_the_next_safe_place_and_nothing_is_lo
     checkpoint.verify(newest(folder))
     run(recipe, resume=True)
     assert_same_run(folder, straight)
+
+
+@pytest.mark.parametrize("how", ["its terminal is closed", "who reads it has gone"])
+def test_a_run_whose_output_is_lost_saves_and_goes_on_bit_by_bit(how: str, straight: Path):
+    def lose(step: int) -> None:
+        if step == 1 and how == "its terminal is closed":
+            os.kill(os.getpid(), signal.SIGHUP)
+        elif step == 1:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    recipe, listener = settings(straight.parent, **TRAINED, out=how.replace(" ", "-")), Listener(lose)
+    folder, handler = Path(recipe["out"]), signal.getsignal(signal.SIGHUP)
+    with pytest.raises(Stopped, match=r"stopped by .* at step 1 of 4; saved(.|\n)*--resume") as stopped:
+        run(recipe, listener)
+    assert isinstance(stopped.value.__cause__, BrokenPipeError) == (how == "who reads it has gone")
+    assert newest(folder).name == "step-1" and len(listener.steps) == 1
+    assert signal.getsignal(signal.SIGHUP) == handler
+    run(recipe, resume=True)
+    assert_same_run(folder, straight)
+
+
+def test_a_run_under_nohup_does_not_hear_of_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest().listening():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])

@@ -133,8 +133,8 @@ def _run(
 
 @contextmanager
 def _noting_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT in the order they came, where a process can catch them: its main thread. The agent
-    is kept from doing so."""
+    """SIGTERM, SIGINT and, unless it is to be ignored (nohup), SIGHUP in the order they came, where a process
+    can catch them: its main thread. The agent is kept from doing so."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -145,7 +145,8 @@ def _noting_signals() -> Iterator[list[int]]:
 
     theirs = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    kept = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, *kept)}
     try:
         yield came
     finally:
