@@ -92,14 +92,15 @@ class Pass:
 
     here: where the tensors of the blocks lie in the whole batch. carry: what the first block is handed, as
     the blocks see it. side: the ladder's carry. below: where it climbs beside known blocks, what its gates
-    mix in, [levels, ...], and top: what the last block gives. waiting: the calls so far, where all blocks are
-    to run at once."""
+    mix in, [levels, ...], and top: what the last block gives. level: what the block that has just run will be
+    read as, where that is rounded. waiting: the calls so far, where all blocks are to run at once."""
 
     here: Running
     carry: Call = field(default_factory=dict)
     side: Call | None = None
     below: Tensor | None = None
     top: Tensor | None = None
+    level: Tensor | None = None
     waiting: list[Recorded] | None = None
     made: dict[tuple[Hashable, int], tuple[Any, Any]] = field(default_factory=dict)
 

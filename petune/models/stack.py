@@ -178,8 +178,9 @@ class Levels(Protocol):
         """Whether what blocks give in this pass is wanted."""
         ...
 
-    def write(self, number: int, hidden: Tensor) -> None:
-        """Take what block `number` of `numbers` gives, [batch, seq, width]."""
+    def write(self, number: int, hidden: Tensor) -> Tensor | None:
+        """Take what block `number` of `numbers` gives, [batch, seq, width]; what it will be read as, where
+        that is rounded."""
         ...
 
 
@@ -402,7 +403,7 @@ class Stack(nn.ModuleList):
             output = self._output(one, call, now)
         if not ladder.has(one.number):
             return output
-        hidden = carried_by(self.rule, output)["hidden_states"]
+        hidden = carried_by(self.rule, output)["hidden_states"] if now.level is None else now.level
         below = None if now.below is None else now.once("below", self._by_number, now.below)[one.number]
         now.side = now.side | self._maybe_again(
             self._climb, one.number, hidden, side | now.side, now.here, below
@@ -416,17 +417,23 @@ class Stack(nn.ModuleList):
 
     def _output(self, one: Recorded, call: Call, now: Pass) -> Any:
         """What a block returns: as `levels` know it, else computed."""
-        levels = self.levels
+        levels, now.level = self.levels, None
         wanted = levels is not None and one.number in levels.numbers
         if levels is not None and levels.reads:  # what nobody reads is handed on as it came
             known = self._parted(levels.read(one.number), now.here) if wanted else call["hidden_states"]
             return self._handed_on(call | {"hidden_states": known})
         output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
         if levels is not None and wanted and levels.writes:
-            levels.write(
-                one.number, self._left(carried_by(self.rule, output)["hidden_states"].detach(), now.here)
-            )
+            hidden = self._left(carried_by(self.rule, output)["hidden_states"].detach(), now.here)
+            return self._as_read(one, call, now, output, levels.write(one.number, hidden))
         return output
+
+    def _as_read(self, one: Recorded, call: Call, now: Pass, output: Any, kept: Tensor | None) -> Any:
+        """What a block returns whose level later passes read as `kept`: the ladder climbs beside that in this
+        one too, and it is what leaves the stack; the next block is handed what was computed."""
+        now.level = None if kept is None else self._parted(kept, now.here)
+        ends = one.number == len(self) - 1 and (self.wire is None or self.wire.ends)
+        return self._handed_on(call | {"hidden_states": now.level}) if kept is not None and ends else output
 
     def _wait(self, waiting: list[Recorded], one: Recorded, last: bool) -> Any:
         """Record a call and return its hidden states as they are; the last one runs all blocks.

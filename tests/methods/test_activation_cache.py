@@ -254,6 +254,20 @@ def test_a_narrower_cache_rounds_as_its_dtype_does(dtype: Any, tolerance: float,
         assert float((own[place] - value).norm()) <= 4 * tolerance * float(value.norm()) + 1e-9, place
 
 
+@pytest.mark.parametrize("end", ["residual", "paper", "blend"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_pass_that_rounds_a_row_computes_as_those_that_read_it(
+    dtype: Any, end: str, tmp_path: Path
+) -> None:
+    """Else a loss would say who has met a row first."""
+    for name in ("llama-causal", "t5-seq2seq"):
+        model, inputs = sided(name, end=end), batch(name)
+        with ActivationCache(model, tmp_path / name, dtype) as cache:
+            first, again = gradients(model, inputs), gradients(model, inputs)
+            assert cache.counts.computed and cache.counts.read
+        assert_equal(again, first)
+
+
 def test_bfloat16_is_stored_as_it_is(tmp_path: Path) -> None:
     name = "llama-causal"
     model = wrap(tiny(name).bfloat16(), "side", reduction=4, also_train=())
