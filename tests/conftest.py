@@ -30,6 +30,7 @@ import pytest
 from hypothesis import settings
 
 from tests.crossings import leave_to_long
+from tests.long_cells import cell, long_cells
 from tests.marks import marks_of
 from tests.slow_tests import named, slow_tests
 
@@ -96,8 +97,8 @@ def unpickled() -> Iterator[list[str]]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes or run kernels in Triton's interpreter, for `make quick`, and what a
-    crossing leaves to `make test-long`."""
+    """Mark tests that start processes or run kernels in Triton's interpreter, for `make quick`, and what
+    crossings and dear tests leave to `make test-long`."""
     leave_to_long(items)
     for item in items:
         if isinstance(item, pytest.Function):
@@ -107,6 +108,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
             if named(item.module.__name__, item.name) in slow_tests():
                 item.add_marker("slow")
+            dear = cell(item.module.__name__, item.name) in long_cells()
+            if dear and item.get_closest_marker("crossed") is None:
+                item.add_marker("long")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ that took LONGEST seconds or more on average over their parameters when they wer
 
 from __future__ import annotations
 
+import ast
 import sys
 import xml.etree.ElementTree as xml
 from collections import defaultdict
@@ -22,6 +23,14 @@ PLACE = Path(__file__).with_suffix(".txt")
 def slow_tests() -> frozenset[str]:
     """Names as `named` gives them."""
     return frozenset(PLACE.read_text(encoding="utf-8").split())
+
+
+@cache
+def functions(module: str) -> frozenset[str]:
+    """Names of a module's functions, in classes too."""
+    path = PLACE.parent / f"{module.replace('.', '/')}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.parse("")
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def named(module: str, function: str) -> str:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from functools import cache
-from pathlib import Path
-
-from tests.slow_tests import named, slow_tests, slowest
-
-HERE = Path(__file__).parent
+from tests.slow_tests import functions, named, slow_tests, slowest
 
 
 def test_every_slow_test_is_there_still() -> None:
@@ -17,14 +11,6 @@ def test_every_slow_test_is_there_still() -> None:
         name for name in slow_tests() if name.partition("::")[2] not in functions(name.partition("::")[0])
     ]
     assert gone == []
-
-
-@cache
-def functions(module: str) -> frozenset[str]:
-    """Names of a module's functions, in classes too."""
-    path = HERE / f"{module.replace('.', '/')}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.parse("")
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def test_a_test_is_slow_by_the_mean_of_its_parameters() -> None:
