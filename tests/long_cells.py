@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 BUDGET, DEAR = 0.3, 0.1  # seconds
-KEPT = ("tests.test_matrix", "tests.test_mutations", "tests.test_breakages")  # modules all of whose cells are short
+KEPT = ("tests.test_matrix", "tests.test_mutations", "tests.test_breakages")  # all of whose cells are short
 PLACE = Path(__file__).with_suffix(".txt")
 
 
