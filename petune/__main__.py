@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from petune.errors import PetuneError
@@ -96,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if process_group.joined():
             process_group.quit_process(process_group.report(error))
         if isinstance(error, PetuneError):
-            print(printable(str(error)), file=sys.stderr)
+            with suppress(OSError):  # its terminal may be gone
+                print(printable(str(error)), file=sys.stderr)
             return error.code
         if isinstance(error, KeyboardInterrupt):
             return 130

@@ -51,6 +51,7 @@ WRONG: dict[str, tuple[Callable[[Any], object], type[PetuneError]]] = {
     "merge": (petune.merge, UsageError),
     "merged_weights": (lambda model: petune.merged_weights(model).__enter__(), UsageError),
     "save": (lambda model: petune.save(model, "tuned"), UsageError),
+    "save_base": (lambda model: petune.save_base(model, "base"), UsageError),
     "load": (lambda model: petune.load(model, "nowhere"), FileError),
     "add": (lambda model: petune.add(model, "a/b"), UsageError),
     "alone": (lambda model: petune.alone(model, "poet").__enter__(), UsageError),

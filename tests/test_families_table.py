@@ -69,7 +69,17 @@ PLANS: dict[str, ParallelConfig] = {
     "ep": ParallelConfig(ep=EpConfig(size=2)),
 }
 BACKEND = {"FSDP2": "shard", "sp": "sp-gather", "ulysses": "sp-ulysses", "ring": "sp-ring", "pp": "pp-1f1b"}
-MIXED = (*METHODS, "fused", *PLANS, "packed", *FORMS, "merge", "export", "served")  # of mixtures
+MIXED = (
+    *METHODS,
+    "fused",
+    *PLANS,
+    "packed",
+    *FORMS,
+    "merge",
+    "export",
+    "vLLM",
+    "other servers",
+)  # of mixtures
 COLUMNS = tuple(column for column in MIXED if column != "ep")
 HEAD = """# Families
 
@@ -78,7 +88,8 @@ Written by `python -m tests.test_families_table`, which asks the code; a test co
 device; elsewhere LoRA's linears are fused one by one. `sp`, `ulysses` and `ring` are the three exchanges of
 sequence parallelism. `packed`: samples joined in a row, decoders alone. `nf4`, `int8`, `fp8`: LoRA over a
 base in that `base_dtype`, in fused blocks or not. `export`: LoRA in files that peft computes the same with.
-`served`: LoRA that each [server](serving.md) is written; a whole model is what `petune merge` is for.
+`vLLM`, `other servers`: LoRA that these [servers](serving.md) are written; a whole model is what `petune
+merge` is for.
 
 No mark stands without a test. Behind a yes is one that trains a small model of the family so (packs its
 samples, merges it, reads its files) and finds the numbers of transformers' own, or of peft; the cells that
@@ -147,15 +158,18 @@ def _exported(kind: str, column: str) -> None:
 
 
 def _served(kind: str, column: str) -> None:
-    """Raise UsageError where no server is written its LoRA."""
-    found = list[str]()
-    for server in SERVERS.values():
+    """Raise UsageError where vLLM, or none of the others, is written its LoRA."""
+    found, servers = (
+        list[str](),
+        [one for name, one in SERVERS.items() if (name == "vllm") == (column == "vLLM")],
+    )
+    for server in servers:
         try:
             refuse_to_serve(_tuned(kind), server)
         except UsageError as error:
             what = error.problems[0].what.replace(f" {server.version}", "").replace(server.title, "a server")
             found.append(what.replace(f" for a {kind}", " for it"))
-    assert len(found) in (0, len(SERVERS)), "one mark no longer stands for all servers"
+    assert len(found) in (0, len(servers)), "one mark no longer stands for all of them"
     if found:
         raise UsageError(found[0])
 
@@ -163,7 +177,8 @@ def _served(kind: str, column: str) -> None:
 OTHER: dict[str, Callable[[str, str], Any]] = {
     "merge": lambda kind, column: merge(wrap(fresh(EACH[kind]), "lora", r=2)),
     "export": _exported,
-    "served": _served,
+    "vLLM": _served,
+    "other servers": _served,
 }
 
 
@@ -236,8 +251,9 @@ def test_every_mark_of_a_base_of_packing_and_of_files_is_a_cell_of_a_test(made: 
     of_one = {"packed": family_cells.PACKED, "merge": family_cells.MERGED, "export": family_cells.EXPORTED}
     run |= {(kind_of(*values(name)), column) for column, names in of_one.items() for name in names}
     served = [name for _, name in map(values, family_cells.SERVED)]
-    run |= {(kind_of(name), "served") for name in served if served.count(name) == len(SERVERS)}
-    columns = {*FORMS, *of_one, "served"}
+    run |= {(kind_of(name), "vLLM") for name in served}
+    run |= {(kind_of(name), "other servers") for name in served if served.count(name) == len(SERVERS)}
+    columns = {*FORMS, *of_one, "vLLM", "other servers"}
     assert {(kind, column) for kind, column, can in marks(made) if can and column in columns} == run
 
 

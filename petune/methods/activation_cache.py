@@ -184,9 +184,9 @@ class ActivationCache:
         stage of a pipeline that has some of it."""
         form = dtype if self.dtype == "auto" else DTYPES[self.dtype]
         ladder = cast("Any", stack.ladder)
-        read = ladder.settings.beside(len(stack)) if ladder.settings.climbs else ()
+        read = ladder.settings.beside(len(stack)) if ladder is not None and ladder.settings.climbs else ()
         stored = {*read, len(stack) - 1, *lasts}
-        width: int = ladder.width
+        width = next(levels[stack].width for levels in self.levels.values() if stack in levels)
         return len(stored) * (width * form.itemsize + 4 * (form is torch.float8_e4m3fn))
 
     def __enter__(self) -> ActivationCache:
@@ -219,7 +219,7 @@ def refuse_moving(model: nn.Module) -> None:
     stacks = list(stacks_in(model).values())
     if is_wrapped(model) and not any(stack.ladder is not None for stack in stacks):
         raise UsageError(
-            "an activation cache is for ladders: every other method changes what blocks give in every step",
+            "an activation cache is for ladders and frozen models: this method changes what blocks give",
             where="cache",
             expected="method side, or a frozen model that is not wrapped, with a head that trains",
             found=tuning(model).method,

@@ -49,7 +49,7 @@ def merge(model: Model, name: str | None = None) -> Model:
     """
     if name is not None:
         settle(model, name)
-    _refuse_unmergeable(model)
+    refuse_unmergeable(model)
     _refuse_absent(model)
     warn_of_quantised(model)
     unfuse(model)
@@ -134,12 +134,10 @@ def merged_weights(
     gradients. Raises UsageError for adapter and side, when already inside, and for a seed where nothing is
     rounded by it.
     """
-    _refuse_unmergeable(model)
+    refuse_unmergeable(model)
     _refuse_absent(model)
-    names, layers = [], list[TunedLayer]()
-    for name, layer in tuned_layers(model):
-        names.append(name)
-        layers.append(layer)
+    named = list(tuned_layers(model))
+    layers = [layer for _, layer in named]
     if seed is not None:
         refuse_unrounded(layers, dtype)
     if any(layer.merged for layer in layers):
@@ -153,7 +151,7 @@ def merged_weights(
         for parameter in trained:
             parameter.requires_grad_(False)
         keys, made = [tuned_together(layer) for layer in layers], dict[tuple[int, ...], Any]()
-        for key, name, layer in zip(keys, names, layers, strict=True):
+        for key, (name, layer) in zip(keys, named, strict=True):
             if key not in made:
                 made[key] = _parameters(merged_tensors(name, layer, dtype, seed))
         for key, layer in zip(keys, layers, strict=True):
@@ -178,7 +176,7 @@ def _refuse_training(model: nn.Module, args: Any) -> None:
         )
 
 
-def _refuse_unmergeable(model: nn.Module) -> None:
+def refuse_unmergeable(model: nn.Module) -> None:
     record = sole_tuning(model)
     method = method_of(record.config)
     if not method.mergeable:

@@ -127,9 +127,8 @@ def cost_of(layers: Iterable[tuple[str, TunedLayer]], dtype: torch.dtype | None,
         for name, (own, delta, change) in layer.weight_changes().items():
             wide = torch.promote_types(own.dtype, torch.float32)
             weight = own.to(wide)
-            begun = weight.to(dtype or own.dtype).to(wide) + delta.to(
-                wide
-            )  # as rounding nothing would leave it
+            # as rounding nothing would leave it
+            begun = weight.to(dtype or own.dtype).to(wide) + delta.to(wide)
             error = written[name].to(wide) - begun
             update += float(change.norm()) ** 2
             missed += float(error.norm()) ** 2

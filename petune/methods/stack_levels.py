@@ -46,9 +46,8 @@ class StackLevels:
         self.fresh: dict[int, Tensor] = {}
         self.width = width
         self.dtype = self.form = torch.float32
-        if (
-            kind := RowStore.kind_in(folder, self.name)
-        ) is not None:  # what was computed stands in the middle
+        # what was computed stands in the middle
+        if (kind := RowStore.kind_in(folder, self.name)) is not None:
             self.open(_NAMED.get(kind.split(" ")[1], torch.float32) if " " in kind else torch.float32, None)
 
     def __deepcopy__(self, memo: object) -> None:
@@ -93,8 +92,7 @@ class StackLevels:
 
     def write(self, number: int, hidden: Tensor) -> Tensor | None:
         """See petune.models.stack.Levels."""
-        if number in self.numbers:
-            self.fresh[number] = hidden
+        self.fresh[number] = hidden
         form = _form_of(self.stored, hidden.dtype)
         if form is not _FP8 and torch.promote_types(form, hidden.dtype) is form:
             return None

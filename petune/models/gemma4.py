@@ -46,11 +46,12 @@ def refused(config: Config) -> dict[str, str]:
         found["tuning"] = EXPERTS
     if config.use_bidirectional_attention == "all":
         found["packing"] = "a mask by which tokens see later ones does not tell samples apart"
+    across = []
     if size := config.hidden_size_per_layer_input:
-        found["pp"] = f"every block reads embeddings of its own (hidden_size_per_layer_input = {size})"
+        across.append(f"every block reads embeddings of its own (hidden_size_per_layer_input = {size})")
     if shared := config.num_kv_shared_layers:
-        found["pp"] = f"its last blocks read keys and values of others (num_kv_shared_layers = {shared})"
-    return found
+        across.append(f"its last blocks read keys and values of others (num_kv_shared_layers = {shared})")
+    return found | ({"pp": "; ".join(across)} if across else {})
 
 
 LIKE = llama.like(

@@ -17,8 +17,8 @@ from petune.errors import FileError
 from petune.recipe.read import load_recipe
 from petune.recipe.schema import Recipe
 
-_HEAD = re.compile(rb"# run [0-9a-f]{32}\n# sha256 ")
-_SEAL = re.compile(rb"([0-9a-f]{64}) of all below\n")
+_SEAL = re.compile(rb"# run [0-9a-f]{32}\n# sha256 ([0-9a-f]{64}) of all below\n")
+_SEALED = re.compile(rb"sha256|of all below|\r\n")  # what is left of a seal that was changed
 _REMEDY = (
     "put the file back from another copy of the run; a setting is changed on the command line: petune train"
     " RUN --resume KEY=VALUE"
@@ -40,7 +40,7 @@ def sealed_settings(recipe: Recipe, run_id: str) -> bytes:
 
 def is_sealed(file: Path) -> bool:
     """Whether the settings stand under a hash: those that an earlier petune wrote do not."""
-    return _HEAD.match(_beginning(file)) is not None
+    return _SEALED.search(_beginning(file)) is not None
 
 
 def load_resolved(file: Path, *overrides: Sequence[str] | Mapping[str, Any]) -> Recipe:
@@ -63,7 +63,7 @@ def _beginning(file: Path) -> bytes:
     try:
         if file.is_file():
             with file.open("rb") as stream:
-                return stream.read(64)
+                return stream.read(160)
     except OSError:
         pass  # `load_recipe` says why it cannot be read
     return b""
@@ -74,10 +74,8 @@ def _check_seal(file: Path) -> None:
         whole = file.read_bytes()
     except OSError as error:
         raise FileError(f"cannot be read: {error.strerror}", where=str(file)) from error
-    head = _HEAD.match(whole)
-    seal = _SEAL.match(whole, head.end()) if head else None
-    if seal is None:
-        raise _changed(file, "the SHA-256 of what follows in its second line", "another line")
+    if (seal := _SEAL.match(whole)) is None:
+        raise _changed(file, "the run and the SHA-256 of what follows in its first two lines", "others")
     if (found := hashlib.sha256(whole[seal.end() :]).hexdigest()) != (noted := seal[1].decode()):
         raise _changed(file, f"a sha256 of {noted[:16]}…", f"{found[:16]}…")
 

@@ -29,12 +29,8 @@ def balance_of(model: nn.Module) -> float:
     """The coefficient of the loss, where the model's config asks for it (output_router_logits) and
     transformers adds it, to a language model's; else 0."""
     config: Any = getattr(model, "config", None)
-    if not getattr(config, "output_router_logits", False):
-        return 0.0
-    if not hasattr(model, "router_aux_loss_coef"):
-        say("output_router_logits: the routers' auxiliary loss is a language model's, and left out here")
-        return 0.0
-    return float(config.router_aux_loss_coef)
+    asked = getattr(config, "output_router_logits", False) and hasattr(model, "router_aux_loss_coef")
+    return float(config.router_aux_loss_coef) if asked else 0.0
 
 
 def routes_are_whole(plan: ParallelPlan) -> bool:
@@ -48,17 +44,23 @@ def balance_in(model: nn.Module, mesh: Mesh, packed: bool = False) -> Balance | 
     and for `packed` rows, which do not say where their padding is."""
     coefficient, plan = balance_of(model), mesh.plan
     if not coefficient:
+        if mesh.main and getattr(getattr(model, "config", None), "output_router_logits", False):
+            say("output_router_logits: the routers' auxiliary loss is a language model's, and left out here")
         return None
     if packed:
         what = "the routers' auxiliary loss is of real tokens, and packed rows do not say which are padding"
-        remedy = "set packing: false, or output_router_logits: false in the model's config.json"
-        raise UsageError(what, where="data.packing", remedy=remedy)
+        raise UsageError(
+            what,
+            where="data.packing",
+            remedy="set packing: false, or output_router_logits: false in the model's config.json",
+        )
     if not routes_are_whole(plan):
         what = "the routers' auxiliary loss is made of all layers' scores, which a rank of this plan has not"
-        remedy = (
-            "set output_router_logits: false in the model's config.json, or use dp, tp, galaxy, ep or none"
+        raise UsageError(
+            what,
+            where="parallel",
+            remedy="set output_router_logits: false in the model's config.json, or use dp, tp, galaxy or ep",
         )
-        raise UsageError(what, where="parallel", remedy=remedy)
     if plan.dp == 1:
         return lambda outputs, batch, trained: _shared(
             coefficient * trained * cast("Any", outputs).aux_loss, plan.tp

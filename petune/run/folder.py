@@ -35,6 +35,7 @@ from petune.report.files import RunFiles
 from petune.run.plot import draw_loss
 from petune.run.readme import readme
 from petune.saving import checkpoint
+from petune.saving.servers import ALIASES, SERVERS
 
 State = Literal["absent", "begun", "running", "stopped", "finished", "replaced", "foreign"]
 
@@ -49,7 +50,8 @@ _PASSING = (
 )
 ACTIVATIONS = "activations"  # of frozen blocks, until the run is done
 _WRITTEN = ("checkpoints", "tuned", ACTIVATIONS)  # by the run, which holds the lock
-SHIPPED = ("merged", "hf", "peft")  # by other commands, which do not
+# by other commands, which do not
+SHIPPED = ("merged", "hf", "peft", "adapters", "bitsandbytes", *SERVERS, *ALIASES)
 FILES, FOLDERS = (*_LASTING, *_PASSING), (*_WRITTEN, *SHIPPED)
 _PACKAGES = ("petune", "torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
 _ID = re.compile(rb"# run ([0-9a-f]{32})\n")

@@ -28,7 +28,7 @@ from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
-from petune.methods.merging import tuned_together, warn_of_quantised
+from petune.methods.merging import refuse_unmergeable, tuned_together, warn_of_quantised
 from petune.methods.pissa import in_difference_form
 from petune.methods.rounding import cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
@@ -364,14 +364,15 @@ def save_merged(
     it; otherwise as `save`.
     """
     model = bare(model)
-    record = sole_tuning(model)
+    refuse_unmergeable(model)
     refuse_merged(model)
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"{type(model).__name__} is not a transformers model",
             remedy="use petune.merge and save it your own way",
         )
-    named = list(tuned_layers(model)) if method_of(record.config).mergeable else []
+    firsts: dict[tuple[int, ...], str] = {}  # layers that are tied are merged once, by the first name
+    named = [(firsts.setdefault(tuned_together(layer), name), layer) for name, layer in tuned_layers(model)]
     layers = [layer for _, layer in named]
     if seed is not None:
         refuse_unrounded(layers, dtype)

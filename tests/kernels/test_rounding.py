@@ -73,7 +73,7 @@ def layer(columns: int = 512) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 def test_products_in_eight_bits_meet_their_update_before_they_are_rounded() -> None:
     x, weight, s, b, change = layer()
     ops = reference_ops()
-    base, zero = PackedFp8(Fp8.of(weight), None, ops), torch.zeros_like(b)
+    base, zero = PackedFp8([Fp8.of(weight)], None, ops), torch.zeros_like(b)
     assert (
         0.95
         < exact.share(lambda b: base.linear_low(x, (s, zero if b is None else b), ops, None), b, change)

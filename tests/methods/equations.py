@@ -119,7 +119,7 @@ def ladder_gate() -> None:
         with_kwargs=True,
     )
     model(**batch("llama-causal"))
-    g = torch.sigmoid(ladder.gates[0] / 0.5)
+    g = torch.sigmoid(ladder.gates["0"] / 0.5)
     _same(seen["found"], g * seen["state"] + (1 - g) * seen["below"])
 
 

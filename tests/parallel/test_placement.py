@@ -230,6 +230,7 @@ def test_a_value_that_is_not_finite_on_one_rank_is_told_by_all(
     monkeypatch.setattr("petune.parallel.placement.cross", lambda *_: None)
     monkeypatch.setattr(process_group, "inside", lambda: True)
     monkeypatch.setattr(process_group, "gather", lambda text: sorted({text, *told}))
+    monkeypatch.setattr(process_group, "read_by_all", lambda: None)
     for rank in range(2):
         with pytest.raises(FileError, match=r"layers\.1\.mlp\.up_proj\.weight  holds a value that is not"):
             parts(unread(tmp_path, "causal", "lora", torch.float32), plan, rank)

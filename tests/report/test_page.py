@@ -266,12 +266,12 @@ def test_several_runs_of_different_tasks_are_compared(tmp_path: Path) -> None:
 
 def test_methods_differ_in_what_was_chosen_of_their_own_settings(tmp_path: Path) -> None:
     folders = []
-    for method in ({"name": "lora", "alpha": 3.0}, {"name": "side"}):
+    for method in ({"name": "lora", "alpha": 3.0}, {"name": "full"}):
         settings = load_recipe({"model": "m", "data": "d", "method": method}).resolved()
         folders.append(write_run(tmp_path / str(method["name"]), settings=settings))
     text = parsed(*folders).text
     differs = text[text.index("What differs") : text.index("Curves")]
-    assert "method.name lora side" in differs and "method.alpha 3 -" in differs
+    assert "method.name lora full" in differs and "method.alpha 3 -" in differs
     assert "method.r " not in differs and "method.reduction" not in differs
 
 

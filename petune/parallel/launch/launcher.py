@@ -62,7 +62,8 @@ LOCALHOST = "127.0.0.1"
 STOPPED = Stopped.code
 INTERRUPTED = 130
 # how a stop ends a rank that trains nothing yet, whoever sent it
-_STOPS = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
+_ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # by which a stop is asked for
+_STOPS = (STOPPED, INTERRUPTED, *(-number for number in _ASKS))
 _KINDS = {
     kind.code: kind
     for kind in (UsageError, DataError, FileError, MachineError, DistributedError, TrainingFault, Stopped)
@@ -511,7 +512,7 @@ def judge(
     """
     asked = {*stops}
     if not begun:
-        asked |= {signal.SIGTERM, signal.SIGINT}
+        asked |= {*_ASKS}
         bad = {rank: -signal.SIGINT if code == INTERRUPTED else code for rank, code in bad.items()}
         reports = [report for report in reports if report.code != INTERRUPTED]
     if stops.count(signal.SIGINT) > 1 or INTERRUPTED in bad.values():

@@ -455,7 +455,8 @@ def report(error: BaseException) -> int:
         with suppress(OSError):
             write_error_file(Path(path), here.rank if here else 0, code, kind, text, trace)
     if not launched():
-        print(printable(f"rank {here.rank}: {text}" if here else text), file=sys.stderr, flush=True)
+        with suppress(OSError):  # its terminal may be gone
+            print(printable(f"rank {here.rank}: {text}" if here else text), file=sys.stderr, flush=True)
     if _session is not None and kind == "own":
         _session.pulse.fail(text, code == Stopped.code, _session.store)
         if code == Stopped.code and _session.server is not None:
