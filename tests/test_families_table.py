@@ -32,6 +32,7 @@ from petune.models.quantise import quantise_blocks
 from petune.parallel.configs import CutConfig, DpConfig, EpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import make_plan
 from petune.saving.peft import to_peft
+from petune.saving.peft_experts import warn_of_conversion
 from petune.saving.serve import _refuse as refuse_to_serve
 from petune.saving.servers import SERVERS
 from petune.tasks.registry import check_fit
@@ -152,6 +153,7 @@ def _exported(kind: str, column: str) -> None:
     model = _tuned(kind)
     with patch("petune.saving.peft_experts.warn") as warn:
         to_peft(model, tuned_state(model), None)
+        warn_of_conversion(model)
     if warn.called:
         what = "peft takes linears beside its experts for an expert's: exclude them, or read it with petune"
         raise UsageError(what)

@@ -177,6 +177,7 @@ def _refuse_training(model: nn.Module, args: Any) -> None:
 
 
 def refuse_unmergeable(model: nn.Module) -> None:
+    """Raise UsageError for a method whose tuning cannot be merged into weights, and for several adapters."""
     record = sole_tuning(model)
     method = method_of(record.config)
     if not method.mergeable:
