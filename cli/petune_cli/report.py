@@ -38,7 +38,7 @@ def report(
         if not is_run(folder):
             raise no_run(folder)
         if forecast:
-            _predict(folder)
+            predict(folder)
         if answers:
             from petune.run.answers import keep_answers
             from petune.run.train import load_run
@@ -49,7 +49,21 @@ def report(
     echo(str(place))
 
 
-def _predict(folder: Path) -> None:
+def complete(folder: Path) -> None:
+    """Write the page of a run that has just finished again, with the memory that was predicted for it and its
+    schedule. The run has finished whatever becomes of its page, so nothing is raised."""
+    from petune.log import say
+    from petune.report.files import RunFiles
+    from petune.report.page import NAME, write_report
+
+    try:
+        predict(folder)
+        write_report([RunFiles(folder)], folder / NAME)
+    except Exception as error:  # see above
+        say(f"the page of the run has no forecast: {str(error).splitlines()[0] if str(error) else error!r}")
+
+
+def predict(folder: Path) -> None:
     """Keep in the run folder what `petune plan` says of the memory of its ranks, and their schedule."""
     from petune.estimate.forecast import forecast
     from petune.estimate.timeline import charts

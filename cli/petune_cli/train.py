@@ -48,9 +48,10 @@ def train(
         recipe = Given.of(words).recipe()
         from petune.run.train import train as run_training
         from petune_cli.display import reporter
+        from petune_cli.report import complete
 
     with reporter() as shown:
-        run_training(
+        run = run_training(
             recipe,
             resume=checkpoint or resume,
             overwrite=overwrite,
@@ -58,3 +59,5 @@ def train(
             reporter=shown,
             restarts=restarts,
         )
+    if recipe.report:
+        complete(run.folder)

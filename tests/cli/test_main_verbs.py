@@ -20,9 +20,21 @@ from tests.cli.conftest import FakeRun, Type
 # ------------------------------------------------------------------ Start
 
 
-def test_train_hands_over_the_recipe_and_the_options(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("petune.run.train.train", lambda recipe, **options: seen.append((recipe, options)))
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """(recipe, options) of each training; the folder of each run whose page is completed."""
+    found: list[Any] = []
+
+    def train(recipe: Any, **options: Any) -> SimpleNamespace:
+        found.append((recipe, options))
+        return SimpleNamespace(folder="runs/mine")
+
+    monkeypatch.setattr("petune.run.train.train", train)
+    monkeypatch.setattr("petune_cli.report.complete", found.append)
+    return found
+
+
+def test_train_hands_over_the_recipe_and_the_options(type_: Type, seen: list[Any]) -> None:
     assert (
         type_(
             "train",
@@ -43,13 +55,12 @@ def test_train_hands_over_the_recipe_and_the_options(type_: Type, monkeypatch: p
         False,
         ("epochs", "lr"),
     )
+    assert seen[1:] == ["runs/mine"]
 
 
-def test_train_from_a_checkpoint_names_it(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("petune.run.train.train", lambda recipe, **options: seen.append(options["resume"]))
-    type_("train", "llama_lora", "--from", "runs/x/checkpoints/step-3")
-    assert seen == ["runs/x/checkpoints/step-3"]
+def test_train_from_a_checkpoint_names_it(type_: Type, seen: list[Any]) -> None:
+    type_("train", "llama_lora", "report=false", "--from", "runs/x/checkpoints/step-3")
+    assert [options["resume"] for _, options in seen] == ["runs/x/checkpoints/step-3"]
 
 
 def test_overwrite_and_resume_exclude_each_other(type_: Type) -> None:

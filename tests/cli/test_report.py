@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from petune_cli.report import complete
 
 from petune.recipe import load_recipe, sealed_settings
 from tests.cli.conftest import Type
@@ -70,6 +71,21 @@ def test_the_forecast_is_that_of_petune_plan(type_: Type, tmp_path: Path) -> Non
     (rank,) = json.loads((tmp_path / "one" / "forecast.json").read_text())["ranks"]
     (planned,) = json.loads(type_("plan", "one/resolved.yaml", "--json").out)["ranks"]
     assert rank["total"] == planned["total"] > rank["frozen"] == planned["memory"]["frozen"] > 0
+
+
+def test_a_run_that_has_finished_has_its_forecast_on_its_page_or_says_why_not(
+    type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.log.say", said.append)
+    settings = {"model": "demo:tiny-llama", "data": {"path": "demo:docstrings-domain", "max_length": 32}}
+    write_whole_run(tmp_path / "one", settings | {"task": "causal", "device": "cpu"})
+    complete(tmp_path / "one")
+    page = (tmp_path / "one" / "report.html").read_text()
+    assert "predicted" in page and "--forecast" not in page and said == []
+    (tmp_path / "one" / "resolved.yaml").write_text("model: {")
+    complete(tmp_path / "one")
+    assert "has no forecast" in said[0] and (tmp_path / "one" / "report.html").read_text() == page
 
 
 def test_the_schedule_of_a_plan_is_drawn_as_petune_plan_draws_it(type_: Type, tmp_path: Path) -> None:
