@@ -258,10 +258,12 @@ class Trackers:
 
 
 def _place_of(tracker: Any) -> str:
-    """The address of a run at a tracker, else the folder it writes to."""
-    own = tracker.tracker
-    for name in ("url", "get_url", "get_output_log_web_page", "log_dir"):
-        found = getattr(own, name, None)
+    """The address of a run at a tracker, else the folder it writes to (wandb offline: `dir`, mlflow:
+    `info.artifact_uri`)."""
+    for path in ("url", "get_url", "get_output_log_web_page", "log_dir", "dir", "info.artifact_uri"):
+        found = tracker.tracker
+        for name in path.split("."):
+            found = getattr(found, name, None)
         found = found() if callable(found) else found
         if isinstance(found, str) and found:
             return found

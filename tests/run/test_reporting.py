@@ -152,6 +152,8 @@ def test_tensorboard_gets_every_step_and_every_score(tmp_path: Path):
     [
         (SimpleNamespace(url="https://w.ai/run"), "https://w.ai/run"),
         (SimpleNamespace(get_url=lambda: "https://comet/run"), "https://comet/run"),
+        (SimpleNamespace(url=None, dir="wandb/offline-run-1/files"), "wandb/offline-run-1/files"),
+        (SimpleNamespace(info=SimpleNamespace(artifact_uri="mlruns/0/1/artifacts")), "mlruns/0/1/artifacts"),
         (SimpleNamespace(), "started; it says no address"),
     ],
 )
