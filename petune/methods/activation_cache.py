@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.methods.row_keys import sources_of
-from petune.methods.stack_levels import DTYPES, StackLevels
+from petune.methods.stack_levels import StackLevels, form_of
 from petune.methods.stack_levels import Stored as Stored
 from petune.methods.trainable import frozen_digest, frozen_tensors, moving
 from petune.methods.wrapped import is_wrapped, tuning
@@ -182,7 +182,7 @@ class ActivationCache:
     def token_bytes(self, stack: Stack, dtype: torch.dtype, lasts: Collection[int] = ()) -> int:
         """Bytes of a token of a whole stack whose blocks compute in `dtype`. lasts: the last block of each
         stage of a pipeline that has some of it."""
-        form = dtype if self.dtype == "auto" else DTYPES[self.dtype]
+        form = form_of(self.dtype, dtype)
         ladder = cast("Any", stack.ladder)
         read = ladder.settings.beside(len(stack)) if ladder is not None and ladder.settings.climbs else ()
         stored = {*read, len(stack) - 1, *lasts}

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from petune.errors import UsageError
-from petune.methods.configs import AdapterConfig
+from petune.methods.configs import ADAPTERHUB, AdapterConfig
 from petune.models.acts import ACTS
 from petune.models.boundary import BoundaryHook
 from petune.models.sites import find_sites
@@ -66,7 +66,7 @@ _KEPT |= dict.fromkeys(("gelu_new", "gelu_accurate", "gelu_python_tanh"), 5)
 @cache
 def activation_of(name: str) -> Callable[[Tensor], Tensor]:
     """The non-linearity that a setting names, or a file of AdapterHub's."""
-    return cast("Callable[[Tensor], Tensor]", ACT2FN[{"leakyrelu": "leaky_relu"}.get(name, name)])
+    return cast("Callable[[Tensor], Tensor]", ACT2FN[ADAPTERHUB.get(name, name)])
 
 
 class Bottleneck(TunedLayer):

@@ -21,6 +21,7 @@ ACTIVATIONS = (
     *("gelu_10", "gelu_accurate", "gelu_fast", "gelu_python", "gelu_python_tanh", "hardswish", "laplace"),
     *("linear", "mish", "relu2", "relu6", "sqrtsoftplus", "swish", "leakyrelu"),
 )
+ADAPTERHUB = {"swish": "silu", "leakyrelu": "leaky_relu"}  # its words for two of them
 ALSO_TRAIN = "modules trained whole beside the method; auto: the task head of the family"
 
 

@@ -93,7 +93,7 @@ class StackLevels:
     def write(self, number: int, hidden: Tensor) -> Tensor | None:
         """See petune.models.stack.Levels."""
         self.fresh[number] = hidden
-        form = _form_of(self.stored, hidden.dtype)
+        form = form_of(self.stored, hidden.dtype)
         if form is not _FP8 and torch.promote_types(form, hidden.dtype) is form:
             return None
         return _unpacked(*_packed(hidden, form), hidden.dtype)
@@ -103,7 +103,7 @@ class StackLevels:
     def open(self, dtype: torch.dtype, phase: int | None) -> RowStore:
         """The store of rows whose levels were computed in `dtype`. phase: see RowStore."""
         self.dtype = dtype
-        self.form = _form_of(self.stored, dtype)
+        self.form = form_of(self.stored, dtype)
         token = len(self.numbers) * (self.width * self.form.itemsize + 4 * self.scaled)
         kind = f"{len(self.numbers)}x{self.width} {_short(dtype)} as {_short(self.form)}"
         self.store = RowStore(self.folder, self.name, token, kind, self.writer, phase)
@@ -147,7 +147,7 @@ class StackLevels:
             store.write(row.key, row.tokens, views)
 
 
-def _form_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
+def form_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
     """What levels of a dtype are stored in; fp32 narrows nothing."""
     form = dtype if stored == "auto" else DTYPES[stored]
     return torch.promote_types(form, dtype) if stored == "fp32" else form

@@ -59,7 +59,7 @@ def balance_in(model: nn.Module, mesh: Mesh, packed: bool = False) -> Balance | 
         raise UsageError(
             what,
             where="parallel",
-            remedy="set output_router_logits: false in the model's config.json, or use dp, tp, galaxy or ep",
+            remedy="set output_router_logits: false in config.json, or use dp, tp, galaxy, ep or none",
         )
     if plan.dp == 1:
         return lambda outputs, batch, trained: _shared(

@@ -23,7 +23,7 @@ from petune.files.json_fields import Fields, Kind, Number, OneOf, Text, Truth, c
 from petune.files.safetensors import check_dtypes, read_json, read_tensors
 from petune.log import say, warn
 from petune.methods import tuned_names, tuning
-from petune.methods.configs import ACTIVATIONS, AdapterConfig
+from petune.methods.configs import ACTIVATIONS, ADAPTERHUB, AdapterConfig
 from petune.methods.saving import remember
 from petune.methods.targets import within
 from petune.models import family_of
@@ -61,8 +61,7 @@ _ENDS = {  # here: there
     "adapter_up.weight": "adapter_up.weight",
     "adapter_up.bias": "adapter_up.bias",
 }
-_HERE = {"swish": "silu", "leakyrelu": "leaky_relu"}  # the library's words; it knows transformers' besides
-_THERE = {here: there for there, here in _HERE.items()}
+_THERE = {here: there for there, here in ADAPTERHUB.items()}  # it knows transformers' words besides
 # What tells the kinds apart.
 _FORMS: Mapping[str, Mapping[str, bool]] = {
     "houlsby": {"mh_adapter": True, "original_ln_before": False, "is_parallel": False},
@@ -293,7 +292,7 @@ def load_adapters(model: nn.Module, fields: Mapping[str, Any], folder: Path) -> 
     config = AdapterConfig(
         kind=kind,
         reduction=_reduction(model, own["reduction_factor"], file),
-        activation=_HERE.get(own["non_linearity"], own["non_linearity"]),
+        activation=ADAPTERHUB.get(own["non_linearity"], own["non_linearity"]),
         scale=float(own.get("scaling", 1.0)),
         also_train=heads,
     )

@@ -16,8 +16,8 @@ from petune.rng.context import Running
 
 
 class Unpadded:
-    """Edges of a stack that leave padding outside, where `running().segments`
-    says what is kept; else they do nothing.
+    """Edges of a stack that leave padding outside, where `running().segments` says what is kept; else they do
+    nothing.
 
     Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them,
     has [1, total] instead, `position_embeddings` and `position_ids` among them, and there is no attention
@@ -60,8 +60,8 @@ def _packed(value: Any, segments: Segments | None) -> Any:
 
 
 class InDtype:
-    """Edges of a stack: under autocast a norm of the embeddings gives float32, as
-    does an earlier stage that runs unfused, and blocks compute in a narrower dtype."""
+    """Edges of a stack: under autocast a norm of the embeddings gives float32, as does an earlier stage that
+    runs unfused, and blocks compute in a narrower dtype."""
 
     replays, least = True, 1
 
