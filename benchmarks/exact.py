@@ -8,6 +8,8 @@ and the first gradients.
     petune peft unsloth
     PYTHONPATH=. python3 benchmarks/exact.py losses --shape 70b --layers 8 --steps 200 --variants petune
     "petune, nf4 base"                                           beside the first, a base in bf16
+    PYTHONPATH=. python3 benchmarks/exact.py losses --shape moe --variants float32 petune "petune, kernels:
+    off"                                                         four blocks of Qwen3-30B-A3B's shape
     PYTHONPATH=. python benchmarks/exact.py losses --tiny --layers 2 --steps 200 --plot exact.svg         on a
                                                                                                           CPU
 
@@ -40,7 +42,15 @@ if sys.argv[-1].startswith('{"variant": "unsloth"'):
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import petune
 from benchmarks.peers import SHAPES, TARGETS, answer, in_own_process, prepare
@@ -273,7 +283,7 @@ def build(variant: str, rank: int, seed: int, folder: Path) -> nn.Module:
     if variant == "unsloth":
         return _unsloth(rank, seed, folder)
     dtype = torch.float32 if variant == "float32" else torch.bfloat16
-    model = cast("nn.Module", LlamaForCausalLM.from_pretrained(folder, dtype=dtype)).to(DEVICE)
+    model = cast("nn.Module", AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)).to(DEVICE)
     if variant == "peft":
         from peft import LoraConfig as PeftConfig
         from peft import get_peft_model
@@ -310,7 +320,7 @@ def _draw(model: nn.Module, seed: int) -> None:
     }
     for name in sorted(name for name in factors if "lora_A" in name):
         value = factors[name]
-        bound = value.shape[1] ** -0.5
+        bound = value.shape[-1] ** -0.5  # of experts [experts, r, in]
         value.data = torch.empty(value.shape, device=DEVICE).uniform_(-bound, bound, generator=generator)
     for name in (name for name in factors if "lora_B" in name):
         factors[name].data = torch.zeros(factors[name].shape, device=DEVICE)
@@ -328,6 +338,30 @@ BESIDE: dict[str, dict[str, Any]] = {
     "8b": {},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 }
+TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"head_dim": 64, "vocab_size": 2000}
+# Qwen3-30B-A3B's
+MIXTURE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 32000,
+}
+TINY_MIXTURE = {"hidden_size": 256, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+TINY_MIXTURE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2000}
+
+
+def write_mixture(layers: int, tiny: bool, folder: Path) -> None:
+    """Random weights of a mixture of experts, in bf16."""
+    config = Qwen3MoeConfig(**MIXTURE | (TINY_MIXTURE if tiny else {}), num_hidden_layers=layers)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(DEVICE):
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
 def train(model: nn.Module, exact: bool, steps: int, seed: int) -> tuple[list[float], Tensor]:
@@ -374,17 +408,12 @@ def compare(given: argparse.Namespace) -> None:
     out = Path(os.environ.get("OUT", "."))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
-        SHAPES["exact"] = SHAPES["8b"] | {"num_hidden_layers": given.layers, "vocab_size": 32000}
-        SHAPES["exact"] |= BESIDE[given.shape]
-        if given.tiny:
-            SHAPES["exact"] |= {
-                "hidden_size": 256,
-                "intermediate_size": 512,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-            }
-            SHAPES["exact"] |= {"head_dim": 64, "vocab_size": 2000}
-        prepare("exact", folder, DEVICE)
+        if given.shape == "moe":
+            write_mixture(given.layers, given.tiny, folder)
+        else:
+            SHAPES["exact"] = SHAPES["8b"] | {"num_hidden_layers": given.layers, "vocab_size": 32000}
+            SHAPES["exact"] |= BESIDE[given.shape] | (TINY if given.tiny else {})
+            prepare("exact", folder, DEVICE)
         torch.set_default_dtype(torch.float32)
         rows: list[dict[str, Any]] = []
         for name in names:
@@ -459,7 +488,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("survival", "losses"), default="losses")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--shape", choices=tuple(BESIDE), default="8b")
+    parser.add_argument("--shape", choices=(*BESIDE, "moe"), default="8b")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of factors and rows")
     parser.add_argument("--tiny", action="store_true", help="small layers, for a CPU")
