@@ -27,6 +27,7 @@ from petune.kernels.block.specs import spec_of
 from petune.kernels.block.unpad import leave_padding_out, owner_of
 from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
+from petune.kernels.graphs.beneath import Beneath
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.graphs.ways import way_through
 from petune.kernels.head.hooks import fuse_head, unfuse_head
@@ -172,9 +173,10 @@ def unfusable(
 
 def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[bool, tuple[str, ...]]:
     """Whether any stack was fused, and why others were not."""
-    reasons = _refusals(model, family)
-    if reasons or family is None:
-        return False, tuple(reasons)
+    if family is None:
+        return False, (f"{class_of(model).__name__} is of no family with a table",)
+    if (reason := unownable(model)) is not None:
+        return False, (reason,)
     before, owned = bool(_hooks_of(model)), stacks_in(model)
     stacks = own_stacks(model, family)
     for path, stack in stacks_in(model).items():
@@ -242,14 +244,6 @@ def _dtype(model: nn.Module, otherwise: torch.dtype) -> torch.dtype:
     )
 
 
-def _refusals(model: nn.Module, family: Family | None) -> list[str]:
-    """Why no stack of the model can be fused; nothing where one may."""
-    if family is None:
-        return [f"{class_of(model).__name__} is of no family with a table"]
-    reason = unownable(model)
-    return [] if reason is None else [reason]
-
-
 def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
     """Fuse the blocks of one stack, all or none. Returns why it could not be, or None."""
     if isinstance(stack.blocks[0], FusedBlock):
@@ -294,9 +288,11 @@ def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> 
         return specs
     _hooks_of(model).extend(_exchange_classes(ladder.numbered, specs, plan))
     ladder.ops = plan.ops
-    gated = ladder.reads(ladder.numbered[0][0])  # as recordings of a ladder are
-    if gated and stack.wire is None and specs[0].peers is None and _recordable(model, specs, plan):
+    alone = stack.wire is None and specs[0].peers is None
+    if alone and ladder.reads(ladder.numbered[0][0]) and _recordable(model, specs, plan):
         stack.whole = Graphs(beside=True)
+        below = [cast("FusedBlock", block).spec for block in stack.blocks]
+        stack.beneath = Beneath() if _recordable(model, below, plan) else None
     return None
 
 

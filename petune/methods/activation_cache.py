@@ -138,8 +138,8 @@ class ActivationCache:
                 continue
             rows, ids = sources[_kind(stack, sources)]
             level.begin(rows, (ids.shape[0], ids.shape[1]), ids.device)
-            self.counts.read += len(rows) * level.reads
-            self.counts.computed += len(rows) * (not level.reads)
+            self.counts.read += len(rows) * (level.known is not None)
+            self.counts.computed += len(rows) * (level.known is None)
 
     def knows(self, model: nn.Module, call: Mapping[str, Any]) -> bool:
         """Whether a call of `model` with these arguments would run no block: all its rows are there, as far

@@ -76,19 +76,10 @@ class StackLevels:
         self.fresh.clear()
 
     @property
-    def reads(self) -> bool:
-        """See petune.models.stack.Levels."""
-        return self.known is not None
-
-    @property
     def writes(self) -> bool:
         """See petune.models.stack.Levels. A process that writes nothing takes part too: ranks make hidden
         states whole together."""
         return bool(self.rows) and self.known is None
-
-    def read(self, number: int) -> Tensor:
-        """See petune.models.stack.Levels."""
-        return cast("Tensor", self.known)[self.numbers.index(number)]
 
     def write(self, number: int, hidden: Tensor) -> Tensor | None:
         """See petune.models.stack.Levels."""

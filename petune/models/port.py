@@ -86,20 +86,32 @@ class Recorded:
     by_position: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the blocks `numbers` give, the last of a stack among them: values [numbers, batch, seq, width]."""
+
+    numbers: list[int]
+    values: Tensor
+
+    def of(self, number: int) -> Tensor | None:
+        """What one of them gives, None for another."""
+        return self.values[self.numbers.index(number)] if number in self.numbers else None
+
+
 @dataclass
 class Pass:
     """The state of a stack between its first port and its last.
 
     here: where the tensors of the blocks lie in the whole batch. carry: what the first block is handed, as
-    the blocks see it. side: the ladder's carry. below: where it climbs beside known blocks, what its gates
-    mix in, [levels, ...], and top: what the last block gives. level: what the block that has just run will be
-    read as, where that is rounded. waiting: the calls so far, where all blocks are to run at once."""
+    the blocks see it. side: the ladder's carry. found: what blocks give, where it is known before the ladder
+    climbs, and below: what its gates mix in then, [levels, ...]. level: what the block that has just run will
+    be read as, where that is rounded. waiting: the calls so far, where all blocks are to run at once."""
 
     here: Running
     carry: Call = field(default_factory=dict)
     side: Call | None = None
+    found: Found | None = None
     below: Tensor | None = None
-    top: Tensor | None = None
     level: Tensor | None = None
     waiting: list[Recorded] | None = None
     made: dict[tuple[Hashable, int], tuple[Any, Any]] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
-from petune.models.port import Call, Elsewhere, Given, Pass, Port, Recorded, names_of, same
+from petune.models.port import Call, Elsewhere, Found, Given, Pass, Port, Recorded, names_of, same
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.rng.context import Running, running
 from petune.rng.dropout import drawing
@@ -154,24 +154,32 @@ class Whole(Protocol):
         ...
 
 
+class Beneath(Protocol):
+    """A way through all blocks below a ladder at once, for what each of them gives, where the arguments of
+    all are the same."""
+
+    def takes(self, stack: Stack, call: Call) -> bool:
+        """Whether a pass that begins with `call` may go this way."""
+        ...
+
+    def levels(self, stack: Stack, call: Call, here: Running) -> Tensor | None:
+        """What every block gives, [blocks, batch, seq, width], or None where they have to run one by one."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of what it holds for the blocks, which leave memory."""
+        ...
+
+
 class Levels(Protocol):
     """What the blocks of a stack give for rows that were seen before (see methods/activation_cache.py).
 
     numbers: of the blocks that are here and whose answers somebody reads: those that a level of the ladder
-    reads, and the last. known: what they give for the rows of this pass, [numbers, batch, seq, width]; None
-    where it has to be computed."""
+    reads, and the last. known: what they give for the rows of this pass, [numbers, batch, seq, width], and
+    then no block runs; None where it has to be computed."""
 
     numbers: Sequence[int]
     known: Tensor | None
-
-    def read(self, number: int) -> Tensor:
-        """What block `number` of `numbers` gives for the known rows of this pass, [batch, seq, width]."""
-        ...
-
-    @property
-    def reads(self) -> bool:
-        """Whether no block runs in this pass."""
-        ...
 
     @property
     def writes(self) -> bool:
@@ -196,6 +204,7 @@ class Stack(nn.ModuleList):
 
     wire: Wire | None = None
     whole: Whole | None = None
+    beneath: Beneath | None = None
     levels: Levels | None = None
     recompute = False
     now: Pass | None = None  # the pass that is on its way
@@ -319,6 +328,7 @@ class Stack(nn.ModuleList):
         now = Pass(replace(running()), {name: call[name] for name in self.rule.carry if name in call})
         for edges in self.edges:
             now.carry, now.here = edges.begin(self, now.carry, now.here)
+        now.found = self._known(now.here)
         if self.ladder is not None:
             self._begin_ladder(
                 self.ladder, now, self._inside(now, call) | now.carry, arrived.side if arrived else None
@@ -326,6 +336,15 @@ class Stack(nn.ModuleList):
         elif self._goes_whole(now, call):
             now.waiting = []
         return now
+
+    def _known(self, here: Running) -> Found | None:
+        """What `levels` know of this pass, as it is inside."""
+        if self.levels is None or (known := self.levels.known) is None:
+            return None
+        apart = known.unbind()
+        inside = [self._parted(level, here) for level in apart]
+        changed = any(one is not level for one, level in zip(inside, apart, strict=True))
+        return Found(list(self.levels.numbers), torch.stack(inside) if changed else known)
 
     def _goes_whole(self, now: Pass, call: Call) -> bool:
         """Whether a pass that begins with `call` runs all blocks at once."""
@@ -360,20 +379,26 @@ class Stack(nn.ModuleList):
             now.side = ladder.begin(call, arrived)
         for edges in self.edges:
             now.side = edges.begin_side(self, now.side, now.here)
-        known = None if self.levels is None else self.levels.known
-        if known is None or ladder.ops is None or self.recompute:
+        if (
+            ladder.ops is None
+            or self.recompute
+            or not any(ladder.reads(number) for number, _ in ladder.numbered)
+        ):
             return
-        if any(ladder.reads(number) for number, _ in ladder.numbered):
-            self._begin_levels(ladder, now, call, known)
-
-    def _begin_levels(self, ladder: Ladder, now: Pass, call: Call, known: Tensor) -> None:
-        """Lower all levels at once, where nothing but the ladder will run."""
-        apart = known.unbind()
-        inside = [self._parted(level, now.here) for level in apart]
-        now.top, levels = inside[-1], len(ladder.numbered)  # beside the last block there may be none
-        now.below = ladder.lower(known[:levels] if now.top is apart[-1] else torch.stack(inside[:levels]))
-        if self.whole is not None and self.whole.takes(self, ladder.split(call, now)[1] | (now.side or {})):
+        backbone, side = ladder.split(call, now)
+        if now.found is not None:
+            now.below = self._lowered(ladder, now.found)
+        elif self.beneath is not None and self.beneath.takes(self, backbone):
             now.waiting = []
+        if self.whole is not None and self.whole.takes(self, side | (now.side or {})):
+            now.waiting = []
+
+    def _lowered(self, ladder: Ladder, found: Found) -> Tensor:
+        """What the gates of all levels mix in, of what every block gives."""
+        wanted = [number for number, _ in ladder.numbered]
+        count, own = len(wanted), found.numbers  # beside the last block there may be none
+        levels = found.values[:count] if own[:count] == wanted else found.values[[*map(own.index, wanted)]]
+        return ladder.lower(levels)
 
     def _inside(self, now: Pass, call: Call) -> Call:
         """The arguments of a block as they are inside; what the block before has handed on is inside
@@ -416,14 +441,13 @@ class Stack(nn.ModuleList):
         return dict(zip((number for number, _ in self.ladder.numbered), levels.unbind(), strict=True))
 
     def _output(self, one: Recorded, call: Call, now: Pass) -> Any:
-        """What a block returns: as `levels` know it, else computed."""
+        """What a block returns: as it was found before, else computed."""
         levels, now.level = self.levels, None
-        wanted = levels is not None and one.number in levels.numbers
-        if levels is not None and levels.reads:  # what nobody reads is handed on as it came
-            known = self._parted(levels.read(one.number), now.here) if wanted else call["hidden_states"]
-            return self._handed_on(call | {"hidden_states": known})
+        if now.found is not None:  # what nobody reads is handed on as it came
+            found = now.found.of(one.number)
+            return self._handed_on(call if found is None else call | {"hidden_states": found})
         output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
-        if levels is not None and wanted and levels.writes:
+        if levels is not None and levels.writes and one.number in levels.numbers:
             hidden = self._left(carried_by(self.rule, output)["hidden_states"].detach(), now.here)
             return self._as_read(one, call, now, output, levels.write(one.number, hidden))
         return output
@@ -453,8 +477,8 @@ class Stack(nn.ModuleList):
         one."""
         now = cast("Pass", self.now)
         call = self._inside(now, waiting[0].call) | now.carry
-        if self.whole is not None and all(same(waiting[0].call, one.call) for one in waiting[1:]):
-            advanced = self._advanced(self.whole, call, now)
+        if all(same(waiting[0].call, one.call) for one in waiting[1:]):
+            advanced = self._advanced(waiting, call, now)
             if advanced is not None:
                 return self._finish(self._handed_on(advanced))
         output: Any = None
@@ -464,17 +488,53 @@ class Stack(nn.ModuleList):
             )
         return self._finish(output)
 
-    def _advanced(self, whole: Whole, call: Call, now: Pass) -> Call | None:
-        """`call` behind all blocks, which the ladder beside them has climbed; None where `whole` declines."""
+    def _advanced(self, waiting: list[Recorded], call: Call, now: Pass) -> Call | None:
+        """`call` behind all blocks, which the ladder beside them has climbed; None where they, or its levels,
+        have to run one by one."""
         ladder = self.ladder
         if ladder is None or now.side is None:
-            return whole(self, call, now.here)
-        side = ladder.call(ladder.numbered[0][0], ladder.split(call, now)[1] | now.side)
-        climbed = whole(self, side, now.here, now.below)
+            return None if self.whole is None else self.whole(self, call, now.here)
+        backbone, side = ladder.split(call, now)
+        if now.found is None:
+            now.found = self._find(waiting, backbone, now)
+            now.below = self._lowered(ladder, now.found)
+        side = ladder.call(ladder.numbered[0][0], side | now.side)
+        if self.whole is None or not self.whole.takes(self, side):
+            return None
+        climbed = self.whole(self, side, now.here, now.below)
         if climbed is None:
             return None
         now.side = now.side | climbed
-        return call | {"hidden_states": now.top}
+        return call | {"hidden_states": now.found.values[-1]}
+
+    def _find(self, waiting: list[Recorded], call: Call, now: Pass) -> Found:
+        """What every block gives: of all at once where `beneath` takes them, else of one after the other."""
+        numbers = [one.number for one in waiting]
+        if self.beneath is not None and self.beneath.takes(self, call):
+            values = self.beneath.levels(self, call, now.here)
+            if values is not None:
+                return Found(numbers, self._written(numbers, values, now.here))
+        values = None
+        with torch.no_grad():
+            for at, one in enumerate(waiting):
+                carried = carried_by(self.rule, self._output(one, call, now))
+                hidden, call = carried["hidden_states"], call | carried
+                if values is None:
+                    values = hidden.new_empty(len(numbers), *hidden.shape)
+                values[at] = hidden if now.level is None else now.level
+        return Found(numbers, cast("Tensor", values))
+
+    def _written(self, numbers: list[int], values: Tensor, here: Running) -> Tensor:
+        """`values` of all blocks as later passes read them, where `levels` want them."""
+        if self.levels is None or not self.levels.writes:
+            return values
+        found = dict(zip(numbers, values.unbind(), strict=True))
+        rounded = False
+        for number in self.levels.numbers:
+            kept = self.levels.write(number, self._left(found[number], here))
+            if kept is not None:
+                found[number], rounded = self._parted(kept, here), True
+        return torch.stack([*found.values()]) if rounded else values
 
     def _finish(self, output: Any) -> Any:
         """Hand over to the next stage or end the stack; the last block's output, with the hidden states that

@@ -61,7 +61,7 @@ class Backbone:
     def _before(self, stack: nn.Module, args: Any) -> None:
         """Hook before a pass of a stack, whose blocks run unless the cache knows what they give."""
         assert isinstance(stack, Stack)
-        if stack.levels is None or not stack.levels.reads:
+        if stack.levels is None or stack.levels.known is None:
             self.come_back()
 
     @torch.no_grad()
@@ -110,6 +110,8 @@ class Backbone:
     def _settle(self) -> None:
         """Let fused blocks know that their weights lie elsewhere."""
         for stack in self._stacks.values():
+            if stack.beneath is not None:
+                stack.beneath.forget()
             for block in stack.blocks:
                 if isinstance(block, FusedBlock):
                     block.bank_again()

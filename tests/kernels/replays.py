@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
+from petune.kernels.graphs.beneath import Beneath
 from petune.kernels.graphs.recorder import Run
 from petune.kernels.graphs.replay import Graphs
 from petune.models.stack import Stack
@@ -21,20 +24,16 @@ class Again:
     def refusal(self) -> str | None:
         return self.refused
 
-    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
+    def record(self, *passes: Run) -> list[Run]:
         if self.error is not None:
             raise self.error
         self.recorded += 1
+        return [partial(self._replay, at, run) for at, run in enumerate(passes)]
 
-        def replay_forward() -> None:
-            self.forwards += 1
-            forward()
-
-        def replay_backward() -> None:
-            self.backwards += 1
-            backward()
-
-        return replay_forward, replay_backward
+    def _replay(self, at: int, run: Run) -> None:
+        self.forwards += at == 0
+        self.backwards += at == 1
+        run()
 
 
 def stacks(model: nn.Module) -> list[Stack]:
@@ -42,8 +41,16 @@ def stacks(model: nn.Module) -> list[Stack]:
 
 
 def replayed(model: nn.Module) -> Again:
-    """The recorder of a model that is replayed from now on."""
+    """The recorder of a model that is replayed from now on; of one with ladders, of these alone."""
     recorder = Again()
     for stack in stacks(model):
         stack.whole = Graphs(lambda device: recorder, beside=stack.ladder is not None)
+    return recorder
+
+
+def replayed_beneath(model: nn.Module) -> Again:
+    """The recorder of the blocks of a model beside ladders, which are replayed from now on."""
+    recorder = Again()
+    for stack in stacks(model):
+        stack.beneath = Beneath(lambda device: recorder)
     return recorder

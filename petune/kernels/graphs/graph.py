@@ -17,6 +17,7 @@ from petune.kernels.block.halves import calls_of_halves
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row
+from petune.kernels.block.watchers import hooked
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
 from petune.kernels.graphs.passes import Gate, HalvedPasses, Passes, Piece
 from petune.kernels.graphs.recorder import Recorder, Run
@@ -72,6 +73,14 @@ class Arrival:
         kind = self.backends, hidden.dtype, self.trains, angles, self.laid, halved
         self.bucket = Bucket.of((len(hidden), tokens), segments, kind, across)
         self.inlet = len(hidden) * self.laid[here.rank] if self.laid else self.bucket.tokens
+
+    def refusal(self, blocks: Sequence[FusedBlock]) -> str | None:
+        """Why no pass of these blocks can be recorded, or None."""
+        if self.bias is not None and self.bias.dim() == 4:
+            return "it is handed a bias of relative positions"
+        if self.segments is not None and "sdpa" in self.backends and self.hidden.is_cuda:
+            return "attention within segments has no kernel here, and reads their lengths on the host"
+        return "there are hooks on its blocks" if hooked(blocks) else None
 
     def distances(self, block: FusedBlock, longest: int) -> Tensor | None:
         """The bias by distance up to `longest`, made of the table of the first block, or what was handed on
@@ -241,12 +250,17 @@ class Graph:
                 self.across.tokens[: arrival.across.total].copy_(arrival.across.tokens)
             _send([cast("int", draw.base) for draw in drawn], self.bases)
 
+    def inputs_of(self, arrival: Arrival, block: FusedBlock) -> list[Tensor]:
+        """What the first block is given: hidden states [b, t, w], an encoder's states, a bias up to the
+        bucket's longest."""
+        bias = arrival.distances(block, self.bucket.own.longest)
+        return block.inputs(arrival.hidden, arrival.memory, bias)
+
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The stack's output for its inputs: hidden states [b, t, w], an encoder's states, a bias up to the
-        bucket's longest; then those of a meeting."""
+        """The stack's output for `inputs_of`, then those of a meeting."""
         own, meeting = inputs[: len(self.inlets)], inputs[len(self.inlets) :]
         for room, value in zip(self.inlets, own, strict=True):
-            _fill(room, value)
+            fill(room, value)
         for room, value in zip(self.meeting, meeting, strict=True):
             _fill_levels(room, value)
         self._forward()
@@ -256,7 +270,7 @@ class Graph:
         self, dy: Tensor, shapes: Sequence[torch.Size], needed: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """(the gradients of the inputs in their shapes, None where not `needed`; those of what trains)."""
-        _fill(self.outlet, dy)
+        fill(self.outlet, dy)
         self._backward()
         found = [
             _taken(room, shape) if need else None
@@ -264,7 +278,7 @@ class Graph:
         ]
         if self.meeting:
             *_, below, _ = shapes
-            found += [_taken_levels(self.meeting[0], below), self.dgates.clone()]
+            found += [taken_levels(self.meeting[0], below), self.dgates.clone()]
         return found, self.learned.taken()
 
 
@@ -273,7 +287,7 @@ def _send(numbers: Sequence[int], room: Tensor) -> None:
     room.copy_(torch.tensor(numbers, dtype=room.dtype, pin_memory=room.is_cuda), non_blocking=True)
 
 
-def _fill(room: Tensor, x: Tensor) -> None:
+def fill(room: Tensor, x: Tensor) -> None:
     """`x` [..., w] into the first rows, zeros into the others: what lies there may be of a larger batch."""
     rows = x.numel() // x.shape[-1]
     room[:rows].view(x.shape).copy_(x)
@@ -287,7 +301,7 @@ def _taken(room: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _fill_levels(room: Tensor, x: Tensor) -> None:
-    """`_fill` for each of several levels, [levels, b, t, w] into [levels, m, w]; or a number for each."""
+    """`fill` for each of several levels, [levels, b, t, w] into [levels, m, w]; or a number for each."""
     if x.dim() == 1:
         room.copy_(x)
         return
@@ -297,7 +311,7 @@ def _fill_levels(room: Tensor, x: Tensor) -> None:
         room[:, rows.shape[1] :].zero_()
 
 
-def _taken_levels(room: Tensor, shape: torch.Size) -> Tensor:
+def taken_levels(room: Tensor, shape: torch.Size) -> Tensor:
     """`_taken` for each of several levels."""
     rows = shape[1:-1].numel()
     return room[:, :rows].clone(memory_format=torch.contiguous_format).view(shape)

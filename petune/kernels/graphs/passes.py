@@ -132,6 +132,17 @@ class Passes:
                 inlet.copy_(grad)
 
 
+class Upwards(Passes):
+    """The forward pass of blocks of which nothing trains; outlet: what every block gives, [blocks, m, w]."""
+
+    def _ahead(self) -> None:
+        x, *others = self.inlets
+        for piece, level in zip(self.pieces, self.outlet, strict=True):
+            (call,) = piece.calls
+            x, _ = alone(call.forward([x, *others], call.groups(piece.tensors), piece.tensors))
+            level.copy_(x)
+
+
 class HalvedPasses(Passes):
     """`Passes` of blocks that read hidden states alone, whose rows go through in two halves, in turns. rows:
     of the inlet, [rows, tokens] as a matrix."""

@@ -1,4 +1,4 @@
-"""What turns the two passes of a stack into something that does the same again: CUDA graphs."""
+"""What turns passes of a stack into something that does the same again: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class NotRecorded(RuntimeError):
 
 
 class Recorder(Protocol):
-    """What turns the two passes of a stack into something that does the same again."""
+    """What turns passes of a stack into something that does the same again."""
 
     def refusal(self) -> str | None:
         """Why nothing can be recorded or replayed at this moment, or None."""
         ...
 
-    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
-        """Both passes again, over the memory they are recorded on. Raises NotRecorded where one cannot be
-        recorded, and what the passes raise where they are tried."""
+    def record(self, *passes: Run) -> list[Run]:
+        """Passes that follow one another again, over the memory they are recorded on. Raises NotRecorded
+        where one cannot be recorded, and what the passes raise where they are tried."""
         ...
 
 
@@ -61,14 +61,14 @@ class CudaRecorder:
             return "the call is not on the default stream"
         return None
 
-    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
-        """See Recorder. Both run once before: kernels are compiled and plans made then, which a capture
+    def record(self, *passes: Run) -> list[Run]:
+        """See Recorder. All run once before: kernels are compiled and plans made then, which a capture
         cannot."""
         with torch.cuda.device(self.device):
-            forward()
-            backward()
+            for run in passes:
+                run()
             with _nothing_freed():
-                return self._captured(forward), self._captured(backward)
+                return [self._captured(run) for run in passes]
 
     def _captured(self, run: Run) -> Run:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)

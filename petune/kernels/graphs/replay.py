@@ -18,8 +18,8 @@ and a word for each draw. Tensors that are moved or replaced make all recordings
 Of blocks that ranks share what they say is recorded too, so all of them replay the same, and each decision
 here is the same on all. Where tokens are cut across ranks they are laid in the bucket's before (`room_for`).
 
-Of a ladder beside blocks that are known all levels are recorded, each behind its gate. What the gates mix in
-is one more inlet, [levels, m, w], and the gates themselves are another.
+Of a ladder all levels are recorded, each behind its gate. What the gates mix in is one more inlet, [levels,
+m, w], and the gates themselves are another. The blocks beside it have a recording of their own (beneath.py).
 
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
 so no other forward may be replayed in between: a `Turn` says whether one is on its way, and a second forward
@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from petune.kernels.block.call import Spec
 from petune.kernels.block.layout import BIAS, memory_in_autocast
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.watchers import block_by_block, hooked
+from petune.kernels.block.watchers import block_by_block
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size
-from petune.kernels.graphs.graph import Arrival, Graph, drawn
+from petune.kernels.graphs.graph import Arrival, Graph, Meeting, drawn
 from petune.kernels.graphs.node import Node, Turn
 from petune.kernels.graphs.passes import Gate, Piece
 from petune.kernels.graphs.recorder import CudaRecorder, NotRecorded, Recorder
@@ -77,6 +77,8 @@ class Graphs:
     other stages wait for what it gives, so that the first launches of a pass are hidden behind nothing.
     """
 
+    kind = Graph  # of its recordings
+
     def __init__(
         self,
         make: Callable[[torch.device], Recorder] = CudaRecorder,
@@ -96,7 +98,7 @@ class Graphs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what comes back from a file, has no recordings: they are of these very tensors."""
-        return Graphs, (self.make, self.beside, self.staged)
+        return type(self), (self.make, self.beside, self.staged)
 
     def _begin(self, weights: Weights | None, learned: Learned | None = None) -> None:
         """Forget all recordings, and begin with these weights."""
@@ -119,7 +121,7 @@ class Graphs:
         hidden = call["hidden_states"]
         return (
             torch.is_grad_enabled()
-            and self.beside == (stack.ladder is not None)
+            and self._is_for(stack)
             and cast("nn.Module", stack.ladder or stack).training
             and type(hidden) is Tensor
             and hidden.numel() > 0
@@ -133,6 +135,14 @@ class Graphs:
             and not self._is_long(hidden)
             and not self._is_mixed(stack)
         )
+
+    def forget(self) -> None:
+        """Let go of all recordings, and of the memory that they hold."""
+        self._begin(None)
+
+    def _is_for(self, stack: Stack) -> bool:
+        """Whether a pass of `stack` as it is now may be these blocks' alone."""
+        return self.beside == (stack.ladder is not None)
 
     def _is_long(self, hidden: Tensor) -> bool:
         """Whether rows like these were found to keep the device busy: their first block need not wait until
@@ -152,22 +162,39 @@ class Graphs:
         """Whether some blocks attend within a sliding window and others not, who have rotary angles of their
         own; that is said."""
         windows = {one.window for _, block in self._numbered(stack) for one in block.spec.program.attends}
-        found = len(windows) > 1
-        if found:
-            self._say(
-                f"{self._name(stack)} runs block by block, not as CUDA graphs: only some of its blocks have a"
-                " sliding window"
-            )
+        if found := len(windows) > 1:
+            what = f"{self._name(stack)} runs block by block, not as CUDA graphs: only some of its blocks"
+            self._say(f"{what} have a sliding window")
         return found
 
     def __call__(
         self, stack: Stack, call: Arguments, here: Running, below: Tensor | None = None
     ) -> Arguments | None:
         """See petune.models.stack.Whole; `call` is one that `takes` took."""
+        blocks = [block for _, block in self._numbered(stack)]
+        meeting = None if below is None or stack.ladder is None else (below, *stack.ladder.gate())
+        placed = self._placed(stack, memory_in_autocast(call), here, meeting)
+        if placed is None:
+            return None
+        graph, arrival = placed
+        assert self.weights is not None
+        turn = Turn(graph, self.weights)
+        self.turn = weakref.ref(turn)
+        inputs = [*graph.inputs_of(arrival, blocks[0]), *(() if meeting is None else meeting[:2])]
+        out = Node.apply(turn, len(inputs), *inputs, *self.weights.trained)  # type: ignore[no-untyped-call]
+        # the next stage has no table to make one of
+        handed = (
+            None if stack.wire is None or stack.wire.ends else blocks[0].bias(arrival.bias, arrival.longest)
+        )
+        return {"hidden_states": out, BIAS: handed}
+
+    def _placed(
+        self, stack: Stack, call: Arguments, here: Running, meeting: Meeting | None = None
+    ) -> tuple[Graph, Arrival] | None:
+        """The recording to replay and what enters it, which lies where the recording reads it but for the
+        inputs; None where blocks have to run one by one."""
         numbered, name = self._numbered(stack), self._name(stack)
         blocks = [block for _, block in numbered]
-        meeting = None if below is None or stack.ladder is None else (below, *stack.ladder.gate())
-        call = memory_in_autocast(call)
         # which the first one hands on
         later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}
         hidden, rows = call["hidden_states"], len(call["hidden_states"])
@@ -182,7 +209,7 @@ class Graphs:
             return None
         weights = self._current(blocks)
         self.recorder = self.recorder or self.make(arrival.hidden.device)
-        reason = _reason(blocks, arrival, weights) or self.recorder.refusal()
+        reason = self._reason(blocks, arrival, weights) or self.recorder.refusal()
         if reason is not None:
             self._say(f"{name} runs block by block, not as CUDA graphs: {reason}")
         if reason is not None or arrival.bucket in self.failed:
@@ -196,17 +223,7 @@ class Graphs:
         if graph is None:
             return None
         graph.place(arrival)
-        turn = Turn(graph, weights)
-        self.turn = weakref.ref(turn)
-        bias = arrival.distances(blocks[0], graph.bucket.own.longest)
-        inputs = blocks[0].inputs(arrival.hidden, arrival.memory, bias)
-        inputs += [] if meeting is None else meeting[:2]
-        out = Node.apply(turn, len(inputs), *inputs, *weights.trained)  # type: ignore[no-untyped-call]
-        # the next stage has no table to make one of
-        handed = (
-            None if stack.wire is None or stack.wire.ends else blocks[0].bias(arrival.bias, arrival.longest)
-        )
-        return {"hidden_states": out, BIAS: handed}
+        return graph, arrival
 
     def _say(self, line: str) -> None:
         if line not in self.said:
@@ -234,17 +251,24 @@ class Graphs:
         """Whether launches bound such blocks on rows of this size; on all ranks that share them."""
         spec, dtype = blocks[0].spec, blocks[0].spec.computes_in(device.type)
         if (key := (size, dtype, halved)) not in self.worth:
-            rates = block_cost.rates_of(
-                torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-            )
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            rates = block_cost.rates_of(name)
             work = block_cost.forward(shape_of(spec, dtype), *size)
-            learned = sum(
-                value.nbytes for block in blocks for value in block.parameters() if value.requires_grad
-            )
-            times = HALVED if halved and learned <= SPARE else STAGED if self.staged else 1
+            learned = (one.nbytes for block in blocks for one in block.parameters() if one.requires_grad)
+            times = HALVED if halved and sum(learned) <= SPARE else STAGED if self.staged else 1
             bound = block_cost.LAUNCH_BOUND * times
             self.worth[key] = _agreed(spec, rates.seconds(work, size.longest) < bound, device)
         return self.worth[key]
+
+    def _reason(self, blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
+        """Why these blocks have to run one by one, though launches bound them; or None."""
+        if not weights.trained and not any(arrival.trains):
+            return "nothing of it trains"
+        if (reason := arrival.refusal(blocks)) is not None:
+            return reason
+        if any(block.spec.rung != Rung() for block in blocks):
+            return "its blocks do not keep all that their backward passes need on the device"
+        return None if weights.alike else "the attention of its blocks drops out unequally"
 
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
         """The weights; recordings of others are forgotten."""
@@ -277,9 +301,7 @@ class Graphs:
         bucket, segments = arrival.bucket, arrival.segments
         if bucket in self.graphs or segments is None:
             return self.graphs.get(bucket)
-        kindred = [
-            graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind
-        ]
+        kindred = [one for size, one in self.graphs.items() if size.segmented and size.kind == bucket.kind]
         larger = [graph for graph in kindred if graph.bucket.holds(segments, arrival.across)]
         return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
 
@@ -304,7 +326,7 @@ class Graphs:
         """A new recording; None, and never another try for this bucket, where it fails."""
         assert self.recorder is not None
         bucket, spec = arrival.bucket, blocks[0].spec
-        graph = Graph(arrival, blocks[0], self._rooms(arrival), self.learned)
+        graph = self.kind(arrival, blocks[0], self._rooms(arrival), self.learned)
         graph.place(arrival)  # kernels are tried on lengths that occur
         problem: str | None = None
         try:
@@ -335,11 +357,9 @@ class Graphs:
         if arrival.meeting is not None:
             below = arrival.meeting[0]
             rooms.append(self._room("levels", below, arrival.inlet, len(below)))
-        return (
-            rooms
-            if memory is None or bucket.memory is None
-            else [*rooms, self._room("memory", memory, bucket.memory.tokens)]
-        )
+        if memory is not None and bucket.memory is not None:
+            rooms.append(self._room("memory", memory, bucket.memory.tokens))
+        return rooms
 
     def _room(self, name: str, like: Tensor, tokens: int, *levels: int) -> Tensor:
         most = 1 << (tokens - 1).bit_length()
@@ -367,24 +387,6 @@ class Graphs:
         return pieces
 
 
-def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
-    """Why these blocks have to run one by one, though launches bound them; or None."""
-    if not weights.trained and not any(arrival.trains):
-        return "nothing of it trains"
-    if arrival.bias is not None and arrival.bias.dim() == 4:
-        return "it is handed a bias of relative positions"
-    if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
-        return "attention within segments has no kernel here, and reads their lengths on the host"
-    if hooked(blocks):
-        return "there are hooks on its blocks"
-    whole = Rung()
-    if any(block.spec.rung != whole for block in blocks):
-        return "its blocks do not keep all that their backward passes need on the device"
-    if not weights.alike:
-        return "the attention of its blocks drops out unequally"
-    return None
-
-
 def _agreed(spec: Spec, found: bool, device: torch.device) -> bool:
     """Whether all ranks that share such a block have found so: they must say the same inside of it."""
     return found if spec.peers is None else bool(spec.peers.least([int(found)], device)[0])
@@ -394,4 +396,4 @@ def ungraph(model: nn.Module) -> None:
     """Let the stacks of `model` run block by block, and free what their graphs hold."""
     for module in model.modules():
         if isinstance(module, Stack):
-            module.whole = None
+            module.whole = module.beneath = None

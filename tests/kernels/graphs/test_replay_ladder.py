@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +18,14 @@ from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay
+from petune.kernels.graphs.beneath import Beneath
 from petune.kernels.graphs.replay import Graphs
 from petune.methods import without_tuning
 from petune.methods.activation_cache import ActivationCache
 from petune.models import family_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
-from tests.kernels.replays import Again, replayed, stacks
+from tests.kernels.replays import Again, replayed, replayed_beneath, stacks
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 DROPOUTS: dict[str, dict[str, Any]] = {
@@ -107,12 +109,73 @@ def test_levels_beside_some_blocks_are_replayed_at_once(cached: Any) -> None:
     assert recorder.forwards == recorder.backwards == 2
 
 
-def test_what_is_computed_climbs_level_by_level(cached: Any) -> None:
-    model = sided("llama-causal")
-    _, recorder = cached(model)
-    for expected in (0, 1):
-        gradients(model, inputs_of("llama-causal"))
-        assert recorder.forwards == expected
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_beside_blocks_that_run_all_levels_train_as_one_by_one(
+    name: str, whole: bool, recorded: bool
+) -> None:
+    model = sided(name)
+    batches = [inputs_of(name, rows, whole, seed) for rows, seed in ((3, 1), (2, 2), (3, 1))]
+    expected = [gradients(model, one) for one in batches]
+    recorder, beneath = replayed(model), replayed_beneath(model) if recorded else Again()
+    for one, (loss, wanted) in zip(batches, expected, strict=True):
+        found, grads = gradients(model, one)
+        torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+        assert_same_gradients(grads, wanted)
+    assert recorder.forwards == recorder.backwards == len(stacks(model)) * len(batches)
+    assert (beneath.forwards, beneath.backwards) == (recorder.forwards * recorded, 0)
+
+
+def test_blocks_without_a_level_are_replayed_below_those_that_have_one() -> None:
+    model, inputs = sided("t5-seq2seq", [0, 2], num_layers=4), inputs_of("t5-seq2seq")
+    loss, wanted = gradients(model, inputs)
+    recorder, beneath = replayed(model), replayed_beneath(model)
+    found, grads = gradients(model, inputs)
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    assert_same_gradients(grads, wanted)
+    assert recorder.forwards == beneath.forwards == 2
+
+
+@pytest.mark.parametrize("stored", ["fp8", "bf16", "auto"])
+def test_what_a_replay_gives_is_cached_as_what_blocks_give(stored: Any, tmp_path: Path) -> None:
+    model, inputs = sided("t5-seq2seq"), inputs_of("t5-seq2seq")
+    plain, found = copy.deepcopy(model), []
+    beneath = replayed_beneath(model)
+    for one in (model, plain):
+        with ActivationCache(one, tmp_path / str(len(found)), stored) as cache:
+            found += [gradients(one, inputs) for _ in range(2)]
+            assert (cache.counts.computed, cache.counts.read) == (6, 6)
+    assert beneath.forwards == 2
+    for loss, grads in found[1:]:
+        torch.testing.assert_close(loss, found[0][0], rtol=1e-6, atol=0)
+        assert_same_gradients(grads, found[0][1])
+
+
+def test_a_hook_on_a_block_below_a_ladder_is_called() -> None:
+    model, inputs = sided("llama-causal"), inputs_of("llama-causal")
+    loss, wanted = gradients(model, inputs)
+    beneath, seen = replayed_beneath(model), []
+    replayed(model)
+    stacks(model)[0].blocks[1].register_forward_hook(lambda *args: seen.append(args[0]))
+    found, grads = gradients(model, inputs)
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    assert_same_gradients(grads, wanted)
+    assert (len(seen), beneath.forwards) == (1, 0)
+
+
+def test_a_step_of_the_backbone_is_seen_and_blocks_that_leave_are_let_go() -> None:
+    model, inputs = sided("llama-causal"), inputs_of("llama-causal")
+    beneath = replayed_beneath(model)
+    before = gradients(model, inputs)[0]
+    with torch.no_grad():
+        for block in stacks(model)[0].blocks:
+            next(block.parameters()).mul_(1.5)
+    after = gradients(model, inputs)[0]
+    assert not torch.equal(before, after)
+    stacks(model)[0].beneath.forget()
+    torch.testing.assert_close(gradients(model, inputs)[0], after)
+    assert (beneath.recorded, beneath.forwards) == (2, 3)
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
@@ -209,7 +272,7 @@ def test_without_its_tuning_a_model_replays_nothing(cached: Any) -> None:
     assert recorder.forwards == 0
 
 
-def test_a_device_gets_graphs_of_the_ladder_and_none_of_its_backbone(
+def test_a_device_gets_graphs_of_the_ladder_and_of_its_backbone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = replace(reference_ops(), name="triton")
@@ -218,6 +281,7 @@ def test_a_device_gets_graphs_of_the_ladder_and_none_of_its_backbone(
     assert fuse(model, family_of(model), "auto")
     assert [cast("Graphs", stack.whole).beside for stack in stacks(model)] == [True, True]
     assert copy.deepcopy(stacks(model)[0].whole).beside  # type: ignore[union-attr]
+    assert [type(copy.deepcopy(stack.beneath)) for stack in stacks(model)] == [Beneath, Beneath]
 
 
 # heads of 16 columns, of which a ladder's have 8: the fewest that kernels take
@@ -231,20 +295,25 @@ SIXTEEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", SIXTEEN)
-def test_on_a_device_levels_at_once_train_as_one_by_one(name: str, whole: bool, tmp_path: Path) -> None:
+def test_on_a_device_levels_at_once_train_as_one_by_one(
+    name: str, whole: bool, cache: bool, tmp_path: Path
+) -> None:
     plain: Any = tiny(name, **SIXTEEN[name]).to("cuda", torch.bfloat16)
     petune.wrap(plain, "side", reduction=2, kernels="auto", also_train=())
     stir(plain, std=0.05)
     model = copy.deepcopy(plain.train())
     for stack in stacks(plain):
-        stack.whole = None
+        stack.whole = stack.beneath = None
     inputs = {
         key: value.cuda() if isinstance(value, Tensor) else value
         for key, value in inputs_of(name, whole=whole).items()
     }
-    with ActivationCache(model, tmp_path / "whole"), ActivationCache(plain, tmp_path / "apart"):
+    with ExitStack() as caches:
+        for at, one in enumerate((model, plain) if cache else ()):
+            caches.enter_context(ActivationCache(one, tmp_path / str(at)))
         for _ in range(4):
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 (loss, own), (expected, wanted) = gradients(model, inputs), gradients(plain, inputs)
@@ -253,3 +322,4 @@ def test_on_a_device_levels_at_once_train_as_one_by_one(name: str, whole: bool, 
             for path, value in own.items():
                 assert float((value - wanted[path]).norm()) <= 0.1 * scale, path
     assert all(cast("Graphs", stack.whole).graphs for stack in stacks(model))
+    assert all(cast("Beneath", stack.beneath).graphs for stack in stacks(model))

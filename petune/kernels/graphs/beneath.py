@@ -1,0 +1,76 @@
+"""The blocks below a ladder as one CUDA graph: the forward pass alone, for what every block gives.
+
+Nothing of them trains, so nothing is kept inside; the ladder reads what each of them gives, which leaves the
+recording as a copy, [blocks, batch, seq, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from petune.kernels.block.call import Call, Draws, Parts
+from petune.kernels.block.layout import memory_in_autocast
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.configs import Rung
+from petune.kernels.graphs.graph import Arrival, Graph, fill, taken_levels
+from petune.kernels.graphs.passes import Piece, Upwards
+from petune.kernels.graphs.recorder import Recorder
+from petune.kernels.graphs.replay import Graphs
+from petune.kernels.graphs.weights import Weights
+from petune.models.stack import Call as Arguments
+from petune.models.stack import Stack
+from petune.rng.context import Running
+
+
+class Levels(Graph):
+    """A recording of the forward pass, whose outlet is what every block gives, [blocks, m, w]."""
+
+    def calls(self, block: FusedBlock, parts: Parts, draws: Draws) -> tuple[Call, ...]:
+        """See Graph; nothing is kept for a backward pass."""
+        return tuple(replace(one, rung=Rung("input")) for one in super().calls(block, parts, draws))
+
+    def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
+        """See Graph."""
+        ahead = Upwards(pieces, self.inlets, self.outlet)
+        with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):
+            (self._forward,) = recorder.record(ahead.forward)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """What every block gives, [blocks, b, t, w], for `inputs_of`."""
+        for room, value in zip(self.inlets, inputs, strict=True):
+            fill(room, value)
+        self._forward()
+        return taken_levels(self.outlet, torch.Size((len(self.outlet), *inputs[0].shape)))
+
+
+class Beneath(Graphs):
+    """A way through the blocks below a ladder (petune.models.stack.Beneath) by recordings; see Graphs for
+    when."""
+
+    kind = Levels
+
+    def levels(self, stack: Stack, call: Arguments, here: Running) -> Tensor | None:
+        """See petune.models.stack.Beneath; `call` is one that `takes` took."""
+        placed = self._placed(stack, memory_in_autocast(call), here)
+        if placed is None:
+            return None
+        graph, arrival = placed
+        with torch.no_grad():
+            return graph.forward(*graph.inputs_of(arrival, cast("FusedBlock", stack.blocks[0])))
+
+    def _is_for(self, stack: Stack) -> bool:
+        return stack.ladder is not None
+
+    def _reason(self, blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
+        """See Graphs; of what only a backward pass asks for, nothing."""
+        return arrival.refusal(blocks)
+
+    def _rooms(self, arrival: Arrival) -> list[Tensor]:
+        inlet, _, *memory = super()._rooms(arrival)
+        assert self.weights is not None
+        return [inlet, self._room("levels", arrival.hidden, arrival.inlet, len(self.weights.parts)), *memory]
