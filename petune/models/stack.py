@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
-from petune.models.port import Call, Elsewhere, Found, Given, Pass, Port, Recorded, names_of, same
+from petune.models.port import Call, Elsewhere, Found, Given, Pass, Port, Recorded, alike, names_of
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.rng.context import Running, running
 from petune.rng.dropout import drawing
@@ -137,7 +137,7 @@ class Edges(Protocol):
 
 class Whole(Protocol):
     """A way through all blocks of a stack at once, or through all levels of the ladder beside it, where the
-    arguments of all are the same."""
+    arguments of all are alike (petune.models.port.alike)."""
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """Whether a pass that begins with `call` may go this way."""
@@ -148,21 +148,23 @@ class Whole(Protocol):
         None. hidden: of all tokens, before they are cut across ranks."""
         ...
 
-    def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
-        """`call` advanced by every block, or None where they have to run one by one. below: of a ladder, what
-        its gates mix in."""
+    def __call__(
+        self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
+    ) -> Call | None:
+        """The first of `calls`, one for each block, advanced by all; None where they have to run one by one.
+        below: of a ladder, what its gates mix in."""
         ...
 
 
 class Beneath(Protocol):
     """A way through all blocks below a ladder at once, for what each of them gives, where the arguments of
-    all are the same."""
+    all are alike."""
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """Whether a pass that begins with `call` may go this way."""
         ...
 
-    def levels(self, stack: Stack, call: Call, here: Running) -> Tensor | None:
+    def levels(self, stack: Stack, calls: Sequence[Call], here: Running) -> Tensor | None:
         """What every block gives, [blocks, batch, seq, width], or None where they have to run one by one."""
         ...
 
@@ -473,12 +475,13 @@ class Stack(nn.ModuleList):
         return self._run_all(waiting) if last else self._handed_on(one.call)
 
     def _run_all(self, waiting: list[Recorded]) -> Any:
-        """At once, where all calls are the same and the way through the whole stack takes them; else one by
+        """At once, where all calls are alike and the way through the whole stack takes them; else one by
         one."""
         now = cast("Pass", self.now)
         call = self._inside(now, waiting[0].call) | now.carry
-        if all(same(waiting[0].call, one.call) for one in waiting[1:]):
-            advanced = self._advanced(waiting, call, now)
+        if all(alike(waiting[0].call, one.call) for one in waiting[1:]):
+            others = [self._inside(now, one.call) | now.carry for one in waiting[1:]]
+            advanced = self._advanced(waiting, [call, *others], now)
             if advanced is not None:
                 return self._finish(self._handed_on(advanced))
         output: Any = None
@@ -488,37 +491,38 @@ class Stack(nn.ModuleList):
             )
         return self._finish(output)
 
-    def _advanced(self, waiting: list[Recorded], call: Call, now: Pass) -> Call | None:
-        """`call` behind all blocks, which the ladder beside them has climbed; None where they, or its levels,
-        have to run one by one."""
+    def _advanced(self, waiting: list[Recorded], calls: list[Call], now: Pass) -> Call | None:
+        """The first of `calls` behind all blocks, which the ladder beside them has climbed; None where they,
+        or its levels, have to run one by one."""
         ladder = self.ladder
         if ladder is None or now.side is None:
-            return None if self.whole is None else self.whole(self, call, now.here)
-        backbone, side = ladder.split(call, now)
+            return None if self.whole is None else self.whole(self, calls, now.here)
         if now.found is None:
-            now.found = self._find(waiting, backbone, now)
+            now.found = self._find(waiting, [ladder.split(call, now)[0] for call in calls], now)
             now.below = self._lowered(ladder, now.found)
-        side = ladder.call(ladder.numbered[0][0], side | now.side)
+        side = ladder.split(calls[0], now)[1] | now.side
         if self.whole is None or not self.whole.takes(self, side):
             return None
-        climbed = self.whole(self, side, now.here, now.below)
+        climbed = self.whole(
+            self, [ladder.call(number, side) for number, _ in ladder.numbered], now.here, now.below
+        )
         if climbed is None:
             return None
         now.side = now.side | climbed
-        return call | {"hidden_states": now.found.values[-1]}
+        return calls[0] | {"hidden_states": now.found.values[-1]}
 
-    def _find(self, waiting: list[Recorded], call: Call, now: Pass) -> Found:
+    def _find(self, waiting: list[Recorded], calls: list[Call], now: Pass) -> Found:
         """What every block gives: of all at once where `beneath` takes them, else of one after the other."""
         numbers = [one.number for one in waiting]
-        if self.beneath is not None and self.beneath.takes(self, call):
-            values = self.beneath.levels(self, call, now.here)
+        if self.beneath is not None and self.beneath.takes(self, calls[0]):
+            values = self.beneath.levels(self, calls, now.here)
             if values is not None:
                 return Found(numbers, self._written(numbers, values, now.here))
-        values = None
+        values, carried = None, dict[str, Any]()
         with torch.no_grad():
-            for at, one in enumerate(waiting):
-                carried = carried_by(self.rule, self._output(one, call, now))
-                hidden, call = carried["hidden_states"], call | carried
+            for at, (one, call) in enumerate(zip(waiting, calls, strict=True)):
+                carried = carried_by(self.rule, self._output(one, call | carried, now))
+                hidden = carried["hidden_states"]
                 if values is None:
                     values = hidden.new_empty(len(numbers), *hidden.shape)
                 values[at] = hidden if now.level is None else now.level

@@ -189,16 +189,16 @@ class AtOnce:
     def takes(self, stack: Stack, call: Any) -> bool:
         return True
 
-    def __call__(self, stack: Stack, call: Any, here: Any) -> Any:
+    def __call__(self, stack: Stack, calls: Any, here: Any) -> Any:
         self.gone += 1
-        hidden = call["hidden_states"]
-        for block in stack.blocks:
+        hidden = calls[0]["hidden_states"]
+        for block, call in zip(stack.blocks, calls, strict=True):
             hidden = block(**{**call, "hidden_states": hidden})
-        return {**call, "hidden_states": hidden}
+        return {**calls[0], "hidden_states": hidden}
 
 
 @pytest.mark.parametrize("types", [["full_attention"] * 2, ["full_attention", "sliding_attention"]])
-def test_all_blocks_are_run_at_once_only_where_their_arguments_are_the_same(types: list[str]) -> None:
+def test_all_blocks_are_run_at_once_only_where_their_masks_are_the_same(types: list[str]) -> None:
     changes = {"layer_types": types, **SLIDING}
     base, model = tiny("qwen2-causal", **changes), owned("qwen2-causal", **changes)
     way = model.model.layers.whole = AtOnce()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -46,15 +47,15 @@ class HalvedStack:
         return None
 
     def __call__(
-        self, stack: Stack, call: Arguments, here: Running, below: Tensor | None = None
+        self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None
     ) -> Arguments | None:
-        """See petune.models.stack.Whole; `call` is one that `takes` took."""
-        hidden, numbered = call["hidden_states"], cast("list[tuple[int, FusedBlock]]", stack.numbered)
+        """See petune.models.stack.Whole; the first call is one that `takes` took."""
+        hidden, numbered = calls[0]["hidden_states"], cast("list[tuple[int, FusedBlock]]", stack.numbered)
         with bound_to(here):
-            if any(block.declines(hidden, call) for _, block in numbered):
+            if any(block.declines(hidden, call) for (_, block), call in zip(numbered, calls, strict=True)):
                 return None  # a block that declines says so itself
         blocks, tensors = [], []
-        for number, block in numbered:
+        for (number, block), call in zip(numbered, calls, strict=True):
             with bound_to(stack.at(number, here)):
                 halved, own = block.halved(hidden, call)
             blocks.append(halved)

@@ -13,8 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from petune.kernels.block.call import Call, Draws, Parts
-from petune.kernels.block.layout import memory_in_autocast
+from petune.kernels.block.call import Call, Parts
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.graph import Arrival, Graph, fill, taken_levels
@@ -30,9 +29,9 @@ from petune.rng.context import Running
 class Levels(Graph):
     """A recording of the forward pass, whose outlet is what every block gives, [blocks, m, w]."""
 
-    def calls(self, block: FusedBlock, parts: Parts, draws: Draws) -> tuple[Call, ...]:
+    def calls(self, at: int, block: FusedBlock, parts: Parts) -> tuple[Call, ...]:
         """See Graph; nothing is kept for a backward pass."""
-        return tuple(replace(one, rung=Rung("input")) for one in super().calls(block, parts, draws))
+        return tuple(replace(one, rung=Rung("input")) for one in super().calls(at, block, parts))
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """See Graph."""
@@ -54,9 +53,9 @@ class Beneath(Graphs):
 
     kind = Levels
 
-    def levels(self, stack: Stack, call: Arguments, here: Running) -> Tensor | None:
-        """See petune.models.stack.Beneath; `call` is one that `takes` took."""
-        placed = self._placed(stack, memory_in_autocast(call), here)
+    def levels(self, stack: Stack, calls: Sequence[Arguments], here: Running) -> Tensor | None:
+        """See petune.models.stack.Beneath; the first call is one that `takes` took."""
+        placed = self._placed(stack, calls, here)
         if placed is None:
             return None
         graph, arrival = placed

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts
 from petune.kernels.block.drawing import Places, Side, sides
 from petune.kernels.block.halves import calls_of_halves
@@ -30,47 +31,45 @@ Meeting = tuple[Tensor, Tensor, float]
 
 class Arrival:
     """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary
-    positions, None where blocks read none; the segments of both; the form of each attention; what drops out
-    in each block; a bias by distance [heads, 2 longest - 1] that an earlier stage has handed on. trains:
-    whether hidden states, the encoder's and the bias need gradients. meeting: on a ladder, what its gates mix
-    in, [levels, b, t, w], the gates [levels] and their temperature. laid: where the tokens are cut across
-    ranks, those that each has in the recording; inlet: rows of hidden states there, [m, w]; halved: whether
-    both halves of the rows go through in turns; turned_apart: whether each row has rotary positions of its
-    own."""
+    positions for each kind of block, and the kind of each, none where blocks read none; the segments of both;
+    the form of each attention of each block; what drops out in each block; a bias by distance [heads, 2
+    longest - 1] that an earlier stage has handed on. trains: whether hidden states, the encoder's and the
+    bias need gradients. meeting: on a ladder, what its gates mix in, [levels, b, t, w], the gates [levels]
+    and their temperature. laid: where the tokens are cut across ranks, those that each has in the recording;
+    inlet: rows of hidden states there, [m, w]; halved: whether both halves of the rows go through in turns;
+    turned_apart: whether each row has rotary positions of its own."""
 
     def __init__(
         self,
-        call: Arguments,
-        block: FusedBlock,
+        calls: Sequence[Arguments],
+        blocks: Sequence[FusedBlock],
         here: Running,
         meeting: Meeting | None = None,
         halved: bool = False,
     ) -> None:
-        self.halved = halved
+        self.halved, call, block = halved, calls[0], blocks[0]
         self.hidden = hidden = cast("Tensor", call["hidden_states"])
         self.memory = memory = cast("Tensor | None", call.get(MEMORY))
         program = block.spec.program
         turned = program.rotary
-        self.angles = angles_of(call["position_embeddings"], program.sizes.head_dim) if turned else None
+        given = {id(one["position_embeddings"][0]): one["position_embeddings"] for one in calls if turned}
+        self.angles = [angles_of(one, program.sizes.head_dim) for one in given.values()]
+        self.kinds = tuple([*given].index(id(one["position_embeddings"][0])) for one in calls if turned)
         self.turned_apart = turned and len(call["position_embeddings"][0]) > 1
         self.segments, self.across = segments, across = _sides(hidden, memory, here)
         tokens = sum(here.sizes) or hidden.shape[1]
         longest = tokens if segments is None else segments.longest
         layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)
-        self.backends, self.longest = block.forms(hidden, layout), layout.row
+        self.backends, self.longest = _forms(blocks, hidden, layout), layout.row
         self.bias = cast("Tensor | None", call.get(BIAS))
         self.draws: Sequence[Draws] = ()
         self.meeting = meeting
         distances = block.distances if self.bias is None else self.bias
         inputs = hidden, memory, distances
         self.trains = tuple(one is not None and one.requires_grad for one in inputs)
-        angles = (
-            None
-            if self.angles is None
-            else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
-        )
+        angles = [(cos.dtype, 0 if segments is not None else len(cos)) for cos, _ in self.angles]
         self.laid = here.laid or here.sizes
-        kind = self.backends, hidden.dtype, self.trains, angles, self.laid, halved
+        kind = self.backends, hidden.dtype, self.trains, (*angles, *self.kinds), self.laid, halved
         self.bucket = Bucket.of((len(hidden), tokens), segments, kind, across)
         self.inlet = len(hidden) * self.laid[here.rank] if self.laid else self.bucket.tokens
 
@@ -78,7 +77,7 @@ class Arrival:
         """Why no pass of these blocks can be recorded, or None."""
         if self.bias is not None and self.bias.dim() == 4:
             return "it is handed a bias of relative positions"
-        if self.segments is not None and "sdpa" in self.backends and self.hidden.is_cuda:
+        if self.segments is not None and "sdpa" in chain(*self.backends) and self.hidden.is_cuda:
             return "attention within segments has no kernel here, and reads their lengths on the host"
         return "there are hooks on its blocks" if hooked(blocks) else None
 
@@ -87,6 +86,22 @@ class Arrival:
         with zeros where no two tokens are so far apart; None where blocks have none."""
         room = longest - self.longest
         return block.bias(None, longest) if self.bias is None else F.pad(self.bias, (room, room))
+
+
+def _forms(blocks: Sequence[FusedBlock], hidden: Tensor, layout: Layout) -> tuple[tuple[Backend, ...], ...]:
+    """The form of each attention of each block; blocks that attend alike are asked once."""
+    found: dict[tuple[object, ...], tuple[Backend, ...]] = {}
+    kinds = [
+        (
+            *((own.window, own.causal, own.softcap) for own in one.spec.program.attends),
+            one.training and tuple(one.spec.probabilities),
+        )
+        for one in blocks
+    ]
+    for block, kind in zip(blocks, kinds, strict=True):
+        if kind not in found:
+            found[kind] = block.forms(hidden, layout)
+    return tuple(found[kind] for kind in kinds)
 
 
 def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segments | None, Segments | None]:
@@ -138,13 +153,14 @@ class Graph:
         bias = None if distances is None else torch.zeros_like(distances)
         inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias}
         self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs]
-        self.angles: tuple[Tensor, Tensor] | None = None
-        if arrival.angles is not None:
-            cos, sin = arrival.angles
-            # attention on own tokens reads the positions of those
-            turned = len(inlet) if any(block.spec.exchanges) else own.tokens
-            turned = turned if arrival.bucket.segmented else len(cos)
-            self.angles = cos.new_zeros(turned, cos.shape[1]), sin.new_zeros(turned, sin.shape[1])
+        # attention on own tokens reads the positions of those
+        turned = len(inlet) if any(block.spec.exchanges) else own.tokens
+        self.kinds = arrival.kinds
+        self.angles = [
+            (cos.new_zeros(rows, cos.shape[1]), sin.new_zeros(rows, sin.shape[1]))
+            for cos, sin in arrival.angles
+            for rows in [turned if arrival.bucket.segmented else len(cos)]
+        ]
         self._draw(arrival, block, (len(inlet), own.tokens, *map(len, memory)))
         self._forward: Run
         self._backward: Run
@@ -185,9 +201,9 @@ class Graph:
         starts = torch.zeros(self.bucket.rows + 1, dtype=torch.int32, device=device)
         return Slots(starts, (size.longest,), None, (1, size.tokens))
 
-    def calls(self, block: FusedBlock, parts: Parts, draws: Draws) -> tuple[Call, ...]:
-        """A block's call as it is recorded, or those of both halves."""
-        memory = self.bucket.memory
+    def calls(self, at: int, block: FusedBlock, parts: Parts) -> tuple[Call, ...]:
+        """The call of block number `at` of these as it is recorded, or those of both halves."""
+        memory, angles = self.bucket.memory, self.angles[self.kinds[at]] if self.kinds else None
         layout = Layout(
             1 if self.bucket.segmented else self.bucket.rows,
             self.bucket.own.longest,
@@ -197,17 +213,20 @@ class Graph:
         )
 
         def call(layout: Layout, draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
-            return block.call(parts, block.hows(layout, self.backends, draws), draws, angles)
+            return block.call(parts, block.hows(layout, self.backends[at], draws), draws, angles)
 
         def half(rows: slice) -> Call:
-            return call(layout._replace(batch=rows.stop - rows.start), *self._of(rows, draws))
+            own = self._of(rows, self.draws[at], angles)
+            return call(layout._replace(batch=rows.stop - rows.start), *own)
 
         with bound(sizes=self.laid):
             if self.halved:
                 return calls_of_halves(self.bucket.rows, self.turned_apart, half)
-            return (call(layout, draws, self.angles),)
+            return (call(layout, self.draws[at], angles),)
 
-    def _of(self, rows: slice, draws: Draws) -> tuple[Draws, tuple[Tensor, Tensor] | None]:
+    def _of(
+        self, rows: slice, draws: Draws, angles: tuple[Tensor, Tensor] | None
+    ) -> tuple[Draws, tuple[Tensor, Tensor] | None]:
         """What drops out of some rows, and their rotary positions."""
 
         def part(x: Tensor) -> Tensor:
@@ -215,9 +234,9 @@ class Graph:
             return x[rows.start * each : rows.stop * each]
 
         own = draws.replaced(draw._replace(numbers=part(draw.numbers)) for draw in draws.all)
-        if self.angles is None or not self.turned_apart:
-            return own, self.angles
-        cos, sin = self.angles
+        if angles is None or not self.turned_apart:
+            return own, angles
+        cos, sin = angles
         return own, (part(cos), part(sin))
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
@@ -233,7 +252,7 @@ class Graph:
 
     def place(self, arrival: Arrival) -> None:
         """Take in where the tokens of the next batch are, and what is drawn for it."""
-        for room, value in zip(self.angles or (), arrival.angles or (), strict=True):
+        for room, value in zip(chain(*self.angles), chain(*arrival.angles), strict=True):
             room[: len(value)].copy_(value)
         for slots, size, segments in (
             (self.slots, self.bucket.own, arrival.segments),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,10 +54,12 @@ class Lanes:
         """See petune.models.stack.Whole."""
         return self.lanes[0].room_for(stack, hidden, here)
 
-    def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
+    def __call__(
+        self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
+    ) -> Call | None:
         """See petune.models.stack.Whole."""
         lane = self._free()
-        return None if lane is None else lane(stack, call, here, below)
+        return None if lane is None else lane(stack, calls, here, below)
 
 
 def recorded(most: int, staged: bool) -> Graphs | Lanes:

@@ -133,7 +133,6 @@ class Graphs:
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
             and not self._is_long(hidden)
-            and not self._is_mixed(stack)
         )
 
     def forget(self) -> None:
@@ -158,22 +157,13 @@ class Graphs:
         """What they are called, and their sites begin with."""
         return f"{stack.name}.side" if self.beside else stack.name
 
-    def _is_mixed(self, stack: Stack) -> bool:
-        """Whether some blocks attend within a sliding window and others not, who have rotary angles of their
-        own; that is said."""
-        windows = {one.window for _, block in self._numbered(stack) for one in block.spec.program.attends}
-        if found := len(windows) > 1:
-            what = f"{self._name(stack)} runs block by block, not as CUDA graphs: only some of its blocks"
-            self._say(f"{what} have a sliding window")
-        return found
-
     def __call__(
-        self, stack: Stack, call: Arguments, here: Running, below: Tensor | None = None
+        self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None
     ) -> Arguments | None:
-        """See petune.models.stack.Whole; `call` is one that `takes` took."""
+        """See petune.models.stack.Whole; the first call is one that `takes` took."""
         blocks = [block for _, block in self._numbered(stack)]
         meeting = None if below is None or stack.ladder is None else (below, *stack.ladder.gate())
-        placed = self._placed(stack, memory_in_autocast(call), here, meeting)
+        placed = self._placed(stack, calls, here, meeting)
         if placed is None:
             return None
         graph, arrival = placed
@@ -189,20 +179,21 @@ class Graphs:
         return {"hidden_states": out, BIAS: handed}
 
     def _placed(
-        self, stack: Stack, call: Arguments, here: Running, meeting: Meeting | None = None
+        self, stack: Stack, calls: Sequence[Arguments], here: Running, meeting: Meeting | None = None
     ) -> tuple[Graph, Arrival] | None:
         """The recording to replay and what enters it, which lies where the recording reads it but for the
         inputs; None where blocks have to run one by one."""
         numbered, name = self._numbered(stack), self._name(stack)
-        blocks = [block for _, block in numbered]
+        blocks, calls = [block for _, block in numbered], [memory_in_autocast(call) for call in calls]
         # which the first one hands on
-        later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}
-        hidden, rows = call["hidden_states"], len(call["hidden_states"])
+        bias = calls[0].get(BIAS) if blocks[0].distances is None else blocks[0].distances
+        given = [call | {BIAS: bias} if at else call for at, call in enumerate(calls)]
+        hidden, rows = calls[0]["hidden_states"], len(calls[0]["hidden_states"])
         with bound_to(here):
-            if any(block.declines(hidden, later if at else call) for at, block in enumerate(blocks)):
+            if any(block.declines(hidden, call) for block, call in zip(blocks, given, strict=True)):
                 return None  # a block that declines says so itself
-            halved = meeting is None and all(block.spec.goes_in_halves(rows, call) for block in blocks)
-        arrival = Arrival(call, blocks[0], here, meeting, halved)
+            halved = meeting is None and all(block.spec.goes_in_halves(rows, calls[0]) for block in blocks)
+        arrival = Arrival(calls, blocks, here, meeting, halved)
         if not self._worthwhile(arrival.bucket.own, blocks, arrival.hidden.device, halved):
             if arrival.segments is None and not here.sizes:  # own tokens do not say how many there are
                 self.long.add((arrival.hidden.shape, arrival.hidden.dtype))
@@ -375,14 +366,13 @@ class Graphs:
         trains = dict(zip(("x", "memory", "bias"), graph.bucket.kind[2], strict=True))
         needs_x, *others = (trains[name] for name in inputs)
         gates: Sequence[Gate | None] = graph.gates or [None] * len(blocks)
-        for block, parts, tensors, draws, gate in zip(
-            blocks, self.weights.parts, self.weights.tensors, graph.draws, gates, strict=True
+        for at, (block, parts, tensors, gate) in enumerate(
+            zip(blocks, self.weights.parts, self.weights.tensors, gates, strict=True)
         ):
             needs_x = needs_x or gate is not None
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
-            calls = graph.calls(block, parts, draws)
-            pieces.append(Piece(calls, tensors, needs, own, [needs_x, *others], gate))
+            pieces.append(Piece(graph.calls(at, block, parts), tensors, needs, own, [needs_x, *others], gate))
             needs_x = needs_x or bool(own) or any(others)
         return pieces
 

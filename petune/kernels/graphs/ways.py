@@ -29,9 +29,11 @@ class Ways:
         rooms = (way.room_for(stack, hidden, here) for way in self.every)
         return next((room for room in rooms if room is not None), None)
 
-    def __call__(self, stack: Stack, call: Call, here: Running, below: Tensor | None = None) -> Call | None:
+    def __call__(
+        self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
+    ) -> Call | None:
         """See petune.models.stack.Whole."""
-        gone = (way(stack, call, here, below) for way in self.every if way.takes(stack, call))
+        gone = (way(stack, calls, here, below) for way in self.every if way.takes(stack, calls[0]))
         return next((advanced for advanced in gone if advanced is not None), None)
 
 

@@ -20,7 +20,7 @@ import petune
 from petune.errors import UsageError
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import BaseDtype, MemoryConfig, Rung
-from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.fuse import fuse, fused_blocks, unfuse
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay
 from petune.kernels.graphs.bucket import Size
@@ -36,6 +36,7 @@ from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS, MOVED, fresh
 from tests.kernels.replays import Again, replayed, stacks
+from tests.methods.zoo import tiny
 
 Batch = dict[str, Tensor]
 LORA = METHODS["lora"]
@@ -159,6 +160,19 @@ def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: 
             optimizer.zero_grad()
     assert recorder.recorded == 2
     assert recorder.forwards == recorder.backwards == len(sizes)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("lengths", [(9, 4, 7), (9, 9, 9)])
+def test_blocks_with_windows_and_angles_of_their_own_are_replayed(lengths: Sequence[int]) -> None:
+    model = tuned("gemma3", make=lambda: tiny("gemma3-causal", sliding_window=4))
+    plain, recorder = copy.deepcopy(model), replayed(model)
+    for seed in range(3):
+        assert_same_step(model, plain, batch("gemma3", lengths, seed))
+    assert recorder.forwards == recorder.backwards > 0
+    (stack,) = stacks(model)
+    assert {kind for graph in cast("Graphs", stack.whole).graphs.values() for kind in graph.kinds} == {0, 1}
+    assert {one.window for block in fused_blocks(model) for one in block.spec.program.attends} == {4, None}
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])

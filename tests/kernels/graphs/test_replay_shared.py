@@ -316,7 +316,7 @@ def test_there_is_no_room_for_sizes_that_were_declined_until_they_are_taken(
     expected = room()
     assert expected is not None and expected > 20
     with monkeypatch.context() as patched:
-        patched.setattr(replay, "_reason", lambda *given: "for a test")
+        patched.setattr(Graphs, "_reason", lambda *given: "for a test")
         assert room() is None
     assert room() == expected
 
