@@ -103,15 +103,15 @@ class Ladder(TunedModule, PreTrainedModel):
 
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
-        """See petune.models.stack.Ladder."""
+        """See stack_protocols.Ladder."""
         return [(at, block) for at, block in enumerate(self.blocks) if self.has(at)]
 
     def has(self, number: int) -> bool:
-        """See petune.models.stack.Ladder."""
+        """See stack_protocols.Ladder."""
         return not isinstance(self.blocks[number], nn.Identity)
 
     def reads(self, number: int) -> bool:
-        """See petune.models.stack.Ladder."""
+        """See stack_protocols.Ladder."""
         return self.has(number) and self.settings.climbs
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -162,7 +162,7 @@ class Ladder(TunedModule, PreTrainedModel):
             self.norm = self.up = self.alpha = None
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
-        """See petune.models.stack.Ladder; with the carry come the angles of each type of attention.
+        """See stack_protocols.Ladder; with the carry come the angles of each type of attention.
 
         Raises UsageError for encoder states that were not made by this model's own encoder."""
         across = call.get("encoder_hidden_states")
@@ -196,7 +196,7 @@ class Ladder(TunedModule, PreTrainedModel):
         return side
 
     def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
-        """See petune.models.stack.Ladder."""
+        """See stack_protocols.Ladder."""
         backbone = dict(call)
         side = {name: value for name, value in call.items() if name not in self.rule.carry}
         across = call.get("encoder_hidden_states")
@@ -220,18 +220,18 @@ class Ladder(TunedModule, PreTrainedModel):
         return backbone, side
 
     def lower(self, levels: Tensor) -> Tensor:
-        """See petune.models.stack.Ladder: one batched product."""
+        """See stack_protocols.Ladder: one batched product."""
         down = [cast("nn.Linear", self.down[at + 1]) for at, _ in self.numbered]
         weights, biases = torch.stack([one.weight for one in down]), torch.stack([one.bias for one in down])
         found = torch.baddbmm(biases[:, None], self._entering(levels).flatten(1, -2), weights.mT)
         return cast("Tensor", found.unflatten(1, levels.shape[1:-1]))
 
     def gate(self) -> tuple[Tensor, float]:
-        """See petune.models.stack.Ladder."""
+        """See stack_protocols.Ladder."""
         return torch.stack(list(self.gates.values())), self.settings.temperature
 
     def call(self, index: int, call: Call) -> Call:
-        """See petune.models.stack.Ladder: with the angles of its type of attention."""
+        """See stack_protocols.Ladder: with the angles of its type of attention."""
         if self.rotary is None:
             return call
         angles = call["position_embeddings"]
@@ -239,7 +239,7 @@ class Ladder(TunedModule, PreTrainedModel):
         return call | {"position_embeddings": angles[kind]}
 
     def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
-        """See petune.models.stack.Ladder: the gate mixes before the block."""
+        """See stack_protocols.Ladder: the gate mixes before the block."""
         state = call["hidden_states"]
         if self.reads(index):
             if below is None:
@@ -249,7 +249,7 @@ class Ladder(TunedModule, PreTrainedModel):
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
-        """See petune.models.stack.Ladder."""
+        """See stack_protocols.Ladder."""
         state = call["hidden_states"]
         if self.norm is not None:
             state = self.norm(state)

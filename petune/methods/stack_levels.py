@@ -26,7 +26,7 @@ _NAMED = {
 
 
 class StackLevels:
-    """What the blocks of one stack give that are read, see petune.models.stack.Levels: of the rows of the
+    """What the blocks of one stack give that are read, see stack_protocols.Levels: of the rows of the
     running pass, and where all of them are kept."""
 
     def __init__(self, stack: Stack, folder: Path, stored: Stored, writer: bool, width: int) -> None:
@@ -77,12 +77,12 @@ class StackLevels:
 
     @property
     def writes(self) -> bool:
-        """See petune.models.stack.Levels. A process that writes nothing takes part too: ranks make hidden
+        """See stack_protocols.Levels. A process that writes nothing takes part too: ranks make hidden
         states whole together."""
         return bool(self.rows) and self.known is None
 
     def write(self, number: int, hidden: Tensor) -> Tensor | None:
-        """See petune.models.stack.Levels."""
+        """See stack_protocols.Levels."""
         self.fresh[number] = hidden
         form = form_of(self.stored, hidden.dtype)
         if form is not _FP8 and torch.promote_types(form, hidden.dtype) is form:

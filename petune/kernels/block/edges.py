@@ -1,4 +1,4 @@
-"""How calls enter and leave a fused stack (petune.models.stack.Edges): real tokens alone, in the dtype that
+"""How calls enter and leave a fused stack (stack_protocols.Edges): real tokens alone, in the dtype that
 its blocks compute in."""
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Unpadded:
     replays, least = True, 1
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return carry | {"hidden_states": self.part(carry["hidden_states"], here)}, here
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """See petune.models.stack.Edges: the encoder's hidden states have rows and padding of their own."""
+        """See stack_protocols.Edges: the encoder's hidden states have rows and padding of their own."""
         if name in MASKS:
             return None if value is NO_MASK else value
         return cast("Tensor", _packed(value, here.memory if name == MEMORY else here.segments))
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
-        """See petune.models.stack.Edges: a ladder's carry is made from one that has entered."""
+        """See stack_protocols.Edges: a ladder's carry is made from one that has entered."""
         return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return hidden if here.segments is None else pack(hidden, here.segments)
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return hidden if here.segments is None else unpack(hidden, here.segments)
 
 
@@ -79,13 +79,13 @@ class InDtype:
         return value
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return hidden
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return hidden

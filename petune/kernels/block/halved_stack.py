@@ -17,7 +17,7 @@ from petune.rng.context import Running, bound_to
 
 
 class HalvedStack:
-    """A way through a fused stack (petune.models.stack.Whole) whose blocks ranks share, where what they say
+    """A way through a fused stack (stack_protocols.Whole) whose blocks ranks share, where what they say
     is to be hidden: what a half says last in one block is hidden behind the other's last turn there and its
     own first one in the next.
 
@@ -29,7 +29,7 @@ class HalvedStack:
         return HalvedStack, ()
 
     def takes(self, stack: Stack, call: Arguments) -> bool:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         hidden = call["hidden_states"]
         return (
             stack.ladder is None
@@ -43,13 +43,13 @@ class HalvedStack:
         )
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         return None
 
     def __call__(
         self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None
     ) -> Arguments | None:
-        """See petune.models.stack.Whole; the first call is one that `takes` took."""
+        """See stack_protocols.Whole; the first call is one that `takes` took."""
         hidden, numbered = calls[0]["hidden_states"], cast("list[tuple[int, FusedBlock]]", stack.numbered)
         with bound_to(here):
             if any(block.declines(hidden, call) for (_, block), call in zip(numbered, calls, strict=True)):

@@ -48,13 +48,13 @@ class Levels(Graph):
 
 
 class Beneath(Graphs):
-    """A way through the blocks below a ladder (petune.models.stack.Beneath) by recordings; see Graphs for
+    """A way through the blocks below a ladder (stack_protocols.Beneath) by recordings; see Graphs for
     when."""
 
     kind = Levels
 
     def levels(self, stack: Stack, calls: Sequence[Arguments], here: Running) -> Tensor | None:
-        """See petune.models.stack.Beneath; the first call is one that `takes` took."""
+        """See stack_protocols.Beneath; the first call is one that `takes` took."""
         placed = self._placed(stack, calls, here)
         if placed is None:
             return None

@@ -17,7 +17,7 @@ def _of_a_stage() -> Graphs:
 
 
 class Lanes:
-    """A way through a fused stack (petune.models.stack.Whole) by the first of several `Graphs` whose
+    """A way through a fused stack (stack_protocols.Whole) by the first of several `Graphs` whose
     recordings are idle: none may be replayed between another's two passes in the same memory, so each pass on
     the way has a lane with memory of its own.
 
@@ -46,18 +46,18 @@ class Lanes:
         return lane
 
     def takes(self, stack: Stack, call: Call) -> bool:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         lane = self._free()
         return lane is not None and lane.takes(stack, call)
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         return self.lanes[0].room_for(stack, hidden, here)
 
     def __call__(
         self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
     ) -> Call | None:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         lane = self._free()
         return None if lane is None else lane(stack, calls, here, below)
 

@@ -65,7 +65,7 @@ PATIENCE = 256  # calls of the stack for which a recording is not dropped in fav
 
 
 class Graphs:
-    """A way through a fused stack (petune.models.stack.Whole) by recordings, each made once the batches of
+    """A way through a fused stack (stack_protocols.Whole) by recordings, each made once the batches of
     its bucket have lost more time without it than it takes. Segments that no recording holds get one at once:
     what is smaller and of their kind will use it too.
 
@@ -117,7 +117,7 @@ class Graphs:
         return turn is None or turn.spent
 
     def takes(self, stack: Stack, call: Arguments) -> bool:
-        """See petune.models.stack.Whole: a call that is whole, unmasked, for training."""
+        """See stack_protocols.Whole: a call that is whole, unmasked, for training."""
         hidden = call["hidden_states"]
         return (
             torch.is_grad_enabled()
@@ -160,7 +160,7 @@ class Graphs:
     def __call__(
         self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None
     ) -> Arguments | None:
-        """See petune.models.stack.Whole; the first call is one that `takes` took."""
+        """See stack_protocols.Whole; the first call is one that `takes` took."""
         blocks = [block for _, block in self._numbered(stack)]
         meeting = None if below is None or stack.ladder is None else (below, *stack.ladder.gate())
         placed = self._placed(stack, calls, here, meeting)
@@ -222,7 +222,7 @@ class Graphs:
             say(f"kernels: {line}")
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        """See petune.models.stack.Whole: tokens in segments are laid in those of their bucket."""
+        """See stack_protocols.Whole: tokens in segments are laid in those of their bucket."""
         blocks = [block for _, block in self._numbered(stack)]
         if (
             self.beside

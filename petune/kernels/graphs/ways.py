@@ -9,30 +9,31 @@ from torch import Tensor
 
 from petune.kernels.block.halved_stack import HalvedStack
 from petune.kernels.graphs.lanes import recorded
-from petune.models.stack import Call, Stack, Whole
+from petune.models.stack import Call, Stack
+from petune.models.stack_protocols import Whole
 from petune.rng.context import Running
 
 
 @dataclass(frozen=True)
 class Ways:
-    """A way through a fused stack (petune.models.stack.Whole) by the first of `every` that takes a pass and
+    """A way through a fused stack (stack_protocols.Whole) by the first of `every` that takes a pass and
     does not decline it."""
 
     every: Sequence[Whole]
 
     def takes(self, stack: Stack, call: Call) -> bool:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         return any(way.takes(stack, call) for way in self.every)
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         rooms = (way.room_for(stack, hidden, here) for way in self.every)
         return next((room for room in rooms if room is not None), None)
 
     def __call__(
         self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
     ) -> Call | None:
-        """See petune.models.stack.Whole."""
+        """See stack_protocols.Whole."""
         gone = (way(stack, calls, here, below) for way in self.every if way.takes(stack, calls[0]))
         return next((advanced for advanced in gone if advanced is not None), None)
 

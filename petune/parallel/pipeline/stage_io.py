@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from petune.models import input_of, tokens_of
 from petune.models.spec import StackName
-from petune.models.stack import Carried
+from petune.models.stack_protocols import Carried
 from petune.parallel.objective import Batch
 
 # what of a block's carry goes to the next stage, see `Slot.shape`
@@ -57,7 +57,7 @@ STATES = Slot("encoder", "encoder_states")
 
 @dataclass
 class End:
-    """A stack's wire (see petune.models.stack.Wire): where the stack's two ends are, and what is between this
+    """A stack's wire (see stack_protocols.Wire): where the stack's two ends are, and what is between this
     stage and its neighbours."""
 
     begins: bool
@@ -66,12 +66,12 @@ class End:
     outbox: Carried | None = None
 
     def receive(self) -> Carried | None:
-        """See petune.models.stack.Wire."""
+        """See stack_protocols.Wire."""
         arrived, self.inbox = self.inbox, None
         return arrived
 
     def send(self, carried: Carried) -> None:
-        """See petune.models.stack.Wire."""
+        """See stack_protocols.Wire."""
         self.outbox = carried
 
 

@@ -324,11 +324,11 @@ class StackEdges(Shared):
 
     @property
     def least(self) -> int:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return 1 if self.plan.connection == "whole" else len(self.plan.sequence)
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         if self.plan.connection == "whole":
             return carry, here
         length = carry["hidden_states"].shape[1]
@@ -356,7 +356,7 @@ class StackEdges(Shared):
         return apportion(length, self.plan.sequence), ()
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """See petune.models.stack.Edges: own positions for attention on own tokens."""
+        """See stack_protocols.Edges: own positions for attention on own tokens."""
         by_sequence = self.plan.connection == "sequence"
         if name in stack.rule.tokens:
             return self.part(value, here)
@@ -385,16 +385,16 @@ class StackEdges(Shared):
         return {"position_bias": cast("Any", makers[0]).compute_bias(length, length, device=device)}
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         beside = cast("Any", stack._modules["side"]).numbered
         if self.plan.connection == "whole" or not beside:
             return carry
         return carry | self._bias(stack, beside[0][1], carry, sum(here.sizes))
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return split_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See petune.models.stack.Edges."""
+        """See stack_protocols.Edges."""
         return gather_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden

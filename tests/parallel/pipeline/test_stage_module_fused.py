@@ -17,7 +17,8 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory.offload import Parked, Store
 from petune.models import family_of
-from petune.models.stack import Carried, own_stacks
+from petune.models.stack import own_stacks
+from petune.models.stack_protocols import Carried
 from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.pipeline.stage_io import End
 from petune.rng.context import Running
