@@ -13,7 +13,7 @@ works on:
         experts                                 as an MLP, for each expert that a token goes through
         MLP                                     gated: gate, act(gate) and up; plain: what enters the
                                                 activation; and what enters `down`
-        a gated-delta mixer                     see `_of_state`
+        a gated-delta mixer                     see models/gated_delta.py
         norm                                    its input, 4, and its result, 4, if its scale trains
         dropout                                 1 per feature of the mask
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
 from petune.models.experts import number_of, sizes_of, weights_of
-from petune.models.gated_delta import CHUNK
+from petune.models.gated_delta import state_bytes
 from petune.models.sites import ends_of
 from petune.models.spec import Attention, LinearAttention, Mlp, Region, Role, RoutedMlp, StackRule, child_of
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear
@@ -179,7 +179,7 @@ def _of_region(
     total += sum(entering.values())
     if isinstance(core, Attention):
         if isinstance(core, LinearAttention):
-            return Saved(total + tokens * _of_state(cast("Any", _module(block, core.at)), itemsize))
+            return Saved(total + tokens * state_bytes(cast("Any", _module(block, core.at)), itemsize))
         made = {role: ends_of(layer)[1] for role, layer in layers.items()}
         inner = ends_of(leave)[0]  # of all heads
         total += itemsize * tokens * (1 + 2 * core.gated) * inner
@@ -208,14 +208,6 @@ def _of_region(
     if (_kept(leave).input or _trains(leave)) and not _relu(block, region):
         total += tokens * columns * itemsize
     return Saved(total)
-
-
-def _of_state(mixer: Any, itemsize: int) -> float:
-    """Bytes per token of a gated-delta mixer inside its linears, as transformers' fallback computes it: in
-    float32, chunk by chunk, with a state for each chunk."""
-    heads, keys, values = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
-    scan = 8 * keys + 5 * values + 7 * CHUNK + keys * values / CHUNK  # of a head: q and k, v, chunks, state
-    return float(heads * (NORM * (scan + values) + itemsize * values) + 2 * itemsize * mixer.conv_dim)
 
 
 def _pairs(

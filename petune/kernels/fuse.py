@@ -256,8 +256,9 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     specs = _specs(stack.numbered, stack, family, cast("Any", model).config, plan.ops)
     if isinstance(specs, str):
         return specs
-    if any(spec.mixtures for spec in specs) and plan.memory.stream != "none":
-        return "experts do not stream yet"
+    streams = plan.memory.stream != "none"
+    if streams and (reason := next(filter(None, (spec.unstreamed for spec in specs)), None)) is not None:
+        return reason
     _hooks_of(model).extend(_exchange_classes(stack.numbered, specs, plan))
     if stack.ladder is None:  # whose levels are nobody else's to compute again
         stack.recompute = False  # the blocks do it themselves, as their rungs say
@@ -270,11 +271,11 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
 
 
 def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
-    """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, and
-    what they say to other ranks can be part of one."""
+    """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, call
+    no graph of autograd's, and what they say to other ranks can be part of one."""
     fixed = plan.memory.stream == "none" and shards_of(model) is None
-    told = any(spec.mixtures for spec in specs)
-    says = all(crossing.recordable for spec in specs for crossing in spec.crossings)
+    told = any(spec.mixtures or spec.called for spec in specs)
+    says = all(one.recordable for spec in specs for one in spec.crossings)
     return plan.ops.name == "triton" and fixed and not told and says
 
 
@@ -313,8 +314,8 @@ def _exchange_classes(
             for group, layers in zip(spec.program.groups, spec.layers, strict=True)
         ]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
-        layers = {id(layer) for group in spec.layers for layer in group}
-        layers |= {id(layer) for mixture in spec.mixtures for layer in mixture.layers}
+        whole = [*(one.layers for one in spec.mixtures), *(one.layers for one in spec.called)]
+        layers = {id(layer) for group in (*spec.layers, *whole) for layer in group}
         spec.homes = [
             (parent, name, child)
             for parent in block.modules()

@@ -209,11 +209,11 @@ class FusedGelu(FusedSite):
 
 
 def fuse_sites(model: nn.Module, ops: Ops) -> int:
-    """Fuse tuned linears, RMS norms and tanh GELUs that are in no fused block; returns how many. Idempotent,
-    undone by `unfuse_sites`."""
-    inside = {
-        id(module) for block in model.modules() if isinstance(block, FusedBlock) for module in block.modules()
-    }
+    """Fuse tuned linears, RMS norms and tanh GELUs that are in no fused block, or in what one calls; returns
+    how many. Idempotent, undone by `unfuse_sites`."""
+    blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
+    called = {id(module) for block in blocks for core in block.spec.called for module in core.layers}
+    inside = {id(module) for block in blocks for module in block.modules()} - called
     modules = [module for module in model.modules() if id(module) not in inside]
     found: list[tuple[Any, Any]] = [
         (module, form) for module in modules if (form := _form(module)) is not None
@@ -223,7 +223,7 @@ def fuse_sites(model: nn.Module, ops: Ops) -> int:
     if strangers := {
         type(module).__name__
         for module in modules
-        if isinstance(module, TunedLinear) and low_rank_of(module) is None
+        if isinstance(module, TunedLinear) and low_rank_of(module) is None and id(module) not in called
     }:
         say(
             "kernels: not fused, as they have no fused form (`low_rank` gives none):"

@@ -11,18 +11,29 @@ from one chunk to the next. Sums are made in float32 (float64 for float64), outs
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
 EPS = 1e-6  # of the lengths that queries and keys are divided by
+WIDE = 4  # bytes of what it is computed in
 
 
 def keys_of(features: int) -> int:
     """The keys that attention sees at as many FLOP a token as the rule has with states of so many key
     features: 6 for each number of a state, where a key has 4 for each feature."""
     return 3 * features // 2
+
+
+def state_bytes(mixer: Any, itemsize: int) -> float:
+    """Bytes per token that autograd keeps of a mixer inside its linears, as transformers' fallback computes
+    it: in float32, chunk by chunk, with a state for each chunk. itemsize: of activations."""
+    heads, keys, values = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    scan = 8 * keys + 5 * values + 7 * CHUNK + keys * values / CHUNK  # of a head: q and k, v, chunks, state
+    return float(heads * (WIDE * (scan + values) + itemsize * values) + 2 * itemsize * mixer.conv_dim)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:

@@ -40,9 +40,6 @@ class Apart(GatedDelta):
         return q, k, v, own.in_proj_z(x).view_as(v), own.in_proj_b(x), own.in_proj_a(x)
 
 
-UNFUSED = "its mixers carry a state through the tokens of a row, which is no step of a fused block yet"
-
-
 def mixing(form: type[nn.Module], group: LinearGroup) -> SubLayer:
     """Attention without scores and, in other blocks, with scores that are gated."""
     full = replace(NORMED, gated=True)
@@ -78,7 +75,7 @@ def narrow(config: Config, reduction: int, kin: Family) -> Config:
 def table(kin: Family, name: str, mixer: SubLayer) -> Family:
     """The table of a decoder with this mixer and the MLPs, or experts, of its kin."""
     mlp = replace(kin.stacks["decoder"].sublayers[1], norm_in=NORM("post_attention_layernorm"))
-    like = llama.like(name, mixer, mlp, unfused=UNFUSED)
+    like = llama.like(name, mixer, mlp)
     sizes, small = partial(shape, kin=kin), partial(narrow, kin=kin)
     return replace(kin, name=name, stacks=like.stacks, shape=sizes, narrow=small)
 

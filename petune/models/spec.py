@@ -52,7 +52,8 @@ class Attention:
     score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
     its probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
     gated: q makes for each head a query and, behind it, a gate, whose sigmoid scales the head's result.
-    lacks: roles that a block may be without.
+    lacks: roles that a block may be without. called: parameters of `at`, where a fused block calls that as it
+    is, 0 where steps compute it; no table says it.
     """
 
     at: str
@@ -74,6 +75,7 @@ class Attention:
     exchange: Exchanged | None = None
     gated: bool = False
     lacks: tuple[Role, ...] = ()
+    called: int = 0
 
     @cached_property
     def region(self) -> Region:

@@ -35,7 +35,8 @@ def fuse(runner: Runner, recipe: Recipe) -> None:
 def _would_hide(blocks: Sequence[FusedBlock]) -> bool:
     """Whether halves of rows without padding may go through these in turns (figures: benchmarks/RESULTS.md,
     four GPUs)."""
-    plain = (block.spec.program.inputs == ("x",) and not block.spec.mixtures for block in blocks)
+    specs = [block.spec for block in blocks]
+    plain = (spec.program.inputs == ("x",) and not (spec.mixtures or spec.called) for spec in specs)
     return bool(blocks) and all(plain)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
+from petune.kernels.block.called import BoundCore, CalledCore, CoreCall
 from petune.kernels.block.layout import MASKS
 from petune.kernels.block.linear import Bank, at_hand
 from petune.kernels.block.mixture import OF_MIXTURE, Mixture, MixturePart
@@ -27,7 +28,7 @@ from petune.models.boundary import Boundary
 from petune.models.exchange import Exchange
 from petune.models.experts import Spread, spread_of
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank
-from petune.rng.context import running
+from petune.rng.context import Running, running
 from petune.rng.dropout import Drop
 
 Where = tuple[nn.Module, str] | None  # an attribute of a module
@@ -62,6 +63,7 @@ class Spec:
     behind: Sequence[nn.Module] = ()
     mixtures: Sequence[Mixture] = ()
     sinks: Sequence[tuple[nn.Module, str]] = ()
+    called: Sequence[CalledCore] = ()  # cores that are called as they are
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     exchanges: Sequence[Exchange | None] = ()
     rung: Rung = field(default_factory=Rung)
@@ -122,6 +124,8 @@ class Spec:
         """Why halves of so many rows may not go through in turns, or None. given: the call's arguments."""
         if self.program.inputs != ("x",):
             return "its blocks read an encoder or a bias of positions"
+        if self.called:
+            return "its blocks call modules of the model's own"
         if running().segments is not None or any(given.get(name) is not None for name in MASKS):
             return "there is padding in them"
         return None if rows > 1 else "one row has no halves"
@@ -133,6 +137,8 @@ class Spec:
     @property
     def padded(self) -> str | None:
         """Why it computes on padding too, where there is any, or None."""
+        if self.called:
+            return "its mixers carry a state through whole rows"
         for step, exchange in zip(self.program.attends, self.exchanges, strict=False):
             if exchange is not None and exchange.kind == "ring":
                 return "keys and values go round in rows of equal length"
@@ -156,6 +162,13 @@ class Spec:
         """Whether bf16 autocast may have the weights rounded anew in every pass, as it does with those of
         linears: where they are float32 and none of them is frozen in a bank."""
         return self.dtype == torch.float32 and not any(self.banks)
+
+    @property
+    def unstreamed(self) -> str | None:
+        """Why its weights may not rest in host memory, or None."""
+        if self.called:
+            return "modules that blocks call do not stream"
+        return "experts do not stream yet" if self.mixtures else None
 
     def overflows(self, dtype: torch.dtype) -> str | None:
         """Why it cannot be fused in this dtype, or None."""
@@ -195,17 +208,20 @@ def _probability(owner: nn.Module, name: str) -> float:
 
 class Draws(NamedTuple):
     """What drops out in one call of a block, None where nothing does. groups: of the input of each part's
-    update; drops: of each of the program's dropouts; bottlenecks: within each."""
+    update; drops: of each of the program's dropouts; bottlenecks: within each. cores: where each that is
+    called begins to draw."""
 
     groups: tuple[tuple[Drop | None, ...], ...]
     drops: tuple[Drop | None, ...]
     bottlenecks: tuple[Drop | None, ...] = ()
+    cores: tuple[Running, ...] = ()
 
     @classmethod
     def nothing(cls, parts: Parts, program: Program) -> Draws:
         """What is drawn where nothing drops out."""
         groups = tuple((None,) * len(group) for group in parts.groups)
-        return cls(groups, (None,) * len(program.dropouts), (None,) * len(program.bottlenecks))
+        here = (replace(running()),) * len(program.called)
+        return cls(groups, (None,) * len(program.dropouts), (None,) * len(program.bottlenecks), here)
 
     @property
     def all(self) -> list[Drop]:
@@ -217,14 +233,14 @@ class Draws(NamedTuple):
         """Others in the places of `all`."""
         groups = tuple(tuple(draw and next(by) for draw in group) for group in self.groups)
         drops, behind = (tuple(draw and next(by) for draw in own) for own in (self.drops, self.bottlenecks))
-        return Draws(groups, drops, behind)
+        return Draws(groups, drops, behind, self.cores)
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of a block: what the node needs beside tensors. hows: of each attention; angles: cos and sin
     [p, d] of rotary positions, where the program reads them; dtype: of the computation; boundaries: of the
-    sub-layers that are cut, as they are in this call."""
+    sub-layers that are cut, as they are in this call; called: of the cores that are called."""
 
     spec: Spec
     hows: tuple[How, ...]
@@ -235,6 +251,7 @@ class Call:
     angles: tuple[Tensor, Tensor] | None
     dtype: torch.dtype
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
+    called: Sequence[CoreCall] = ()
 
     def groups(self, tensors: Sequence[Tensor | None], factors: Sequence[Tensor | None] = ()) -> list[Group]:
         """The groups with `tensors` in them; `factors` are what `factors_of` earlier ones gives."""
@@ -308,6 +325,7 @@ class Call:
             for part in self.parts.mixtures
         ]
         sinks = [cast("Tensor", next(own)) for _ in self.spec.program.sinks]
+        called = [BoundCore(one, [cast("Tensor", next(own)) for _ in one.core.names]) for one in self.called]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))
             norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
@@ -323,9 +341,10 @@ class Call:
             bottlenecks=behind,
             mixtures=mixtures,
             boundaries=self.boundaries,
-            batch=self.hows[0].batch,
+            batch=self.hows[0].batch if self.hows else 1,
             sinks=sinks,
             turns=turns,
+            called=called,
         )
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:

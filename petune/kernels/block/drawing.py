@@ -3,6 +3,7 @@ dropout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, cast
 
@@ -74,16 +75,20 @@ def drawn(spec: Spec, parts: Parts, places: Places) -> Draws:
         return found if how.within is None and how.head is None else part_of(spec, found, how)
 
     program, chances, groups, drops, behind = spec.program, spec.probabilities, [], [], []
+    cores = []
     for how in program.order:
         at = how.at
         if how.kind == "group":
             groups.append(tuple(one(part.dropout, how) for part in parts.groups[at]))
+        elif how.kind == "core":  # which draws by itself
+            cores.append(replace(running()))
+            running().drawn += spec.called[at].draws
         elif how.kind == "bottleneck":
             part = parts.bottlenecks[at]
             behind.append(None if part.tensors is None else one(part.dropout, how))
         else:
             drops.append(one(chances[at], how))
-    return Draws(tuple(groups), tuple(drops), tuple(behind))
+    return Draws(tuple(groups), tuple(drops), tuple(behind), tuple(cores))
 
 
 def part_of(spec: Spec, drop: Drop, how: Drawing) -> Drop:

@@ -23,6 +23,7 @@ def forward(
     """(the block's output, what the rung keeps, the inputs among it)."""
     schedule = program.schedules.forward(keep)
     v: Values = dict(zip(program.inputs, inputs, strict=True))
+    run.kept = frozenset(schedule.kept)
     for section, drops in zip(schedule.sections, schedule.drops, strict=True):
         yield from _run(section, drops, run, v, _tiles(section, v, keep, tile))
     y: Tensor = v.pop(program.y)

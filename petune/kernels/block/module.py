@@ -23,6 +23,7 @@ from petune.errors import UsageError
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
+from petune.kernels.block.called import CoreCall
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
@@ -106,7 +107,7 @@ class FusedBlock(nn.Module):
             return "attention probabilities are asked for"
         if given.get("output_router_logits") and self.spec.mixtures:
             return "the scores of its routers are asked for (output_router_logits)"
-        for mask in (given.get(name) for name in MASKS):
+        for mask in (given.get(name) for name in MASKS if self.spec.program.attends):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 return (
                     f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries,"
@@ -160,7 +161,17 @@ class FusedBlock(nn.Module):
         head_dim = self.spec.program.sizes.head_dim
         angles = angles_of(given["position_embeddings"], head_dim) if self.spec.program.rotary else None
         forms = self.forms(hidden, layout, masks, bias)
-        return self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
+        call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
+        return replace(call, called=self._core_calls(hidden, given, draws)) if self.spec.called else call
+
+    def _core_calls(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> list[CoreCall]:
+        """Of the cores that are called as they are."""
+        kind, known = hidden.device.type, self.spec.arguments
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return [
+            CoreCall(core, core.arguments(given, known), len(hidden), here, autocast)
+            for core, here in zip(self.spec.called, draws.cores, strict=True)
+        ]
 
     def halved(self, hidden: Tensor, given: dict[str, Any]) -> tuple[BlockPass, list[Tensor | None]]:
         """Both halves of a call with hidden states of this shape, as it is running, and its tensors."""
@@ -254,10 +265,10 @@ class FusedBlock(nn.Module):
         """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         behind += [tensor for mixture in parts.mixtures for tensor in mixture.tensors]
-        norms = [getattr(*own) for own in (*self.spec.sinks, *self.spec.norms)]
-        return (
-            [tensor for group in parts.groups for part in group for tensor in part.tensors] + behind + norms
-        )
+        sinks, norms = ([getattr(*own) for own in every] for every in (self.spec.sinks, self.spec.norms))
+        called = [tensor for core in self.spec.called for tensor in core.tensors]
+        linears = [tensor for group in parts.groups for part in group for tensor in part.tensors]
+        return linears + behind + sinks + called + norms
 
     def call(
         self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None

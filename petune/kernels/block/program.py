@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple, cast
 from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate, RotateScaled
 from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
+from petune.kernels.block.called_step import CallCore
+from petune.kernels.block.cores import called, has_sinks, linears_of, name_of
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
@@ -30,13 +32,14 @@ from petune.models.boundary import Connection
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, RoutedMlp, SubLayer
 from petune.models.tuned_linear import TENSORS
 
-Drawn = Literal["group", "drop", "bottleneck"]  # what has a dropout of its own
+Drawn = Literal["group", "drop", "bottleneck", "core"]  # what has a dropout of its own
 
 
 class Drawing(NamedTuple):
-    """A draw of what drops out: of the group, dropout or bottleneck number `at`. within: the number of the
-    sub-layer, cut across ranks, inside which it is; over: what of it is one rank's part, None for nothing.
-    head: the first head of those that this rank has traded tokens for, in whose attention it is."""
+    """A draw of what drops out: of the group, dropout or bottleneck number `at`, or all of a called core's.
+    within: the number of the sub-layer, cut across ranks, inside which it is; over: what of it is one rank's
+    part, None for nothing. head: the first head of those that this rank has traded tokens for, in whose
+    attention it is."""
 
     kind: Drawn
     at: int
@@ -74,6 +77,7 @@ class Program:
     mixtures: tuple[RoutedMlp, ...]
     order: tuple[Drawing, ...]  # in which the block's own forward draws what drops out
     sinks: tuple[str, ...]  # paths of those of attentions
+    called: tuple[Attention, ...]  # the cores that are called as they are
     schedules: Schedules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,14 +133,16 @@ class _Build:
         self.scaled, self.entries = frozenset[Role](), frozenset[Role]()  # of the sub-layer in the making
         self.within: int | None = None  # the sub-layer cut across ranks that is being made
         self.inputs = [self.x]
-        self.linears_end = TENSORS * sum(_linears_of(sublayer.core) for sublayer in sublayers)
+        self.linears_end = TENSORS * sum(linears_of(sublayer.core) for sublayer in sublayers)
         behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
         mixed = sum(isinstance(sublayer.core, RoutedMlp) for sublayer in sublayers)
         self.mixtures_begin = self.linears_end + 4 * behind
         self.sinks_begin = self.mixtures_begin + OF_MIXTURE * mixed
         self.sinks: list[str] = []
+        self.called_end = self.sinks_begin + sum(has_sinks(sublayer.core) for sublayer in sublayers)
+        self.called: list[Attention] = []
         # the place of the next norm's first tensor
-        self.tensors = self.sinks_begin + sum(_has_sinks(sublayer.core) for sublayer in sublayers)
+        self.tensors = self.called_end + sum(called(sublayer.core) for sublayer in sublayers)
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
@@ -160,12 +166,13 @@ class _Build:
             tuple(self.mixtures),
             order,
             tuple(self.sinks),
+            tuple(self.called),
         )
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
         core, out, after = sublayer.core, sublayer.norm_out, sublayer.norm_after_sum
-        name = _named(core)
+        name = name_of(core)
         self.scaled, self.entries = sublayer.scaled, sublayer.entries
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
         # a norm behind the product reads it on the way back
@@ -176,7 +183,8 @@ class _Build:
             branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep, x)
         if out is not None:
             branch = self.norm(f"{name}.n", branch, out)
-        held = self.rescales and out is None and sublayer.connection is None
+        rescales = self.rescales and out is None and sublayer.connection is None
+        held = rescales or called(core) > 0
         if sublayer.drop is not None:
             self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
             branch = f"{name}.dropped"
@@ -197,6 +205,8 @@ class _Build:
             return self.routed(name, h, core, keep, behind)
         if isinstance(core, Mlp):
             return self.mlp(name, h, core, keep, behind)
+        if core.called:
+            return self.call(name, h, core, keep)
         return self.attention(name, h, core, keep, behind)
 
     def cut(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
@@ -283,6 +293,16 @@ class _Build:
             x,
         )
         return next((step for step in self.steps if isinstance(step, Normalize) and step.h == same), None)
+
+    def call(self, name: str, h: str, core: Attention, keep: Level | None) -> str:
+        """o = core(h), as the model's own module computes it."""
+        at, first = len(self.called), self.called_end
+        self.called.append(core)
+        self.called_end += core.called
+        self.order.append(Drawing("core", at))
+        roles = tuple(core.region.sites)
+        self.steps.append(CallCore(h, f"{name}.o", at, first, core.called, roles, keep))
+        return f"{name}.o"
 
     def attention(self, name: str, h: str, core: Attention, keep: Level | None, behind: int | None) -> str:
         """o = attention(h) W_o."""
@@ -378,20 +398,3 @@ class _Build:
         e = self.mlp("shared", h, core.shared, "projections", None)
         self.steps.append(AddShared(*own, d, e, f"{name}.gate", f"{name}.all", behind, keep))
         return f"{name}.all"
-
-
-def _has_sinks(core: Attention | Mlp | RoutedMlp) -> bool:
-    return isinstance(core, Attention) and core.sinks is not None
-
-
-def _named(core: Attention | Mlp | RoutedMlp) -> str:
-    if isinstance(core, Attention):
-        return "attention" if core.memory is None else "cross"
-    return "mlp"
-
-
-def _linears_of(core: Attention | Mlp | RoutedMlp) -> int:
-    if isinstance(core, RoutedMlp):
-        return 0 if core.shared is None else _linears_of(core.shared)
-    groups = (core.up,) if isinstance(core, Mlp) else core.groups
-    return 1 + sum(len(group.members) for group in groups)

@@ -12,6 +12,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from petune.kernels.block.call import Spec
+from petune.kernels.block.called import CalledCore
+from petune.kernels.block.cores import called
 from petune.kernels.block.mixture import Mixture
 from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
@@ -23,6 +25,7 @@ from petune.models.exchange import Exchange, exchange_of
 from petune.models.experts import gates_plainly, low_ranks_of, spread_of
 from petune.models.spec import (
     Attention,
+    LinearAttention,
     LinearGroup,
     Mlp,
     Norm,
@@ -56,7 +59,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     for core in (*cores, *(own.shared for own in mixed if own.shared)):
         if (stranger := _other_layer(block, core)) is not None:
             return stranger
-        if (strange := _shared_entry(block, core)) is not None:
+        if not called(core) and (strange := _shared_entry(block, core)) is not None:
             return f"{strange} scales an input that other linears read"
     for own in mixed:
         if own.shared is not None and any(_scaled_roles(block, own.shared)):
@@ -72,19 +75,19 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         return "it attends to an encoder, of which its family's table says nothing"
     norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in _norms_of(sublayer)]
     if (
-        reason := _stranger(block, name) or _other_norm(norms) or _other_attention(block, sublayers)
+        reason := _stranger(block, name, [core.at for core in cores if called(core)])
+        or _other_norm(norms)
+        or _other_attention(block, sublayers)
     ) is not None:
         return reason
     attentions = [
-        block.get_submodule(sublayer.core.at)
-        for sublayer in sublayers
-        if isinstance(sublayer.core, Attention)
+        block.get_submodule(core.at) for core in cores if isinstance(core, Attention) and not core.called
     ]
     heads = _heads(block, sublayers, shape)
     boundaries = {
         at: boundary
         for at, one in enumerate(sublayers)
-        if (boundary := boundary_of(block.get_submodule(one.core.at)))
+        if not called(one.core) and (boundary := boundary_of(block.get_submodule(one.core.at)))
     }
     program = compiled(
         _exchanging(block, sublayers, heads[1]), Sizes(*heads, act, cast("float", eps_of(norms[0][1])))
@@ -101,6 +104,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         behind=[block.get_submodule(path) for path in program.bottlenecks],
         mixtures=[_mixture(block, core) for core in program.mixtures],
         sinks=[_where(block, path) for path in program.sinks],
+        called=[CalledCore(block.get_submodule(core.at), core) for core in program.called],
         attentions=attentions,
         boundaries=boundaries,
         exchanges=[exchange_of(attention) for attention in attentions],
@@ -122,7 +126,7 @@ def _other_layer(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | N
             return f"{path} is a {_kind(layer)}"
     path = core.at if isinstance(core, RoutedMlp) else core.region.leave
     part = bottleneck_of(block.get_submodule(path))
-    if part is not None and part.activation not in ACTS.values():
+    if part is not None and part.activation not in ACTS.values() and not called(core):
         return f"the activation {part.activation!r} of the bottleneck behind {path} has no kernel"
     return None
 
@@ -160,7 +164,13 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
     """An attention that computes something else than the table says."""
     for core in (one.core for one in sublayers if isinstance(one.core, Attention)):
         module = block.get_submodule(core.at)
-        exchange = exchange_of(module)
+        exchange, boundary = exchange_of(module), boundary_of(module)
+        if core.called and exchange is not None:
+            return "its attention, which is called as it is, does not see tokens of other ranks"
+        if core.called and boundary is not None and boundary.overlapped:
+            return "its attention, which is called as it is, hides what it says to other ranks in its own way"
+        if core.called:
+            continue
         if exchange is not None and not isinstance(exchange, Exchange):
             return f"its attention exchanges tokens in a way that is not known here ({_name(exchange)})"
         if core.causal and not getattr(module, "is_causal", True):
@@ -189,7 +199,7 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
     """(heads, key and value heads, columns of one): as the block counts them, whose stack may differ from the
     other one's, else as many as its weights have columns for, of which a rank may have some."""
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
-    if "qkv" in core.region.sites:  # a projection that is not cut
+    if core.called or "qkv" in core.region.sites:  # which nobody asks for, or a projection that is not cut
         return shape.heads, shape.kv_heads, shape.head_dim
     queries, keys = (
         len(cast("Any", block.get_submodule(core.region.sites[role])).weight) for role in ("q", "k")
@@ -206,7 +216,7 @@ def _exchanging(block: nn.Module, sublayers: Sequence[SubLayer], kv_heads: int) 
     def described(sublayer: SubLayer) -> SubLayer:
         core = sublayer.core
         exchange = exchange_of(block.get_submodule(core.at))
-        if not isinstance(core, Attention) or exchange is None:
+        if not isinstance(core, Attention) or exchange is None or core.called:
             return sublayer
         return replace(sublayer, core=replace(core, exchange=exchange.described(kv_heads)))
 
@@ -235,6 +245,11 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
     none, the scale, the bottleneck that a method has put behind it."""
     core = sublayer.core
+    if isinstance(core, Attention) and (core.gated or isinstance(core, LinearAttention)):
+        count = sum(1 for _ in block.get_submodule(core.at).parameters())
+        return replace(
+            sublayer, core=replace(core, called=count)
+        )  # what a method puts there is its own affair
     out = core.at if isinstance(core, RoutedMlp) else core.region.leave
     part, boundary = bottleneck_of(block.get_submodule(out)), boundary_of(block.get_submodule(core.at))
     connection = None if boundary is None else boundary.connection
@@ -315,7 +330,7 @@ def _present(block: nn.Module, group: LinearGroup) -> LinearGroup:
 def _norms_of(sublayer: SubLayer) -> list[Norm]:
     """Its norms."""
     core = sublayer.core
-    heads = (core.q_norm, core.k_norm) if isinstance(core, Attention) else ()
+    heads = (core.q_norm, core.k_norm) if isinstance(core, Attention) and not core.called else ()
     return [
         norm
         for norm in (sublayer.norm_in, *heads, sublayer.norm_out, sublayer.norm_after_sum)
@@ -323,11 +338,13 @@ def _norms_of(sublayer: SubLayer) -> list[Norm]:
     ]
 
 
-def _stranger(block: nn.Module, activation: str) -> str | None:
-    """What in the block is neither torch's, transformers' nor ours, so that it may compute anything, or is
-    not the config's activation."""
+def _stranger(block: nn.Module, activation: str, own: Sequence[str]) -> str | None:
+    """What in the block, but for modules that it calls as they are, is neither torch's, transformers' nor
+    ours, so that it may compute anything, or is not the config's activation."""
     known = type(ACT2FN[activation])
     for path, module in block.named_modules():
+        if any(f"{path}.".startswith(f"{at}.") for at in own):
+            continue
         kind = type(module)
         homes = {kind.__module__.partition(".")[0], str(kind.forward.__module__).partition(".")[0]}
         if "forward" in vars(module) or not homes <= {"torch", "transformers", "petune"}:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block.attention import How
+from petune.kernels.block.called import BoundCore
 from petune.kernels.block.mixture import MixturePart
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.rows import Rows, Sink
@@ -52,7 +53,8 @@ class Run:
     wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
     rows: those of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each
     sub-layer that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut.
-    sinks: of each attention that has some. turns: where another pass goes in turns with this one.
+    sinks: of each attention that has some. turns: where another pass goes in turns with this one. called: the
+    cores that are called as they are. kept: the values that are kept for the way back; None on it.
     """
 
     ops: Ops
@@ -71,6 +73,8 @@ class Run:
     batch: int = 1
     sinks: Sequence[Tensor] = ()
     turns: Turns | None = None
+    called: Sequence[BoundCore] = ()
+    kept: frozenset[str] | None = None
 
     def at(self, rows: slice | None) -> None:
         """Tell the groups which rows of the call they are given."""

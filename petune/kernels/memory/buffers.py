@@ -179,7 +179,9 @@ def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = 
     """
     twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
     experts = 0 if shape.experts is None else shape.experts.weights(shape.width)
-    trained = (4 * (shape.parameters - experts + twice) + shape.itemsize * experts) * shape.trained
+    called, tuned = (0, 0) if shape.called is None else (shape.called.weights, shape.called.tuned)
+    own = experts + called  # whose gradients are in their dtype
+    trained = (4 * (shape.parameters - own + twice) + shape.itemsize * own) * shape.trained + 4 * tuned
     rounded = shape.bottlenecks + 2 * shape.expert_factors
     gradients = rounded * shape.itemsize + 4 * (_stacked(shape) + shape.bottlenecks) + trained
     return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients + _made(shape)

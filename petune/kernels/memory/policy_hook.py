@@ -21,6 +21,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
+from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.private_pools import private_bytes
 from petune.kernels.memory.shape import FIRST, BlockShape, Experts, Ranks
@@ -349,28 +350,30 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     program, sizes = spec.program, spec.program.sizes
     roles = (role for group in program.groups for role in group.roles)
     parts = {role: linear_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
-    out, down, experts = parts["o"], parts.get("down"), _experts(spec)
-    assert out is not None
+    out, down, experts = parts.get("o"), parts.get("down"), _experts(spec)
+    leave = down if out is None else out
     # shards are in no bank
     sharded = [] if any(spec.banks) else [form_in(part.weight) for part in parts.values() if part is not None]
     trained = out if down is None else down
+    assert leave is not None and trained is not None, "a block has linears of its own"
+    itemsize, heads = (dtype or spec.dtype).itemsize, (0, 0) if spec.called else (sizes.heads, sizes.kv_heads)
     ranks = {
         FIRST.get(role, role): 0 if part is None or part.a is None else len(part.a)
         for role, part in parts.items()
     }
     return BlockShape(
-        width=len(out.weight),
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
+        width=len(leave.weight),
+        heads=heads[0],
+        kv_heads=heads[1],
         head_dim=sizes.head_dim,
         columns=0 if down is None else down.weight.shape[1],
         gated=program.gated,
         ranks=Ranks(**ranks),
         trained=trained.weight.requires_grad,
-        itemsize=(dtype or spec.dtype).itemsize,
+        itemsize=itemsize,
         norm=program.norms[0].kind,
         described=program.sublayers,
-        causal=program.attends[0].causal,
+        causal=all(one.causal for one in program.attends[:1]),
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks)
         or any(isinstance(form, Fp8) for form in sharded),
         made=max(
@@ -380,6 +383,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         dropouts=any(spec.probabilities),
         share=next((one.share for one in spec.boundaries.values()), 1.0),
         experts=experts,
+        called=core_shape(spec.called[0], itemsize) if spec.called else None,
     )
 
 

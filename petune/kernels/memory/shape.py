@@ -88,6 +88,20 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class CoreShape:
+    """The sizes of a core that a block calls as it is: numbers of its weights, and of what tunes them. Of a
+    token: bytes that its graph keeps, and bytes alive within its backward pass; FLOP beside its products.
+    scores: of attention, its heads, those of keys, and their width."""
+
+    weights: int
+    tuned: int
+    kept: float
+    within: float
+    flop: float
+    scores: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
 class BlockShape:
     """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes
     of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
@@ -95,7 +109,8 @@ class BlockShape:
     0 where they are dense. drops: the inputs of its updates drop out; dropouts: so do its own values.
     share: the part of all tokens that a rank has between sub-layers that are cut and connected by sequence.
     described: its sub-layers, where they are others than these. experts: of its mixture, None without one;
-    gated and columns are then the shared expert's."""
+    gated and columns are then the shared expert's. called: its core that is called as it is, None where steps
+    compute all; heads are 0 then."""
 
     width: int
     heads: int
@@ -115,6 +130,7 @@ class BlockShape:
     share: float = 1.0
     described: tuple[SubLayer, ...] | None = None
     experts: Experts | None = None
+    called: CoreShape | None = None
 
     @property
     def sublayers(self) -> tuple[SubLayer, ...]:
@@ -194,6 +210,7 @@ class BlockShape:
     def parameters(self) -> int:
         """Weights of the block's matrices."""
         own = self.width * (self.qkv + self.queries + self.gu + self.columns)
+        own += 0 if self.called is None else self.called.weights
         return own + (0 if self.experts is None else self.experts.weights(self.width))
 
     @property
@@ -201,6 +218,12 @@ class BlockShape:
         """Its experts, where it has some."""
         assert self.experts is not None
         return self.experts
+
+    @property
+    def called_core(self) -> CoreShape:
+        """Its core that is called as it is, where it has one."""
+        assert self.called is not None
+        return self.called
 
     @property
     def expert_factors(self) -> int:
@@ -224,6 +247,7 @@ class BlockShape:
             + (ranks.gu + ranks.down) * mlp
             + self.bottlenecks
             + self.expert_factors
+            + (0 if self.called is None else self.called.tuned)
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from petune.kernels.block.attention_steps import Attend
+from petune.kernels.block.called_step import CallCore
 from petune.kernels.block.linear_steps import Activated, Product
 from petune.kernels.block.mixture import OF_MIXTURE
 from petune.kernels.block.program import Program, Sizes, compiled
@@ -21,13 +22,15 @@ def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
     tensors = TENSORS * sum(len(group.paths) for group in program.groups)
     tensors += 4 * len(program.bottlenecks) + OF_MIXTURE * len(program.mixtures)
-    tensors += len(program.sinks) + 2 * len(program.norms)
+    tensors += len(program.sinks) + sum(core.called for core in program.called) + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(
         role for step in steps if isinstance(step, Product | Activated) for role in step.place.roles
     )
-    return roles, any(isinstance(step, Attend) for step in steps)
+    called = [step for step in steps if isinstance(step, CallCore)]
+    roles = roles.union(*(step.roles for step in called))
+    return roles, bool(called) or any(isinstance(step, Attend) for step in steps)
 
 
 def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
@@ -41,4 +44,5 @@ def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
         up, down = shape.routed.up > 0, shape.routed.down > 0
         own += [shape.trained, shape.trained, up, up, shape.trained, down, down, *[shape.trained] * 4]
     own += [shape.trained] * len(program.sinks)
+    own += [True] * sum(core.called for core in program.called)
     return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))

@@ -37,7 +37,6 @@ from tests.methods.zoo import (
     tiny,
 )
 
-WITH_MIXERS = ("qwen3next-causal", "qwen3_5moe-causal")  # beside experts
 # of what norms and softmax are in float32, whatever the model is
 CLOSE = dict.fromkeys(MORE, 1e-6) | {"mt5-seq2seq": 5e-6}
 RUNGS: dict[str, Any] = {"full": Rung("all"), "lora": Rung("attention"), "adapter": Rung("input")}
@@ -111,7 +110,7 @@ def test_rows_packed_in_one_have_the_loss_and_the_gradients_of_rows_by_themselve
         whole = {key: whole.get(key, 0) + value * (row.shape[1] - 1) for key, value in found.items()}
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)
-    kinds = [model] if name in UNFUSED or name in WITH_MIXERS else [model, fused(model)]
+    kinds = [model] if name in UNFUSED else [model, fused(model)]
     for one in kinds:
         loss, found = gradients(
             one, {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}

@@ -1,0 +1,161 @@
+"""Cores that a fused block calls as they are: modules of the model's own, which no steps compute, a
+gated-delta mixer say.
+
+Such a call is a graph of autograd's inside the node of its block: of a leaf with the same hidden states, and
+of leaves with the tensors that train. The node's backward pass goes through that graph by itself. Hooks on
+tensors, and whoever waits for gradients of parameters, see the node's gradients alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from petune.models.spec import Attention, LinearAttention
+from petune.models.tuned_linear import bottleneck_of, linear_of
+from petune.rng.context import Running
+from petune.rng.dropout import drawing
+
+# What a block hands its core, by name, beside arguments that it does not know itself
+_READ = {
+    True: ("attention_mask",),  # of attention without scores
+    False: ("attention_mask", "position_ids", "position_embeddings"),
+}
+
+
+@dataclass(frozen=True)
+class CalledCore:
+    """A module that a block calls, and what its family's table says of it."""
+
+    module: nn.Module
+    table: Attention
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of its parameters."""
+        return tuple(name for name, _ in self.module.named_parameters())
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """All modules inside it, and itself."""
+        return list(self.module.modules())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its parameters as they are at this moment."""
+        return [self.module.get_parameter(name) for name in self.names]
+
+    @property
+    def draws(self) -> int:
+        """How often something drops out in a call while training: of the inputs of updates, in bottlenecks,
+        of the probabilities of attention."""
+        layers = [layer for layer in self.module.modules() if isinstance(layer, nn.Linear)]
+        parts = [part for layer in layers for part in (linear_of(layer), bottleneck_of(layer))]
+        scores = None if self.table.drop is None else self.table.drop.rpartition(".")[2]
+        own = float(getattr(self.module, scores, 0.0)) if scores else 0.0
+        return sum(part is not None and part.dropout > 0 for part in parts) + (own > 0)
+
+    def arguments(self, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+        """What a block hands it of its own arguments `given`. known: those that the block has names for."""
+        read = _READ[isinstance(self.table, LinearAttention)]
+        others = {name: value for name, value in given.items() if name not in known}
+        return {name: given.get(name) for name in read} | others
+
+
+@dataclass
+class CoreCall:
+    """One call of a core. batch: rows of equal length; here: where dropout is drawn; autocast: whether the
+    caller computes in it, and its dtype. states: of torch's generators as the first pass found them, where
+    what drops out is drawn from these."""
+
+    core: CalledCore
+    arguments: Mapping[str, Any]
+    batch: int
+    here: Running
+    autocast: tuple[bool, torch.dtype]
+    states: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What it makes of hidden states [m, width], with these tensors in the place of its own; the same
+        again at every call."""
+        enabled, dtype = self.autocast
+        # a cache would hold weights that were rounded without a graph
+        rounding = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
+        with self._drawn_alike(x.device), drawing(self.here), rounding:
+            hidden = x.view(self.batch, -1, x.shape[-1])
+            given = {"hidden_states": hidden, **self.arguments}
+            found = functional_call(self.core.module, dict(tensors), (), given)
+        y: Tensor = found[0] if isinstance(found, tuple) else found
+        return y.reshape(len(x), -1)
+
+    @contextmanager
+    def _drawn_alike(self, device: torch.device) -> Iterator[None]:
+        """Have torch's own dropout draw what it has drawn the first time."""
+        if self.here.key is not None or not (self.core.module.training and self.core.draws):
+            yield
+            return
+        on_device = device.type == "cuda"
+        if not self.states:
+            self.states += [torch.get_rng_state()]
+            self.states += [torch.cuda.get_rng_state(device)] if on_device else []
+            yield
+            return
+        with torch.random.fork_rng([device] if on_device else []):
+            torch.set_rng_state(self.states[0])
+            if on_device:
+                torch.cuda.set_rng_state(self.states[1], device)
+            yield
+
+
+# What a graph is held by: what came out of it, the leaf that went in, and those of what trains
+Graph = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class BoundCore:
+    """A call of a core with the tensors that its block is given for it, in the order of its names."""
+
+    call: CoreCall
+    tensors: Sequence[Tensor]
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Which of its tensors train."""
+        return [at for at, value in enumerate(self.tensors) if value.requires_grad]
+
+    def plain(self, x: Tensor) -> Tensor:
+        """What it makes of hidden states [m, width], without a graph."""
+        return self.call(x, {}).to(x.dtype)
+
+    def traced(self, x: Tensor) -> Graph:
+        """The same with a graph, whose first tensor it is."""
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            own = [self.tensors[at].detach().requires_grad_() for at in self.trained]
+            names = [self.call.core.names[at] for at in self.trained]
+            return self.call(leaf, dict(zip(names, own, strict=True))), leaf, *own
+
+    def gradients(
+        self, graph: Graph, dy: Tensor, asked: bool, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, dict[int, Tensor]]:
+        """(the gradient of the hidden states, where it is `asked` for; those of its tensors that train and
+        whose are needed, by their place), for that of what came out. The graph stays."""
+        y, leaf, *own = graph
+        places = [at for at in self.trained if needs[at]]
+        leaves = [own[self.trained.index(at)] for at in places]
+        wanted = [*([leaf] if asked else []), *leaves]
+        if not wanted:
+            return None, {}
+        found = list(torch.autograd.grad(y, wanted, dy.to(y.dtype), retain_graph=True, allow_unused=True))
+        dx = found.pop(0) if asked else None
+        if asked and dx is None:
+            dx = torch.zeros_like(leaf)
+        learned = {at: grad for at, grad in zip(places, found, strict=True) if grad is not None}
+        return None if dx is None else dx.contiguous(), learned

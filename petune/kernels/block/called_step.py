@@ -1,0 +1,86 @@
+"""The step of a core that a block calls as it is (see called.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from petune.kernels.block.steps import Charge, Run, Step, Values
+from petune.kernels.configs import Level
+from petune.kernels.memory.op_cost import Cost, attention, attention_backward, matmul
+from petune.kernels.memory.shape import BlockShape
+from petune.models.spec import Role
+
+
+@dataclass(eq=False)
+class CallCore(Step):
+    """y = core(x), and the graph by which the way back goes through it, where somebody will. at: which of the
+    block's; first, count: of its tensors. keep: from which rung on y is kept, which what stands behind reads.
+    """
+
+    x: str
+    y: str
+    at: int
+    first: int
+    count: int
+    roles: tuple[Role, ...]
+    keep: Level | None = None
+    rows: ClassVar[bool] = False
+    long: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.graph = f"{self.y}.graph"
+        self.takes, self.gives, self.reads = (self.x,), (self.y, self.graph), (self.graph,)
+        self.trained = tuple(range(self.first, self.first + self.count))
+        kept: dict[str, Level] = {} if self.keep is None else {self.y: self.keep}
+        self.keeps = {**kept, self.graph: "all"}
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        core, x = run.called[self.at], v[self.x]
+        if run.kept is not None and self.graph not in run.kept:
+            v[self.y], v[self.graph] = core.plain(x), None
+            return
+        graph = core.traced(x)
+        # y shares its memory with the end of the graph: who reads it writes elsewhere
+        v[self.y], v[self.graph] = graph[0].detach().to(x.dtype), graph
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        needs = [run.sink.needs[place] for place in self.trained]
+        dy, asked = run.grads.pop(self.y), self.x in run.wants
+        dx, found = run.called[self.at].gradients(v[self.graph], dy, asked, needs)
+        if dx is not None:
+            run.give_own(self.x, dx)
+        for at, grad in found.items():
+            run.sink.add(self.first + at, grad)
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.y: shape.width * shape.itemsize, self.graph: int(shape.called_core.kept)}
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.x: shape.width * shape.itemsize}
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """See Step. Gradients of what lies between its linears."""
+        return int(shape.called_core.within)
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step. Its operations, one by one, write what the graph keeps, and read it."""
+        core = shape.called_core
+        yield "matmul", matmul(rows, shape.width, core.weights / shape.width, shape.itemsize)
+        yield "memory", Cost(rows * core.flop, 2 * rows * core.kept)
+        if core.scores is not None:
+            yield "attention", attention(rows, sequence, *core.scores, itemsize=shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        for kind, cost in self.ahead(shape, rows, sequence):
+            if kind != "attention":
+                yield kind, cost * (2 if kind == "memory" or shape.trained else 1)
+        if (scores := shape.called_core.scores) is not None:
+            cost = attention_backward(rows, sequence, *scores, itemsize=shape.itemsize)
+            yield "attention_backward", cost

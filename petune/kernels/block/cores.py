@@ -1,0 +1,34 @@
+"""What the cores of a block's sub-layers are to its program: their names, and how many tensors they have."""
+
+from __future__ import annotations
+
+from petune.models.spec import Attention, Mlp, RoutedMlp
+
+Core = Attention | Mlp | RoutedMlp
+
+
+def has_sinks(core: Core) -> bool:
+    """Whether it is attention whose sinks a step reads."""
+    return isinstance(core, Attention) and core.sinks is not None and not core.called
+
+
+def called(core: Core) -> int:
+    """Tensors of a core that the block calls as it is, 0 for any other."""
+    return core.called if isinstance(core, Attention) else 0
+
+
+def name_of(core: Core) -> str:
+    """What its values are named after."""
+    if isinstance(core, Attention):
+        return "attention" if core.memory is None else "cross"
+    return "mlp"
+
+
+def linears_of(core: Core) -> int:
+    """Its linears that are products of steps, a shared expert's among them."""
+    if isinstance(core, RoutedMlp):
+        return 0 if core.shared is None else linears_of(core.shared)
+    if called(core):
+        return 0
+    groups = (core.up,) if isinstance(core, Mlp) else core.groups
+    return 1 + sum(len(group.members) for group in groups)

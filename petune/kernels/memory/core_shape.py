@@ -1,0 +1,52 @@
+"""The sizes of a core that a fused block calls as it is, read off its module."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+from petune.kernels.block.called import CalledCore
+from petune.kernels.memory.shape import CoreShape
+from petune.models.gated_delta import state_bytes
+from petune.models.sites import ends_of
+from petune.models.spec import LinearAttention
+from petune.models.tuned_linear import KeptFeatures, TunedLayer, low_rank_of
+
+WIDE = 4  # bytes of what norms and copies for factors are in
+
+
+def core_shape(core: CalledCore, itemsize: int) -> CoreShape:
+    """Those of `core` where activations have so many bytes."""
+    mixes, module = isinstance(core.table, LinearAttention), cast("Any", core.module)
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    at = f"{core.table.at}."
+    ends = {role: ends_of(layers[path.removeprefix(at)]) for role, path in core.table.region.sites.items()}
+    width, inner = ends["o"][1], ends["o"][0]
+    kept = 2.0 * itemsize * width + sum(_of_layer(layer, itemsize) for layer in layers.values())
+    if mixes:
+        between = state_bytes(module, itemsize) + itemsize * inner
+    else:  # q, k and v as they are made, normed and turned; attention's result, its gate, and both in one
+        made = sum(ends[role][1] for role in ("q", "k", "v"))
+        between = itemsize * (made + 4 * inner) + WIDE * (inner + ends["k"][1])
+    tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
+    whole = sum(value.numel() for value in module.parameters())
+    trains = module.get_submodule(core.table.out.removeprefix(at)).weight.requires_grad
+    return CoreShape(
+        weights=whole if trains else whole - tuned,
+        tuned=0 if trains else tuned,
+        kept=kept + between,
+        within=between / 2,
+        flop=6.0 * module.num_v_heads * module.head_k_dim * module.head_v_dim if mixes else 0.0,
+        scores=None
+        if mixes
+        else (inner // module.head_dim, ends["k"][1] // module.head_dim, module.head_dim),
+    )
+
+
+def _of_layer(layer: nn.Linear, itemsize: int) -> float:
+    """Bytes that its tuning keeps of a token beside its input, which others keep too: its own features, and a
+    copy of the input for factors that are wider, but for LoRA's."""
+    kept = layer.kept_features() if isinstance(layer, TunedLayer) else KeptFeatures()
+    copies = kept.input and low_rank_of(layer) is None and itemsize < WIDE
+    return itemsize * (kept.inner + kept.after) + copies * WIDE * ends_of(layer)[0]
