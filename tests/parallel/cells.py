@@ -195,6 +195,7 @@ SPREAD_FUSED = [
     ("full", "mixtral-causal", 3, 1, "attention"),
     ("adapter", "qwen2moe-causal", 2, 1, "projections"),
     ("lora", "gptoss-causal", 2, 1, "all"),  # biases, transposed weights
+    ("lora", "qwen3next-causal", 2, 1, "input"),  # mixers
 ]
 
 

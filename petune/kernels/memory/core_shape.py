@@ -36,7 +36,7 @@ def core_shape(core: CalledCore, itemsize: int) -> CoreShape:
         weights=whole if trains else whole - tuned,
         tuned=0 if trains else tuned,
         kept=kept + between,
-        within=between / 2,
+        within=between / (1 + mixes),  # by measurement
         flop=6.0 * module.num_v_heads * module.head_k_dim * module.head_v_dim if mixes else 0.0,
         scores=None
         if mixes

@@ -1,0 +1,290 @@
+"""Blocks whose mixers, and attention that is gated, are called as they are: every method trains as their own
+blocks do, on every rung and under plans; planted faults; what is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.kernels import fuse as fusing
+from petune.kernels.block.called import BoundCore, CalledCore, CoreCall
+from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.fuse import fuse, fused_blocks, unfuse
+from petune.kernels.memory.offload import Store
+from petune.kernels.single_modules import FusedSite
+from petune.methods import wrap
+from petune.models import attention, family_of
+from petune.models.stack import own_stacks
+from petune.parallel.plan import ParallelPlan
+from petune.rng.context import running
+from petune.rng.dropout import drawing, step_key
+from tests.kernels.fused_pairs import stand_on
+from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
+from tests.parallel.cells import KEPT, case
+from tests.parallel.harness import check
+from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED, OVERLAPPED
+
+NAME = "qwen3_5-causal"
+DROPPED: dict[str, Any] = {"r": 4, "dropout": 0.3}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": DROPPED,
+    "dora": {"r": 4},
+    "ia3": {"targets": ["qkv", "k", "v", "o", "down"]},
+    "miss": DROPPED,
+    "adapter": {"reduction": 4, "dropout": 0.3},
+    "side": {"reduction": 4},
+}
+LEVELS: tuple[Any, ...] = ("all", "input", "projections", "attention")
+
+
+def tuned(
+    method: str, settings: dict[str, Any] | None = None, dtype: Any = torch.float64, **config: Any
+) -> Any:
+    """A model in training that draws dropout by index, nothing in it at identity."""
+    model = wrap(
+        tiny(NAME, **config).to(dtype), method, **(METHODS[method] if settings is None else settings)
+    )
+    attention.use(model)
+    stir(model, std=0.1)
+    return model.train()
+
+
+def fused(model: nn.Module, keep: Any = "all") -> Any:
+    """A copy with fused blocks that keep this."""
+    made = copy.deepcopy(model)
+    done = fuse(made, family_of(made), "reference")
+    assert done.blocks and not done.reasons, done.reasons
+    stand_on(made, Rung(keep))
+    return made
+
+
+def packed() -> dict[str, Tensor]:
+    """Two rows of two samples each."""
+    ids = batch(NAME, rows=2)["input_ids"].clamp(3)
+    positions = torch.tensor([[*range(4), *range(5)], [*range(7), *range(2)]])
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def steps(model: nn.Module, inputs: dict[str, Tensor], number: int = 3) -> list[tuple[Tensor, Any]]:
+    """The loss and the gradients of steps of AdamW whose dropout is drawn by index."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 1e-3, eps=1e-2)
+    found = []
+    for step in range(number):
+        rows = torch.arange(len(inputs["input_ids"]))
+        with drawing(replace(running(), key=step_key(3, step), rows=rows)):
+            found.append(gradients(model, inputs))
+        optimizer.step()
+    return found
+
+
+def assert_trains_alike(
+    made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], number: int = 3
+) -> None:
+    own_stacks(plain, family_of(plain))  # which say where dropout is drawn
+    for (loss, found), (expected, wanted) in zip(
+        steps(made, inputs, number), steps(plain, inputs, number), strict=True
+    ):
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert_same_gradients(found, wanted, 2e-6)
+    values = dict(plain.named_parameters())
+    for name, value in made.named_parameters():
+        assert float((value - values[name]).abs().max()) < 1e-6, name
+    assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
+
+
+CELLS = [
+    pytest.param(
+        method,
+        keep,
+        rows,
+        marks=() if at % 4 == level and (at % 2 == 0) == (rows == "packed") else pytest.mark.long,
+    )
+    for at, method in enumerate(METHODS)
+    for level, keep in enumerate(LEVELS)
+    for rows in ("padded", "packed")
+]
+
+
+@pytest.mark.parametrize(("method", "keep", "rows"), CELLS)
+def test_every_method_trains_as_with_the_models_own_blocks(method: str, keep: str, rows: str) -> None:
+    plain = tuned(method, attention_dropout=0.0 if method == "side" else 0.2)
+    assert_trains_alike(fused(plain, keep), plain, batch(NAME) if rows == "padded" else packed())
+
+
+def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
+    plain = tuned("lora", {"r": 4}, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        (loss, found), (expected, wanted) = (
+            gradients(one, packed()) for one in (fused(plain, "input"), plain)
+        )
+    assert float(loss) == pytest.approx(float(expected), rel=2e-2)
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm()) < 0.1 * float(value.norm()) + 1e-4, name
+
+
+def test_without_gradients_and_in_eval_mode_it_computes_the_same() -> None:
+    plain = tuned("lora").eval()
+    made, inputs = fused(plain), packed()
+    with torch.no_grad():
+        assert torch.allclose(made(**inputs).logits, plain(**inputs).logits, atol=1e-5)
+    ids = {name: value for name, value in batch(NAME).items() if name != "labels"}
+    assert torch.allclose(made(**ids).logits, plain(**ids).logits, atol=1e-5)
+
+
+def test_dropout_without_a_key_is_what_it_was_when_it_is_made_again() -> None:
+    """torch's own generator then draws inside a core, and goes on behind it."""
+    plain, found = tuned("lora"), []
+    for keep in ("all", "input"):
+        torch.manual_seed(0)
+        found.append((*gradients(fused(plain, keep), batch(NAME)), torch.rand(1)))
+    (loss, grads, after), (again, others, behind) = found
+    assert torch.equal(loss, again) and torch.equal(after, behind)
+    assert_same_gradients(grads, others, 1e-12)
+
+
+@pytest.mark.parametrize("keep", ["all", "input"])
+def test_a_graph_is_gone_through_twice_and_hooks_see_gradients_once(keep: str) -> None:
+    made, seen = fused(tuned("lora", {"r": 4}), keep), list[Tensor]()
+    factor = made.get_parameter("model.layers.0.linear_attn.in_proj_z.lora_A")
+    factor.register_hook(seen.append)
+    loss = made(packed()["input_ids"], use_cache=False).logits.square().mean()  # of a loss of logits
+    loss.backward(retain_graph=True)
+    first = factor.grad.clone()
+    assert len(seen) == 1 and torch.equal(seen[0], first)
+    loss.backward()
+    assert torch.allclose(factor.grad, 2 * first)
+
+
+def test_frozen_cores_below_all_that_trains_need_no_way_back() -> None:
+    plain = tuned("lora", {"r": 4, "targets": ["down"]})
+    made, inputs = fused(plain), batch(NAME)
+    (loss, found), (expected, wanted) = gradients(made, inputs), gradients(plain, inputs)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6) and found.keys() == wanted.keys()
+    assert_same_gradients(found, wanted, 2e-6)
+
+
+def test_linears_and_norms_inside_a_core_are_fused_one_by_one_and_undone() -> None:
+    made = fused(tuned("lora"))
+    inside = [one for block in fused_blocks(made) for core in block.spec.called for one in core.layers]
+    assert sum(isinstance(one, FusedSite) for one in inside) == 5 + 4 + 2  # q_norm and k_norm
+    unfuse(made)
+    assert not any(isinstance(one, FusedSite) for one in made.modules()) and not fused_blocks(made)
+
+
+# ------------------------------------------------------------------ plans
+
+PLANS: dict[str, ParallelPlan] = {
+    **{name: BACKENDS[name](NAME, 2) for name in ("shard", "pp-1f1b", "dp", "tp")},
+    "pp-zero-bubble": LOOPED["pp-zero-bubble"](NAME, 2),
+    **{name: COMPOSED[name](NAME) for name in ("dp x tp", "tp x pp", "shard x tp")},
+}
+SHORT = [("shard", 0), ("pp-1f1b", 3), ("tp", 3)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        pytest.param(plan, kept, marks=() if (plan, kept) in SHORT else pytest.mark.long)
+        for plan in PLANS
+        for kept in (0, 3)
+    ],
+)
+def test_ranks_of_a_plan_train_as_one_process_with_dropout(plan: str, kept: int) -> None:
+    check(case(NAME, "lora", PLANS[plan], steps=1, dropout=0.1, blocks=KEPT[kept]))
+
+
+# ------------------------------------------------------------------ planted faults
+
+
+def _unasked(self: BoundCore, graph: Any, dy: Tensor, asked: bool, needs: Any) -> Any:
+    dx, found = BoundCore.gradients(self, graph, dy, asked, needs)
+    return None if dx is None else torch.zeros_like(dx), found
+
+
+def _the_first_alone(self: BoundCore, graph: Any, dy: Tensor, asked: bool, needs: Any) -> Any:
+    dx, found = BoundCore.gradients(self, graph, dy, asked, needs)
+    return dx, {at: grad for at, grad in found.items() if at == min(found)}
+
+
+def _elsewhere(self: CoreCall, x: Tensor, tensors: Any) -> Tensor:
+    self.here = replace(self.here, drawn=self.here.drawn + 1)  # from call to call
+    return CoreCall.__call__(self, x, tensors)
+
+
+def _one_sample(self: CalledCore, given: Any, known: Any) -> Any:
+    found = CalledCore.arguments(self, given, known)
+    return {name: value for name, value in found.items() if name != "seq_idx"}
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "the draws of a core are not counted": (CalledCore, "draws", property(lambda self: 0)),
+    "what is made again drops out anew": (CoreCall, "__call__", _elsewhere),
+    "samples see one another": (CalledCore, "arguments", _one_sample),
+    "nothing below a core learns": (BoundCore, "gradients", _unasked),
+    "one tensor of a core learns": (BoundCore, "gradients", _the_first_alone),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_around_a_core_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrong = FAULTS[fault]
+    plain = tuned("lora", attention_dropout=0.2)
+    made = fused(plain, "input")
+    right = getattr(owner, name)
+    twin = type(owner.__name__, (), {name: right})
+    if callable(wrong):  # it calls what it stands for
+        monkeypatch.setitem(wrong.__globals__, owner.__name__, twin)
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError):
+        assert_trains_alike(made, plain, packed(), 1)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_blocks_that_call_modules_do_not_stream() -> None:
+    with pytest.raises(UsageError, match=r"memory\.stream(.|\n)*modules that blocks call do not stream"):
+        fuse(
+            tuned("full", dtype=torch.float32),
+            family_of(tiny(NAME)),
+            "reference",
+            MemoryConfig(stream="bf16"),
+        )
+
+
+def test_blocks_that_call_modules_are_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fused(tuned("lora"))
+    specs = [block.spec for block in fused_blocks(made)]
+    ops = replace(specs[0].ops, name="triton")
+    plan = fusing.Plan(ops, MemoryConfig(), Store(torch.device("cpu"), None), [made], 1.0)
+    assert not fusing._recordable(made, specs, plan)
+    for spec in specs:
+        monkeypatch.setattr(spec, "called", ())
+    assert fusing._recordable(made, specs, plan)
+
+
+def test_a_layer_of_a_core_that_is_exchanged_is_an_error() -> None:
+    made = fused(tuned("lora"))
+    made.model.layers[0].linear_attn.out_proj = nn.Linear(48, 64, bias=False).double()
+    with pytest.raises(UsageError, match="a layer of a fused block was exchanged: out_proj"):
+        made(**batch(NAME))
+
+
+def test_attention_that_hides_its_communication_leaves_blocks_unfused() -> None:
+    own = replace(case(NAME, "lora", OVERLAPPED["tp"](NAME, 2), steps=1), blocks=KEPT[0])
+    with pytest.raises(Exception, match="hides what it says to other ranks in its own way"):
+        check(own)
+    check(replace(own, blocks=None))
+
+
+def test_padding_is_computed_and_the_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    fused(tuned("lora"))
+    assert "padding, where there is any, is computed too: its mixers carry a state" in caplog.text
