@@ -52,7 +52,7 @@ HEAD = """# What is fused, and what is not
 Written by `python -m tests.test_fused_table`, which asks the code; a test compares. Yes means fused blocks:
 one autograd node a block, with `memory`, and the loss without logits where the task has one. Elsewhere LoRA's
 linears and RMS norms are fused one by one, and the header of the run says why. Numbers are equal everywhere;
-[kernels.md](kernels.md) says how.
+[kernels.md](kernels.md) says how. Mixers and gated attention of Qwen3.5 are called as they are inside it.
 
 Adapters here have the activation silu. Bottlenecks of {fused} are fused alike; of another activation blocks
 are not, and the header says which: {others}.

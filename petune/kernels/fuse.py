@@ -256,9 +256,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     specs = _specs(stack.numbered, stack, family, cast("Any", model).config, plan.ops)
     if isinstance(specs, str):
         return specs
-    streams = plan.memory.stream != "none"
-    if streams and (reason := next(filter(None, (spec.unstreamed for spec in specs)), None)) is not None:
-        return reason
+    if plan.memory.stream != "none" and (stays := [one.unstreamed for one in specs if one.unstreamed]):
+        return stays[0]
     _hooks_of(model).extend(_exchange_classes(stack.numbered, specs, plan))
     if stack.ladder is None:  # whose levels are nobody else's to compute again
         stack.recompute = False  # the blocks do it themselves, as their rungs say

@@ -196,6 +196,7 @@ SPREAD_FUSED = [
     ("adapter", "qwen2moe-causal", 2, 1, "projections"),
     ("lora", "gptoss-causal", 2, 1, "all"),  # biases, transposed weights
     ("lora", "qwen3next-causal", 2, 1, "input"),  # mixers
+    ("full", "qwen3_5moe-causal", 2, 1, "all"),
 ]
 
 

@@ -25,7 +25,7 @@ from petune.parallel.plan import ParallelPlan
 from petune.rng.context import running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import stand_on
-from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
+from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, stir, tiny
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED, OVERLAPPED
@@ -45,12 +45,18 @@ LEVELS: tuple[Any, ...] = ("all", "input", "projections", "attention")
 
 
 def tuned(
-    method: str, settings: dict[str, Any] | None = None, dtype: Any = torch.float64, **config: Any
+    method: str,
+    settings: dict[str, Any] | None = None,
+    dtype: Any = torch.float64,
+    name: str = NAME,
+    **config: Any,
 ) -> Any:
     """A model in training that draws dropout by index, nothing in it at identity."""
     model = wrap(
-        tiny(NAME, **config).to(dtype), method, **(METHODS[method] if settings is None else settings)
+        tiny(name, **config).to(dtype), method, **(METHODS[method] if settings is None else settings)
     )
+    if name != NAME:
+        model.set_experts_implementation("eager")  # transformers' loop over experts, in any dtype
     attention.use(model)
     stir(model, std=0.1)
     return model.train()
@@ -95,7 +101,7 @@ def assert_trains_alike(
         assert_same_gradients(found, wanted, 2e-6)
     values = dict(plain.named_parameters())
     for name, value in made.named_parameters():
-        assert float((value - values[name]).abs().max()) < 1e-6, name
+        assert torch.allclose(value, values[name], rtol=0, atol=1e-6), name
     assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
 
 
@@ -112,6 +118,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "keep", "rows"), CELLS)
 def test_every_method_trains_as_with_the_models_own_blocks(method: str, keep: str, rows: str) -> None:
     plain = tuned(method, attention_dropout=0.0 if method == "side" else 0.2)
@@ -127,6 +134,32 @@ def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
     assert float(loss) == pytest.approx(float(expected), rel=2e-2)
     for name, value in wanted.items():
         assert float((found[name] - value).norm()) < 0.1 * float(value.norm()) + 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("qwen3next-causal", "full"),
+        ("qwen3_5moe-causal", "lora"),
+        pytest.param("qwen3next-causal", "lora", marks=pytest.mark.long),
+        pytest.param("qwen3_5moe-causal", "full", marks=pytest.mark.long),
+    ],
+)
+def test_beside_experts_it_trains_as_the_models_own_blocks_on_every_rung(name: str, method: str) -> None:
+    plain = tuned(method, {"r": 4} if method == "lora" else {}, name=name)
+    made, inputs = fused(plain), packed()
+    expected, wanted = gradients(plain, inputs)
+    for keep in LEVELS:
+        stand_on(made, Rung(keep), tile=None if keep == "all" else 4)
+        loss, found = gradients(made, inputs)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert_same_gradients(found, wanted, 2e-6)
+
+
+@pytest.mark.parametrize("form", ["int8", pytest.param("nf4", marks=pytest.mark.long)])
+def test_over_a_quantised_base_it_trains_as_the_models_own_blocks(form: str) -> None:
+    plain = tuned("lora", {"r": 4, "base_dtype": form}, torch.float32, **of_64(NAME))
+    assert_trains_alike(fused(plain, "input"), plain, packed(), 1)
 
 
 def test_without_gradients_and_in_eval_mode_it_computes_the_same() -> None:
@@ -185,9 +218,10 @@ PLANS: dict[str, ParallelPlan] = {
     "pp-zero-bubble": LOOPED["pp-zero-bubble"](NAME, 2),
     **{name: COMPOSED[name](NAME) for name in ("dp x tp", "tp x pp", "shard x tp")},
 }
-SHORT = [("shard", 0), ("pp-1f1b", 3), ("tp", 3)]
+SHORT = [("shard", 0), ("pp-1f1b", 3)]  # tp is a cell of the matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "kept"),
     [
