@@ -15,9 +15,9 @@ from petune.files.hashes import FileHashes
 from petune.files.range_writer import RangeWriter
 from petune.files.ranges import Piece, overlap
 from petune.log import phase
-from petune.methods import tuned_parameters
+from petune.methods import frozen_tensors, tuned_parameters
 from petune.methods.configs import method_of
-from petune.models.contents import allocate
+from petune.models.contents import allocate, contents_of
 from petune.models.fresh import box_of
 from petune.models.source import model_files
 from petune.parallel import local
@@ -68,7 +68,8 @@ class TunedFiles:
         model = self.step.model if self.runner.plan.world == 1 else self._built()
         name, whole, crew = base_name(recipe), self._hashed_object(model), self.runner.crew
         tuned = {id(value): name for name, value in tuned_parameters(model).items()}
-        names = {name: tuned.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
+        every = model.state_dict(keep_vars=True).items()
+        names = {name: tuned[id(value)] for name, value in every if id(value) in tuned}
 
         def share(work: Path, rooms: export.Rooms) -> None:
             if self._writes_ranges:
@@ -121,15 +122,20 @@ class TunedFiles:
             for name, value in tuned.items():
                 value.data.copy_(trained[name])
             return model
-        names = {id(value): name for name, value in tuned.items() if name in trained}
+        known = {id(value): trained[name] for name, value in tuned.items() if name in trained}
+        if self._writes_ranges and (contents := contents_of(model)) is not None:
+            # what a model itself keeps frozen, a table of sines say, no rank has a part of to write
+            frozen = frozen_tensors(model).items()
+            known |= {id(value): contents.whole(name) for name, value in frozen if value.is_meta}
 
         def made(value: nn.Parameter) -> nn.Parameter:
-            return nn.Parameter(trained[names[id(value)]]) if id(value) in names else value
+            own = known.get(id(value))
+            return value if own is None else nn.Parameter(own, requires_grad=value.requires_grad)
 
         allocate([model], made)
         return model
 
-    def _fill(self, work: Path, rooms: Mapping[str, Mapping[str, tuple[str | None, Sequence[int]]]]) -> None:
+    def _fill(self, work: Path, rooms: Mapping[str, Mapping[str, tuple[str, Sequence[int]]]]) -> None:
         """Write what this process holds into the rooms for it, of tuned tensors by file and name there."""
         for file, names in rooms.items():
             with RangeWriter(work / file) as writer:

@@ -25,6 +25,7 @@ from petune.run.readers import reader_of
 from petune.tasks import DataConfig, collate, encode, load_rows, render, take_rows
 from petune.tasks.media import Reader
 from petune.tasks.sounds import samples_of, wav
+from tests.planned_runs import trained
 from tests.sound_runs import RATE, TEXTS, tone, write_sounds, write_whisper
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -46,6 +47,16 @@ def settings(place: Path, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def run(place: Path) -> Run:
     return petune.train(**settings(place, method={"name": "lora", "r": 8}))
+
+
+def test_a_table_that_does_not_train_is_in_the_files_of_full_tuning_under_a_plan(place: Path) -> None:
+    """No rank has a part of it to write: the first reads it from the base."""
+    short = {"method": "full", "max_steps": 1, "head_only": False, "parallel": "dp", "out": str(place / "dp")}
+    found, base = (
+        WhisperForConditionalGeneration.from_pretrained(folder).model.encoder.embed_positions.weight
+        for folder in (trained(settings(place, **short)) / "tuned", place / "whisper")
+    )
+    assert bool(found.any()) and torch.equal(found, base)
 
 
 def reader(place: Path) -> Reader:
