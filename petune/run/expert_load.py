@@ -31,6 +31,10 @@ class ExpertLoad:
     def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember which tokens of this call are real."""
         mask, rows = kwargs.get("attention_mask"), running().rows
+        pad = getattr(model.config, "pad_token_id", None)
+        if mask is None and kwargs.get("position_ids") is not None and pad is not None:
+            # of packed rows, no mask says where their padding begins: behind the last token that is none
+            mask = kwargs["input_ids"].ne(pad).flip(1).cumsum(1).flip(1) > 0
         self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if self.mask is not None and rows is not None and len(rows) == len(self.mask):
             self.mask = self.mask * (rows >= 0)[:, None]

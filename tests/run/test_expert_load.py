@@ -32,6 +32,17 @@ def test_the_load_is_that_of_the_busiest_expert_over_the_mean_one() -> None:
     assert ExpertLoad([tiny("llama-causal")]).take(list) is None
 
 
+def test_padding_of_packed_rows_is_no_load_whatever_a_plan_makes_of_it() -> None:
+    model = tiny("mixtral-causal").train()
+    load, found = ExpertLoad([model]), []
+    for width in (9, 14):
+        ids, places = torch.zeros(1, width, dtype=torch.int64), torch.arange(width)[None] - 9
+        ids[0, :9], places[0, :9] = torch.arange(5, 14), torch.arange(9) % 5
+        model(input_ids=ids, position_ids=places, use_cache=False)
+        found.append(load.take(list))
+    assert found[0] == found[1]
+
+
 def test_a_run_on_experts_reports_their_load_and_merges(tmp_path: Path) -> None:
     moe_folder(tmp_path / "llama")
     done = run(settings(tmp_path, method={"name": "lora", "r": 2}, max_steps=2, warmup=0))
