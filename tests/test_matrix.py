@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from petune.kernels.configs import MemoryConfig
+from petune.models import fp8
 from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan, Sharding
 from tests.methods.zoo import FOUR, table
@@ -322,6 +325,29 @@ def test_a_quantised_base_that_is_cut_trains_as_in_one_process(
         plan, settings = replace(plan, cut=replace(plan.cut, **EVEN)), settings | {"head_dim": 16}
     one = case(name, method, plan, steps=1, blocks=KEPT[2], base_dtype=base_dtype)
     check(replace(one, settings=(*one.settings, *settings.items())))
+
+
+def test_eight_bits_of_cut_blocks_differ_by_the_scales_of_slices_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank has a part of the rows that enter some products, and quantises that. With the scales of whole
+    rows nothing differs."""
+    plan, quantise = BACKENDS["tp"]("llama-causal", 2), fp8.quantise
+    one = case("llama-causal", "lora", plan, dtype=torch.float64, steps=1, base_dtype="fp8")
+    with pytest.raises(AssertionError, match="logits in eval mode"):
+        check(one)
+
+    def by_whole_rows(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if not dist.is_initialized():
+            return quantise(x, by)
+        wide = x if by is None else x * by
+        largest = wide.abs().amax(1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        q, scale = quantise(torch.cat([wide, largest], 1))
+        return q[:, :-1].contiguous(), scale
+
+    monkeypatch.setattr(fp8, "quantise", by_whole_rows)
+    check(one)
 
 
 @pytest.mark.parametrize("composed", [pytest.param("dp x tp", marks=long), "dp x galaxy", "shard x tp"])

@@ -270,9 +270,9 @@ class Trace:
 
 @cache
 def oracle(case: Case) -> Trace:
-    """The steps in plain torch; with dropout, whose masks are petune's own, by the runner of a single
-    process."""
-    if case.dropout:
+    """The steps in plain torch; with dropout, whose masks are petune's own, and over eight-bit floats, whose
+    products are, by the runner of a single process."""
+    if case.dropout or case.base_dtype == "fp8":
         return steps(case, ALONE, limit=None)
     model = build(case)
     if case.base_dtype is not None:
