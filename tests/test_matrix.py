@@ -95,17 +95,29 @@ def test_norms_of_single_heads_train_as_in_one_process() -> None:
     check(case("qwen3-causal", "full", BACKENDS["tp"]("qwen3-causal", 2), steps=1, passes=(3,)))
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        pytest.param(backend, name, marks=() if (at + turn) % 6 == 0 else long)
-        for at, backend in enumerate(BACKENDS)
-        for turn, name in enumerate(("bert-classify", "bart-seq2seq"))
-    ],
-)
-def test_adapters_at_norms_train_as_in_one_process(backend: str, name: str) -> None:
+# Adapters of sums: (backend, family, which rung of fused blocks, or None), of norms behind them and of blocks
+SUMS = list(product(BACKENDS, (*FOUR, "gemma3-causal"), (None, *range(4))))
+SHORT_SUMS = [
+    *(("tp", "bert-classify", 2), ("galaxy", "bart-seq2seq", 3), ("galaxy2", "llama-causal", None)),
+    *(("shard", "llama-causal", 1), ("pp-1f1b", "bart-seq2seq", 0), ("cut", "gemma3-causal", 1)),
+    *(("sp-ring", "t5-seq2seq", None), ("galaxy", "bert-classify", None), ("sp-ulysses", "bert-classify", 3)),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "kept"), in_part(SUMS, SHORT_SUMS))
+def test_adapters_of_sums_train_as_in_one_process(backend: str, name: str, kept: int | None) -> None:
+    plan, blocks = BACKENDS[backend](name, 2), None if kept is None else KEPT[kept]
     kind = (("kind", "pfeiffer"),)
-    check(case(name, "adapter", BACKENDS[backend](name, 2), steps=1, tuning=kind))
+    check(case(name, "adapter", plan, steps=1, dropout=0.1, tuning=kind, blocks=blocks))
+
+
+@pytest.mark.parametrize(
+    ("composed", "name", "kept"),
+    in_part(list(product(COMPOSED, FOUR, (None, 2))), [("galaxy x pp", "bert-classify", 2)]),
+)
+def test_adapters_of_sums_train_under_composed_plans(composed: str, name: str, kept: int | None) -> None:
+    plan, blocks = COMPOSED[composed](name), None if kept is None else KEPT[kept]
+    check(case(name, "adapter", plan, steps=1, tuning=(("kind", "pfeiffer"),), blocks=blocks))
 
 
 @pytest.mark.parametrize("backend", [pytest.param(backend, marks=long) for backend in BACKENDS])

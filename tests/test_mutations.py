@@ -23,12 +23,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from petune.kernels import reference
 from petune.kernels.block import attention as attending
-from petune.kernels.block import attention_steps, drawing, exchange_steps, packed_linear, part
+from petune.kernels.block import (
+    attention_steps,
+    bottleneck_steps,
+    drawing,
+    exchange_steps,
+    packed_linear,
+    part,
+)
+from petune.kernels.block.steps import Run
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.mixing import mixed
 from petune.methods import miss, pissa, pruning, registry, several, side
-from petune.methods.adapter import AdapterLinear, AdapterNorm, Bottleneck
+from petune.methods.adapter import AdapterBlock, AdapterLinear, AdapterNorm, Bottleneck
 from petune.methods.configs import AdapterConfig, LoraConfig
 from petune.methods.dora import DoraLinear
 from petune.methods.ia3 import Ia3Linear
@@ -724,6 +732,17 @@ def _of_the_sum(self: Any, total: Tensor) -> Tensor:
     return nn.functional.layer_norm(total + self.update(total), *shape)
 
 
+def _of_its_input(self: Any, hidden: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """The adapter reads what the block is given."""
+    total: Tensor = self.base.forward(self, hidden, *args, **settings)
+    return total + self.update(hidden)
+
+
+def _but_not_to_the_sum(self: Run, name: str, grad: Tensor) -> None:
+    if name != "mlp.r":
+        GIVE(self, name, grad)
+
+
 def _in_a_row(self: Bottleneck, y: Tensor) -> Tensor:
     """The adapter reads what the MLP gives."""
     return y + self.update(y)
@@ -769,10 +788,18 @@ def _of_rows_above(weight: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale.roll(1, 0)
 
 
+GIVE = Run.give
 STARTED, BIASES, INT8 = LoraLayer._start_from_components, registry.base_biases, Int8.quantised
 LEVELS, SCALES = nf4.levels, nf4.Nf4.block_scales
 WITH_TENSORS, KEPT = BottleneckPart.with_tensors, pruning.kept
-PFEIFFER = references.pfeiffers_adapter_follows_the_paper
+PFEIFFER = partial(
+    references.pfeiffers_adapters_follow_the_paper,
+    *("bert-classify", [f"bert.encoder.layer.{at}.output.LayerNorm" for at in (0, 1)], "off", 1e-10),
+)
+PFEIFFER_BEHIND = partial(
+    references.pfeiffers_adapters_follow_the_paper,
+    *("llama-causal", [f"model.layers.{at}" for at in (0, 1)], "off", 3e-6),
+)
 PRUNED = references.pruned_start_follows_the_paper
 PARALLEL = partial(references.parallel_adapters_follow_the_paper, "bert-classify", {}, 4.0)
 # Fault: what is patched by what, and the test that sees it.
@@ -815,6 +842,15 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     ),
     "pfeiffer: behind the norm": (AdapterNorm, "forward", _behind_the_norm, PFEIFFER),
     "pfeiffer: what it reads": (AdapterNorm, "forward", _of_the_sum, PFEIFFER),
+    "pfeiffer behind a block: what it reads": (AdapterBlock, "forward", _of_its_input, PFEIFFER_BEHIND),
+    "pfeiffer's step: the sum": (
+        *(bottleneck_steps, "wide", lambda x: torch.zeros_like(x)),
+        _fused("llama", "adapter of sums"),
+    ),
+    "pfeiffer's step: the sum's own gradient": (
+        *(Run, "give", _but_not_to_the_sum),
+        _fused("bert", "adapter of sums"),
+    ),
     "parallel: what it reads": (Bottleneck, "adapted", _in_a_row, PARALLEL),
     "parallel: its scale": (AdapterConfig, "factor", property(lambda self: 1.0), PARALLEL),
     "parallel's step: its scale": (

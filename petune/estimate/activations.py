@@ -36,7 +36,7 @@ from petune.models.experts import number_of, sizes_of, weights_of
 from petune.models.gated_delta import state_bytes
 from petune.models.sites import ends_of
 from petune.models.spec import Attention, LinearAttention, Mlp, Region, Role, RoutedMlp, StackRule, child_of
-from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear
+from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear, bottleneck_of
 from petune.parallel.plan import Cut
 
 QKV: tuple[Role, ...] = ("q", "k", "v", "qkv")
@@ -104,7 +104,18 @@ def saved_by(
         if (enter := child_of(block, region.enter))
         for part in enter[1].modules()
     }
-    return found + Saved(connection * sum(_of_norm(norm) for norm in _norms(block) if id(norm) not in inside))
+    found += Saved(connection * sum(_of_norm(norm) for norm in _norms(block) if id(norm) not in inside))
+    return found + Saved(connection * sum(_of_sum(module, itemsize) for module in (block, *_norms(block))))
+
+
+def _of_sum(module: nn.Module, itemsize: int) -> float:
+    """Bytes per token of a bottleneck that is part of a block, or of the norm behind a sum, which is read
+    twice then."""
+    part = bottleneck_of(module)
+    if part is None or not part.of_sum:
+        return 0.0
+    again = 0.0 if module._parameters.get("weight") is None else _of_norm(module)
+    return again + cast("TunedLayer", module).kept_features().after * itemsize
 
 
 def _cores(block: nn.Module, rule: StackRule) -> Iterator[Attention | Mlp | RoutedMlp]:

@@ -14,6 +14,13 @@ the block would give, LN(y + x), and adds to y, before the same norm:
 
         s = y + x;      out = LN(s + up(act(down(LN(s)))))  y: the MLP's output, x: what the block adds it to
 
+Where no norm stands behind that sum (Llama, T5 and kin), nothing is normed and it stands behind the block:
+
+        out = s + up(act(down(s)))                          s: what the block gives
+
+which is what AdapterHub's `adapters` computes of its seq_bn in Llama, Mistral and T5, whose layers hand it no
+norm: what it reads has the residual in it (Adapter.pre_forward, original_ln_before).
+
 The parallel kind (He et al. 2022, arXiv:2110.04366) has one beside each MLP, which reads what the block adds
 the MLP to, and is scaled:
 
@@ -24,8 +31,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any, Self, cast
+from functools import cache, wraps
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +51,7 @@ from petune.models.spec import (
     Mlp,
     RoutedMlp,
     Split,
+    StackName,
     SubLayer,
     child_of,
     stack_paths,
@@ -70,20 +78,21 @@ def activation_of(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class Bottleneck(TunedLayer):
-    """What every module with a bottleneck behind it has."""
+    """What every module with a bottleneck behind it has. The names are no block's own."""
 
     additions = (
-        *("adapter_down", "adapter_up", "linear_part", "activation", "dropout", "scale"),
-        *("beside", "handed"),
+        *("adapter_down", "adapter_up", "linear_part", "adapter_activation", "adapter_dropout"),
+        *("adapter_scale", "beside", "handed"),
     )
     adapter_down: nn.Linear
     adapter_up: nn.Linear
     linear_part: nn.Identity
-    activation: str
-    dropout: float
-    scale: float
+    adapter_activation: str
+    adapter_dropout: float
+    adapter_scale: float
     beside: bool  # it reads what `HandOver` hands it
     handed: Tensor | None
+    of_sum: ClassVar[bool] = False  # it is part of what a block makes of its last sum
 
     def begin(self, width: int, like: Tensor, config: AdapterConfig, name: str) -> Self:
         """Put the bottleneck behind outputs of `width` features, beside weights like this one, and draw it.
@@ -101,8 +110,8 @@ class Bottleneck(TunedLayer):
         self.adapter_up = nn.Linear(width // config.reduction, width, **place)
         self.linear_part = nn.Identity()
         self.train(self.training)
-        self.activation, self.dropout = config.activation, config.dropout
-        self.scale, self.beside, self.handed = config.factor, config.kind == "parallel", None
+        self.adapter_activation, self.adapter_dropout = config.activation, config.dropout
+        self.adapter_scale, self.beside, self.handed = config.factor, config.kind == "parallel", None
         for own in self.tuned():
             self.draw(own)
         return self
@@ -128,13 +137,14 @@ class Bottleneck(TunedLayer):
 
     def kept_features(self) -> KeptFeatures:
         """The input of both linears, and what the activation between them keeps."""
-        inner = _KEPT.get(self.activation, 2) * self.adapter_down.out_features
+        inner = _KEPT.get(self.adapter_activation, 2) * self.adapter_down.out_features
         return KeptFeatures(after=self.adapter_down.in_features + inner)
 
     def bottleneck(self) -> BottleneckPart:
         """Both linears of the bottleneck, unless it is passed by."""
-        down, up, act = self.adapter_down, self.adapter_up, ACTS.get(self.activation, self.activation)
-        part = BottleneckPart(down.out_features, act, self.dropout, None, self.scale, self.beside)
+        down, up, act = self.adapter_down, self.adapter_up, self.adapter_activation
+        own = down.out_features, ACTS.get(act, act), self.adapter_dropout, None, self.adapter_scale
+        part = BottleneckPart(*own, self.beside, self.of_sum)
         return part._replace(tensors=(down.weight, down.bias, up.weight, up.bias)) if self.active else part
 
     def adapted(self, y: Tensor) -> Tensor:
@@ -147,9 +157,11 @@ class Bottleneck(TunedLayer):
 
     def update(self, x: Tensor) -> Tensor:
         """What the bottleneck makes of x [..., width], in its own dtype."""
-        inner = activation_of(self.activation)(self.adapter_down(x.to(self.adapter_down.weight.dtype)))
-        made = cast("Tensor", self.adapter_up(F.dropout(inner, self.dropout, self.training)))
-        return made if self.scale == 1 else made * self.scale
+        inner = activation_of(self.adapter_activation)(
+            self.adapter_down(x.to(self.adapter_down.weight.dtype))
+        )
+        made = cast("Tensor", self.adapter_up(F.dropout(inner, self.adapter_dropout, self.training)))
+        return made if self.adapter_scale == 1 else made * self.adapter_scale
 
 
 class HandOver(BoundaryHook):
@@ -184,6 +196,8 @@ class AdapterOfAnyClass(Bottleneck, TunedOfAnyClass):
 class AdapterNorm(AdapterOfAnyClass):
     """The norm behind the sum of a sub-layer, with a bottleneck before it that reads what it gives."""
 
+    of_sum = True
+
     def forward(self, total: Tensor) -> Tensor:
         """The sum [..., width] with the bottleneck's update in it, normed."""
         norm = cast("Any", super()).forward
@@ -204,6 +218,22 @@ class AdapterMixture(AdapterOfAnyClass):
         first, *rest = found if isinstance(found, tuple) else (found,)
         y = self.adapted(self.linear_part(first))
         return (y, *rest) if isinstance(found, tuple) else y
+
+
+class AdapterBlock(AdapterMixture):
+    """A block that ends with a sum, with a bottleneck behind that: the first of what it gives."""
+
+    of_sum = True
+
+    @classmethod
+    def own_of(cls, kind: type[nn.Module]) -> dict[str, Any]:
+        """A forward that says which arguments the block takes."""
+
+        @wraps(kind.forward)
+        def forward(self: AdapterBlock, *args: Any, **settings: Any) -> Any:
+            return cls.forward(self, *args, **settings)
+
+        return {"forward": forward}
 
 
 def _unmergeable() -> UsageError:
@@ -246,10 +276,10 @@ def apply(
     model: nn.Module, family: Family | None, config: AdapterConfig, also_train: tuple[str, ...]
 ) -> None:
     """Put adapters where their kind has them. Raises UsageError for a reduction wider than the hidden width,
-    and for Pfeiffer's in blocks that have no norm behind their sums."""
+    and for Pfeiffer's behind blocks whose forward somebody has put another in place of."""
     assert family is not None
     if config.kind == "pfeiffer":
-        _at_norms(model, family, config)
+        _at_sums(model, family, config)
     elif config.kind == "parallel":
         _beside(model, family, config)
     else:
@@ -258,21 +288,22 @@ def apply(
         for site in find_sites(model, family):
             if site.role == "experts":
                 name = site.name.removesuffix(site.region.leave) + site.region.enter
-                _widen(model, AdapterMixture, name, next(site.module.parameters()), family, config)
+                like = next(site.module.parameters())
+                _widen(model, AdapterMixture, name, like, family, site.stack, config)
             elif site.leaves and site.region not in shared:
                 model.set_submodule(site.name, tune(cast("nn.Linear", site.module), config, site.name))
 
 
 def _beside(model: nn.Module, family: Family, config: AdapterConfig) -> None:
     """Put an adapter beside every MLP, and a hook that hands it what it reads."""
-    for path, block, sublayers in _blocks(model, family):
+    for stack, path, block, sublayers in _blocks(model, family):
         for one in sublayers:
             if isinstance(one.core, Attention):
                 continue
             if isinstance(one.core, RoutedMlp):
                 name = f"{path}.{one.core.at}"
                 like = next(block.get_submodule(one.core.experts).parameters())
-                _widen(model, AdapterMixture, name, like, family, config)
+                _widen(model, AdapterMixture, name, like, family, stack, config)
             else:
                 name = f"{path}.{cast('tuple[str, nn.Module]', child_of(block, one.core.down))[0]}"
                 model.set_submodule(name, tune(cast("Any", model.get_submodule(name)), config, name))
@@ -282,27 +313,34 @@ def _beside(model: nn.Module, family: Family, config: AdapterConfig) -> None:
             reader.register_forward_pre_hook(HandOver(made), with_kwargs=True)
 
 
-def _blocks(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module, tuple[SubLayer, ...]]]:
-    """Every block with its full name and its sub-layers."""
+def _blocks(
+    model: nn.Module, family: Family
+) -> Iterator[tuple[StackName, str, nn.Module, tuple[SubLayer, ...]]]:
+    """Every block with its stack, its full name and its sub-layers."""
     for stack, path in stack_paths(model, family).items():
         for at, block in model.get_submodule(path).named_children():
             if at.isdigit():
-                yield f"{path}.{at}", block, family.stacks[stack].sublayers_in(block)
+                yield stack, f"{path}.{at}", block, family.stacks[stack].sublayers_in(block)
 
 
-def _at_norms(model: nn.Module, family: Family, config: AdapterConfig) -> None:
-    """Put an adapter at the norm behind every MLP's sum. Raises UsageError, with the model as it was."""
-    found: dict[str, nn.Module] = {}
-    for path, block, layers in _blocks(model, family):
+def _at_sums(model: nn.Module, family: Family, config: AdapterConfig) -> None:
+    """Put an adapter at the norm behind every MLP's sum or, where there is none, behind the block. Raises
+    UsageError, with the model as it was."""
+    found: dict[str, tuple[type[AdapterOfAnyClass], Tensor, StackName]] = {}
+    for stack, path, block, layers in _blocks(model, family):
         mlp = next((one for one in layers if isinstance(one.core, Mlp)), layers[-1])
-        norm = mlp.norm_after_sum
-        if norm is None:
-            what = f"adapters of kind pfeiffer stand at the norm behind an MLP's sum, which {family.name}"
-            remedy = "set kind: houlsby"
-            raise UsageError(f"{what} has not here", where=path, remedy=remedy)
-        found[f"{path}.{norm.path}"] = block.get_submodule(norm.path)
-    for name, module in found.items():
-        _widen(model, AdapterNorm, name, cast("Any", module).weight, family, config)
+        if mlp.norm_after_sum is not None:
+            norm = f"{path}.{mlp.norm_after_sum.path}"
+            found[norm] = AdapterNorm, cast("Any", model.get_submodule(norm)).weight, stack
+            continue
+        if "forward" in vars(block):
+            what = "adapters of kind pfeiffer stand behind a block, and this one's forward was exchanged"
+            remedy = "set kind: houlsby, or wrap the model before it is dispatched over devices"
+            raise UsageError(what, where=path, remedy=remedy)
+        floats = (value for value in block.parameters() if value.is_floating_point())
+        found[path] = AdapterBlock, next(floats), stack
+    for name, (form, like, stack) in found.items():
+        _widen(model, form, name, like, family, stack, config)
 
 
 def _widen(
@@ -311,11 +349,12 @@ def _widen(
     name: str,
     like: Tensor,
     family: Family,
+    stack: StackName,
     config: AdapterConfig,
 ) -> None:
     """Put the form of a module that is no linear in its place. like: a weight beside it."""
     module = model.get_submodule(name)
-    width = family.shape(cast("Any", model).config).width
+    width = family.shape(family.part(cast("Any", model).config, stack)).width
     tuned = form.for_class(type(module)).of(module)
     model.set_submodule(name, tuned.begin(width, like, config, name))
 

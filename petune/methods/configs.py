@@ -160,7 +160,7 @@ class AdapterConfig(MethodConfig):
         metadata={
             "choices": ("houlsby", "pfeiffer", "parallel"),
             "doc": (
-                "houlsby: after attention and MLP; pfeiffer: at the norm behind the MLP's sum alone;"
+                "houlsby: after attention and MLP; pfeiffer: at the sum behind the MLP alone;"
                 " parallel: beside the MLP alone"
             ),
         },

@@ -31,6 +31,12 @@ def class_of(model: nn.Module) -> type[nn.Module]:
     return type(model) if shards_of(model) is None else type(model).__mro__[2]
 
 
+def class_in(module: nn.Module) -> type[nn.Module]:
+    """The own class of a module of such a model: FSDP2 makes one of its own of some."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
+
+
 def shards_of(model: nn.Module) -> Shards | None:
     """What is here of a model whose weights are sharded; None where they are whole."""
     return cast("Shards | None", model.__dict__.get(_SHARDS))

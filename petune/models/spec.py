@@ -178,10 +178,11 @@ class SubLayer:
 
     where a norm or a dropout that is None does nothing. norm_first: the attribute of the block by which the
     norm after the sum stands before the core. scale: a number, or the attribute of the block that it is.
-    bottleneck: features of the bottleneck that a method has put behind the core's last linear, 0 without one;
-    beside: it reads x. scaled, entries: the roles of linears whose results, or inputs, a method multiplies by
-    a vector. connection: how ranks that share the core hold what lies around it, None where it is whole. No
-    table says these.
+    bottleneck: features of the bottleneck that a method has put behind the core's last linear, 0 without
+    one; beside: it reads x; of_sum: it stands behind the sum, which it reads as the block would give it.
+    scaled, entries: the roles of linears whose results, or inputs, a method multiplies by a vector.
+    connection: how ranks that share the core hold what lies around it, None where it is whole. No table
+    says these.
     """
 
     core: Attention | Mlp | RoutedMlp
@@ -193,9 +194,22 @@ class SubLayer:
     scale: float | str = 1.0
     bottleneck: int = 0
     beside: bool = False
+    of_sum: bool = False
     scaled: frozenset[Role] = frozenset()
     entries: frozenset[Role] = frozenset()
     connection: Connection | None = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether its bottleneck acts on what the core gives, before the sum."""
+        return self.bottleneck > 0 and not self.of_sum
+
+    def bottleneck_at(self, of_sum: bool) -> str:
+        """The path of the module that a bottleneck is part of: behind the sum the norm there, or the block;
+        else what the core is left by, or a mixture."""
+        if of_sum:
+            return "" if self.norm_after_sum is None else self.norm_after_sum.path
+        return self.core.at if isinstance(self.core, RoutedMlp) else self.core.region.leave
 
 
 @dataclass(frozen=True)

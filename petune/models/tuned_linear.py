@@ -7,6 +7,7 @@ what it keeps is what the layer says here: nobody decides it by the names of att
 
 from __future__ import annotations
 
+import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
@@ -69,7 +70,8 @@ class LowRank(NamedTuple):
 
 class BottleneckPart(NamedTuple):
     """A small network that adds to a linear's result y: y + scale up(dropout(act(down(z)))), where z is y or,
-    of one that is beside the sub-layer, what the block adds the sub-layer to.
+    of one that is beside the sub-layer, what the block adds the sub-layer to. With of_sum y is the sum of
+    both, and z the same, normed where there is a norm behind the sum.
 
     features: of the bottleneck. activation: by the name of its kernel, else its own: there is no fused form.
     tensors: weight [features, n] and bias of `down`, weight [n, features] and bias of `up`; None while the
@@ -82,6 +84,7 @@ class BottleneckPart(NamedTuple):
     tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     scale: float = 1.0
     beside: bool = False
+    of_sum: bool = False
 
     def with_tensors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> BottleneckPart:
         """The same made of other tensors, rounded to a dtype, with the scale in those of `up`."""
@@ -214,14 +217,27 @@ class TunedOfAnyClass(TunedLayer):
         """The form of modules of the class `kind`."""
         return cast("type[Self]", _form_of(cast("Any", cls), cast("Any", kind)))
 
+    @classmethod
+    def own_of(cls, kind: type[nn.Module]) -> dict[str, Any]:
+        """What the form of a class has beside this one and that class."""
+        return {}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _blank, (type(self).__mro__[1], self.base), self.__dict__
+        own = type(self)
+        form = own.__mro__[1]
+        if own.__name__ == _name_of(form, self.base):
+            return _blank, (form, self.base), self.__dict__
+        return copyreg.__newobj__, (own,), self.__dict__  # type: ignore[attr-defined]  # of a fused block
 
 
 @cache
 def _form_of(form: Any, kind: Any) -> Any:
-    made = {"__module__": form.__module__, "base": kind}
-    return type(f"{form.__name__}Of{kind.__name__}", (form, kind), made)
+    made = {"__module__": form.__module__, "base": kind} | form.own_of(kind)
+    return type(_name_of(form, kind), (form, kind), made)
+
+
+def _name_of(form: type, kind: type) -> str:
+    return f"{form.__name__}Of{kind.__name__}"
 
 
 def _blank(form: Any, kind: Any) -> Any:

@@ -216,10 +216,10 @@ def _bottlenecks(model: nn.Module) -> Iterator[_Place]:
         for at, block in model.get_submodule(path).named_children():
             for one in family.stacks[stack].sublayers_in(block) if at.isdigit() else ():
                 assert not isinstance(one.core, RoutedMlp), "no model of PLACES has experts"
-                out = one.core.out if isinstance(one.core, Attention) else one.core.down
+                out, attends = one.core.region.leave, isinstance(one.core, Attention)
                 crosses = isinstance(one.core, Attention) and one.core.memory is not None
-                for end in [out] if one.norm_after_sum is None else [out, one.norm_after_sum.path]:
-                    if (own := f"{path}.{at}.{end}") in tuned:
+                for end in (out,) if attends else (out, one.bottleneck_at(of_sum=True)):
+                    if (own := f"{path}.{at}.{end}".removesuffix(".")) in tuned:
                         yield _Place(plain_name(own), plain_name(f"{path}.{at}.{places[out]}"), crosses)
 
 

@@ -48,8 +48,10 @@ def model_of(name: str, method: str, depth: int, bf16: bool = False, r: int = 16
         wide["layer_types"] = values["layer_types"][-1:] * depth
     torch.manual_seed(0)
     model = made(config(**{**values, **wide, **layers, **changes})).train()
-    settings = {"side": {"reduction": 8}, "lora": {"r": r}}.get(method, {})
-    return wrap(model.bfloat16() if bf16 and method != "full" else model, method, **settings)
+    name, _, kind = method.partition(", ")
+    settings: dict[str, Any] = {"side": {"reduction": 8}, "lora": {"r": r}}.get(name, {})
+    settings |= {"kind": kind} if kind else {}
+    return wrap(model.bfloat16() if bf16 and method != "full" else model, name, **settings)
 
 
 def saved_by_autograd(model: Any, name: str, bf16: bool = False) -> int:
@@ -90,7 +92,7 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
 
 @pytest.mark.crossed(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
+@pytest.mark.parametrize("method", ["lora", "full", "adapter", "adapter, pfeiffer"])
 @pytest.mark.parametrize(
     "name",
     [

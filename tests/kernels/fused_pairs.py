@@ -59,6 +59,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": dict(method="full"),
     "adapter": dict(method="adapter", reduction=4),
     "adapter beside": dict(method="adapter", kind="parallel", reduction=4, scale=3.0),
+    "adapter of sums": dict(method="adapter", kind="pfeiffer", reduction=4, scale=2.0),
     "dora": dict(method="dora", r=4),
     "dora on q and v": dict(method="dora", r=4, targets=["q", "v"]),
     "ia3": dict(method="ia3"),

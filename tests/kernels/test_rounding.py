@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import exact
-from petune.kernels.block.bottleneck_steps import Bottleneck
+from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.block.linear_steps import Product
 from petune.kernels.block.packed_linear import Group
@@ -107,6 +107,36 @@ def test_a_bottleneck_meets_the_product_that_it_acts_on_before_that_is_rounded(b
     up = torch.randn(128, 16)
     up = (up * (exact.SMALL * y.double().norm() / (inner @ up.double().T).norm())).bfloat16()
     assert 0.95 < exact.share(site, up, inner @ up.double().T) < 1.05
+
+
+def test_a_bottleneck_meets_the_sum_that_it_acts_on_before_that_is_rounded() -> None:
+    """And begins as that sum, bit for bit. Sums of two narrow numbers lie on a grid whose halves overstate
+    what is small; a sum that is rounded before keeps a quarter of it."""
+    torch.manual_seed(0)
+    x, branch = torch.randn(2, 256, 128).bfloat16()
+    down, zero = (torch.randn(16, 128) / 8).bfloat16(), torch.zeros(128).bfloat16()
+    total = AddWide("branch", "x", "r", wide="wide")
+    bottleneck = Bottleneck("wide", "n", 16, 0, 4, None, "r", "r")
+
+    def site(up: torch.Tensor | None) -> torch.Tensor:
+        tensors = (down, zero[:16], torch.zeros(128, 16).bfloat16() if up is None else up, zero)
+        behind = [(BottleneckPart(16, "relu", tensors=tensors, of_sum=True), None)]
+        run, values = (
+            Run(reference_ops(), [], [], [], [], None, bottlenecks=behind),
+            {"x": x, "branch": branch},
+        )
+        total.forward(run, values)
+        bottleneck.forward(run, values)
+        return values["n"]
+
+    assert torch.equal(site(None), x + branch)
+    inner = ((x + branch) @ down.T).relu().double()
+    up = torch.randn(128, 16)
+    up = (up * (exact.SMALL * (x + branch).double().norm() / (inner @ up.double().T).norm())).bfloat16()
+    change = inner @ up.double().T
+    assert 0.95 < exact.share(site, up, change) < 1.6
+    once = (x.double() + branch.double() + change).bfloat16()
+    assert float((site(up) == once).double().mean()) > 0.999
 
 
 def test_a_tuned_head_keeps_its_update_in_the_logits() -> None:

@@ -66,6 +66,11 @@ def test_so_do_their_fused_blocks(method: str, name: str, ranks: int, replicas: 
     check(cell(method, name, ranks, replicas, blocks=MemoryConfig(keep)))
 
 
+def test_so_do_adapters_behind_blocks_of_experts() -> None:
+    own = {"tuning": (("kind", "pfeiffer"),), "blocks": MemoryConfig("input")}
+    check(cell("adapter", "qwen3moe-causal", 2, **own))
+
+
 def test_quantised_experts_train_on_the_ranks_that_own_them() -> None:
     check(cell("lora", "qwen3moe-causal", 2, base_dtype="int8"))
     check(cell("lora", "gptoss-causal", 2, base_dtype="int8", blocks=MemoryConfig("input")))

@@ -1,5 +1,5 @@
 """The step of a bottleneck, the small network that a method puts behind the linear by which a sub-layer is
-left, or beside the sub-layer."""
+left, beside the sub-layer, or behind the sum that it ends with; and that sum."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
-from petune.kernels.block.steps import Charge, Run, Step, Values
+from petune.kernels.block.steps import Add, Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add_low, matmul
 from petune.kernels.memory.shape import BlockShape
+from petune.kernels.reference import wide
 from petune.models.tuned_linear import BottleneckPart
 
 
@@ -24,7 +25,8 @@ class Bottleneck(Step):
 
     y comes in float32 and is rounded for `down` alone; it comes rounded, and n is y, while the bottleneck is
     passed by. features: of the bottleneck; at: which of the block's; first: the place of its first tensor;
-    x: what it reads beside the sub-layer, in the dtype of the block, or None.
+    x: what it reads beside the sub-layer, in the dtype of the block, or None. total: of a y that `AddWide`
+    gives, the rounded sum, which takes its gradient; x is that sum then, or the norm of it.
     """
 
     y: str
@@ -34,19 +36,23 @@ class Bottleneck(Step):
     first: int
     keep: Level | None
     x: str | None = None
+    total: str | None = None
 
     def __post_init__(self) -> None:
         # what enters `down` and the activation
         self.read, self.z = self.reads = self.x or f"{self.n}.y", f"{self.n}.z"
         made = self.reads if self.x is None else (self.z,)
-        self.takes, self.gives = (self.y, *(() if self.x is None else (self.x,))), (self.n, *made)
+        taken = dict.fromkeys(name for name in (self.y, self.x, self.total) if name is not None)
+        self.takes, self.gives = tuple(taken), (self.n, *made)
+        own = self.total or self.y  # whose gradient that of n is, or a part of
+        self.hands = None if self.x in (None, own) else own
         self.trained = tuple(range(self.first, self.first + 4))
         self.keeps = dict.fromkeys(made if self.keep is None else (self.n, *made), "projections")
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         part, y = run.bottlenecks[self.at][0], v[self.y]
-        v.update(dict.fromkeys(self.gives, None) | {self.n: y})
+        v.update(dict.fromkeys(self.gives, None) | {self.n: v[self.total or self.y]})
         if part.tensors is None:
             return
         down, down_bias, up, up_bias = part.tensors
@@ -67,7 +73,12 @@ class Bottleneck(Step):
         """See Step. The gradient of n may be somebody else's too."""
         part, dn = run.bottlenecks[self.at][0], run.grads.pop(self.n)
         if part.tensors is None:
-            run.give(self.y, dn)
+            run.give(self.total or self.y, dn)
+            if self.x is not None and self.total not in (
+                None,
+                self.x,
+            ):  # the norm behind the sum waits for it
+                run.give(self.x, torch.zeros_like(dn))
             return
         (down, _, up, _), z = part.tensors, v[self.z]
         dinner = self._dropped(run, dn @ up)
@@ -75,10 +86,11 @@ class Bottleneck(Step):
         self._learn(run, self.first, dz, lambda: v[self.read].to(down.dtype))
         self._learn(run, self.first + 2, dn, lambda: self._inner(run, part, z), part.scale)
         if self.x is not None:
-            run.give(self.y, dn)
+            run.give(self.total or self.y, dn)
         into = self.x or self.y
         if into in run.wants:  # of x others may have made a gradient already
-            run.grads[into] = torch.addmm(dn if self.x is None else run.grads[into], dz, down)
+            found = dn if self.x is None else run.grads.get(into)
+            run.grads[into] = dz @ down if found is None else torch.addmm(found, dz, down)
 
     def _learn(self, run: Run, first: int, dy: Tensor, x: Callable[[], Tensor], scale: float = 1.0) -> None:
         """Add the gradients of one linear, weight and bias, that train."""
@@ -126,3 +138,40 @@ class Bottleneck(Step):
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
         """See Step."""
         yield "memory", activate(rows, self.features, False, shape.itemsize)
+
+
+@dataclass(eq=False)
+class AddWide(Add):
+    """The same as `Add`, whose sum a bottleneck adds to: y, kept for what reads it, and `wide`, in float32 at
+    least, of which y is the rounded form. Neither is written over the branch."""
+
+    wide: str = ""
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = (
+            (self.branch, self.x),
+            (self.y, self.wide),
+            {self.y: "projections"},
+        )
+
+    def fits(self, norm: Normalize) -> bool:
+        """See Add. The kernel of both gives no wide sum."""
+        return False
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        x, total = v[self.x], wide(v[self.x])
+        add = torch.add if total is x else Tensor.add_
+        v[self.wide] = total = add(total, v[self.branch], alpha=self.scale)
+        v[self.y] = total.to(x.dtype)
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step. In float32 both are one."""
+        wider = 4 * shape.width if shape.itemsize < 4 else 0
+        return {self.y: shape.width * shape.itemsize, self.wide: wider}
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield from super().ahead(shape, rows, sequence)
+        if shape.itemsize < 4:
+            yield "memory", Cost(0, 16 * rows * shape.width)  # x widened, the sum, which is read and rounded

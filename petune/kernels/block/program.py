@@ -2,7 +2,8 @@
 
 Values are named after their sub-layer: h = norm(x), entered = h as a sub-layer that is cut across ranks reads
 it, qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d = m W_down, left = the sum over ranks of o or d,
-adapted = the same with what its bottleneck adds, r = x + o or x + d; raw is q | k | v before positions and
+adapted = the same with what its bottleneck adds, r = x + o or x + d; of a bottleneck behind that sum wide = r
+in float32, seen = norm(r) and adapted = r with what it adds; raw is q | k | v before positions and
 heads' norms, s the low-rank input of a group's update (petune/kernels/block/linear.py).
 """
 
@@ -13,7 +14,7 @@ from functools import cache, cached_property
 from typing import Literal, NamedTuple, cast
 
 from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate, RotateScaled
-from petune.kernels.block.bottleneck_steps import Bottleneck
+from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.called_step import CallCore
 from petune.kernels.block.cores import called, has_sinks, linears_of, name_of
@@ -73,7 +74,7 @@ class Program:
     groups: tuple[GroupPlace, ...]
     norms: tuple[Norm, ...]
     dropouts: tuple[str, ...]  # paths
-    bottlenecks: tuple[str, ...]  # paths of the linears, or mixtures, that they are behind
+    bottlenecks: tuple[str, ...]  # paths of the modules that have them
     mixtures: tuple[RoutedMlp, ...]
     order: tuple[Drawing, ...]  # in which the block's own forward draws what drops out
     sinks: tuple[str, ...]  # paths of those of attentions
@@ -146,28 +147,10 @@ class _Build:
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
-        groups, norms, dropouts, order = (
-            tuple(self.groups),
-            tuple(self.norms),
-            tuple(self.dropouts),
-            tuple(self.order),
-        )
-        behind = tuple(self.bottlenecks)
-        return Program(
-            self.sublayers,
-            self.sizes,
-            tuple(self.inputs),
-            tuple(self.steps),
-            y,
-            groups,
-            norms,
-            dropouts,
-            behind,
-            tuple(self.mixtures),
-            order,
-            tuple(self.sinks),
-            tuple(self.called),
-        )
+        first = self.sublayers, self.sizes, tuple(self.inputs), tuple(self.steps), y
+        parts = tuple(self.groups), tuple(self.norms), tuple(self.dropouts), tuple(self.bottlenecks)
+        others = tuple(self.mixtures), tuple(self.order), tuple(self.sinks), tuple(self.called)
+        return Program(*first, *parts, *others)
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
@@ -178,8 +161,8 @@ class _Build:
         # a norm behind the product reads it on the way back
         keep: Level | None = None if out is None else "projections"
         make = self.core if sublayer.connection is None else self.cut
-        branch = make(name, h, sublayer, None if sublayer.bottleneck else keep)
-        if sublayer.bottleneck:
+        branch = make(name, h, sublayer, None if sublayer.behind else keep)
+        if sublayer.behind:
             branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep, x)
         if out is not None:
             branch = self.norm(f"{name}.n", branch, out)
@@ -189,8 +172,20 @@ class _Build:
             self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
             branch = f"{name}.dropped"
         normed, scale = read or after is not None, cast("float", sublayer.scale)
+        if sublayer.of_sum:
+            self.steps.append(AddWide(branch, x, f"{name}.r", scale=scale, wide=f"{name}.wide"))
+            return self.adapted_sum(name, sublayer, normed)
         self.steps.append(Add(branch, x, f"{name}.r", normed, scale, held))
         return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
+
+    def adapted_sum(self, name: str, sublayer: SubLayer, normed: bool) -> str:
+        """The sum with what the bottleneck behind it adds. normed: a norm reads that, the one behind the sum
+        among them, by which the bottleneck reads the sum too."""
+        after, r, n = sublayer.norm_after_sum, f"{name}.r", f"{name}.adapted"
+        place = None if after is None else self.norm_place(after)
+        seen = r if after is None else self.norm(f"{name}.seen", r, after, place)
+        self.bottleneck(n, f"{name}.wide", sublayer, "projections" if normed else None, seen, r)
+        return n if after is None else self.norm(f"{name}.y", n, after, place)
 
     @property
     def rescales(self) -> bool:
@@ -199,7 +194,7 @@ class _Build:
 
     def core(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """What its core makes of h."""
-        core, behind = sublayer.core, len(self.bottlenecks) if sublayer.bottleneck else None
+        core, behind = sublayer.core, len(self.bottlenecks) if sublayer.behind else None
         keep = "projections" if self.rescales else keep
         if isinstance(core, RoutedMlp):
             return self.routed(name, h, core, keep, behind)
@@ -219,19 +214,21 @@ class _Build:
         self.steps.append(Leave(branch, left, number, connection, keep, self.rescales))
         return left
 
-    def bottleneck(self, n: str, y: str, sublayer: SubLayer, keep: Level | None, x: str) -> str:
-        """n = y + up(act(down(y))), or with x for the y that is read."""
+    def bottleneck(
+        self, n: str, y: str, sublayer: SubLayer, keep: Level | None, x: str, total: str | None = None
+    ) -> str:
+        """n = y + up(act(down(y))), or with x for the y that is read. total: the rounded sum that y is."""
         at = len(self.bottlenecks)
-        core = sublayer.core
-        self.bottlenecks.append(core.at if isinstance(core, RoutedMlp) else core.region.leave)
+        self.bottlenecks.append(sublayer.bottleneck_at(sublayer.of_sum))
         self.order.append(Drawing("bottleneck", at))
-        first, reads = self.linears_end + 4 * at, x if sublayer.beside else None
-        self.steps.append(Bottleneck(y, n, sublayer.bottleneck, at, first, keep, reads))
+        first, reads = self.linears_end + 4 * at, x if sublayer.beside or sublayer.of_sum else None
+        self.steps.append(Bottleneck(y, n, sublayer.bottleneck, at, first, keep, reads, total))
         return n
 
-    def norm(self, h: str, x: str, norm: Norm) -> str:
-        """h = norm(x)."""
-        self.steps.append(Normalize(x, h, norm.kind == "rms", self.sizes.eps, *self.norm_place(norm)))
+    def norm(self, h: str, x: str, norm: Norm, place: tuple[int, int] | None = None) -> str:
+        """h = norm(x). place: of a norm that has one already."""
+        place = place or self.norm_place(norm)
+        self.steps.append(Normalize(x, h, norm.kind == "rms", self.sizes.eps, *place))
         return h
 
     def norm_place(self, norm: Norm) -> tuple[int, int]:

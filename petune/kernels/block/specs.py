@@ -23,6 +23,7 @@ from petune.models.attention import CAPPING
 from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
 from petune.models.experts import gates_plainly, low_ranks_of, spread_of
+from petune.models.sharded import class_in
 from petune.models.spec import (
     Attention,
     LinearAttention,
@@ -37,15 +38,17 @@ from petune.models.spec import (
     child_of,
 )
 from petune.models.stack import Stack
-from petune.models.tuned_linear import LowRank, TunedLinear, bottleneck_of, linear_of
+from petune.models.tuned_linear import (
+    BottleneckPart,
+    LowRank,
+    TunedLinear,
+    TunedOfAnyClass,
+    bottleneck_of,
+    linear_of,
+)
 
-_ACT_KEYS = (
-    "hidden_act",
-    "hidden_activation",
-    "activation_function",
-    "activation",
-    "dense_act_fn",
-)  # of a config
+# of a config
+_ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn")
 
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
@@ -56,6 +59,11 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     sublayers = read_sublayers(block, stack.rule)
     cores = [sublayer.core for sublayer in sublayers]
     mixed = [core for core in cores if isinstance(core, RoutedMlp)]
+    stepped = [one for one in sublayers if not called(one.core)]
+    for path, part in filter(None, (_bottleneck(block, one, one is sublayers[-1]) for one in stepped)):
+        if part.activation not in ACTS.values():
+            where = path or "the block"
+            return f"the activation {part.activation!r} of the bottleneck behind {where} has no kernel"
     for core in (*cores, *(own.shared for own in mixed if own.shared)):
         if (stranger := _other_layer(block, core)) is not None:
             return stranger
@@ -124,10 +132,17 @@ def _other_layer(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | N
         known = low_ranks_of(layer) if role == "experts" else linear_of(layer)
         if known is None or (bottleneck_of(layer) is not None and path != core.region.leave):
             return f"{path} is a {_kind(layer)}"
-    path = core.at if isinstance(core, RoutedMlp) else core.region.leave
-    part = bottleneck_of(block.get_submodule(path))
-    if part is not None and part.activation not in ACTS.values() and not called(core):
-        return f"the activation {part.activation!r} of the bottleneck behind {path} has no kernel"
+    return None
+
+
+def _bottleneck(block: nn.Module, sublayer: SubLayer, last: bool) -> tuple[str, BottleneckPart] | None:
+    """The bottleneck that acts in a sub-layer, with the path of the module that it is part of. last: whether
+    the block ends with it."""
+    for of_sum in (False, *((True,) if last or sublayer.norm_after_sum else ())):
+        path = sublayer.bottleneck_at(of_sum)
+        part = bottleneck_of(block.get_submodule(path))
+        if part is not None and part.of_sum == of_sum:
+            return path, part
     return None
 
 
@@ -238,20 +253,20 @@ def _distances(block: nn.Module, sublayers: Sequence[SubLayer]) -> tuple[nn.Modu
 
 def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:
     """The sub-layers of a table, those that this block has and as it has them."""
-    return tuple(_read(block, sublayer) for sublayer in rule.sublayers_in(block))
+    found = rule.sublayers_in(block)
+    return tuple(_read(block, sublayer, sublayer is found[-1]) for sublayer in found)
 
 
-def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
+def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
     none, the scale, the bottleneck that a method has put behind it."""
     core = sublayer.core
     if isinstance(core, Attention) and (core.gated or isinstance(core, LinearAttention)):
         count = sum(1 for _ in block.get_submodule(core.at).parameters())
-        return replace(
-            sublayer, core=replace(core, called=count)
-        )  # what a method puts there is its own affair
-    out = core.at if isinstance(core, RoutedMlp) else core.region.leave
-    part, boundary = bottleneck_of(block.get_submodule(out)), boundary_of(block.get_submodule(core.at))
+        # what a method puts there is its own affair
+        return replace(sublayer, core=replace(core, called=count))
+    behind, boundary = _bottleneck(block, sublayer, last), boundary_of(block.get_submodule(core.at))
+    part = None if behind is None else behind[1]
     connection = None if boundary is None else boundary.connection
     scale = getattr(block, sublayer.scale) if isinstance(sublayer.scale, str) else sublayer.scale
     features = 0 if part is None else part.features
@@ -261,6 +276,7 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
         scale=scale,
         bottleneck=features,
         beside=part is not None and part.beside,
+        of_sum=part is not None and part.of_sum,
         scaled=scaled,
         entries=entries,
         connection=connection,
@@ -345,7 +361,7 @@ def _stranger(block: nn.Module, activation: str, own: Sequence[str]) -> str | No
     for path, module in block.named_modules():
         if any(f"{path}.".startswith(f"{at}.") for at in own):
             continue
-        kind = type(module)
+        kind = class_in(module)
         homes = {kind.__module__.partition(".")[0], str(kind.forward.__module__).partition(".")[0]}
         if "forward" in vars(module) or not homes <= {"torch", "transformers", "petune"}:
             return f"{path or 'the block'} is a {kind.__name__} whose forward is not transformers' own"
@@ -358,7 +374,10 @@ def _stranger(block: nn.Module, activation: str, own: Sequence[str]) -> str | No
 
 def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
     """A norm that computes something else than the table says, or with another epsilon than the first."""
-    for norm, module in norms:
+    for norm, found in norms:
+        part = bottleneck_of(found)  # of what the norm is part of, it is the norm itself that is tried
+        widened = part is not None and part.of_sum
+        module = cast("TunedOfAnyClass", found).plain() if widened else found
         if (norm.kind == "layer" and type(module) is not nn.LayerNorm) or not computes(
             module, norm.kind, norm.offset
         ):

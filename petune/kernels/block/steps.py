@@ -95,13 +95,15 @@ class Run:
 
 class Step:
     """See the file. soft: a value whose absence `backward` gets along with. over: a value in whose place the
-    first that it gives is written. trained: places of its parameters among a block's tensors."""
+    first that it gives is written. hands: a value that gets the gradient of what it gives as it is, beside
+    those that it makes. trained: places of its parameters among a block's tensors."""
 
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     soft: tuple[str, ...] = ()
     over: str | None = None
+    hands: str | None = None
     trained: tuple[int, ...] = ()
     keeps: Mapping[str, Level]
     rows: ClassVar[bool] = True

@@ -104,6 +104,7 @@ class _Walk:
         self.kept = set(program.schedules.kept(keep))
         self.parts = parts_of(shape, program)
         self.end = program.y
+        self.shared: dict[str, str] = {}  # what is one tensor: by the one that its bytes are counted with
 
     def through(self, one: Pass, grads: dict[str, int]) -> Iterator[Phase]:
         """The phases of a pass. grads: gradients on the way; that of the output is the caller's, who holds
@@ -142,14 +143,20 @@ class _Walk:
                 yield self._phase(f"{step.gives[0]}, backward", alive, both, beside)
                 handed = sum(grads.pop(name, 0) for name in step.gives)
                 grads |= made or {step.takes[0]: 0, step.takes[-1]: handed}
+                if made and step.hands is not None:
+                    grads[step.hands] = grads.get(step.hands, 0) + handed
             else:
                 alive |= dict.fromkeys(step.gives, 0) | self._scaled(step.sizes(self.shape), rows)
                 if step.over is not None and (not step.shares or step.over in drops):
                     alive[step.gives[0]], alive[step.over] = alive.get(step.over, 0), 0
+                elif step.over is not None and step.over not in self.kept:
+                    self.shared[step.over] = step.gives[0]
                 beside = self._beside(step, step.beside(self.shape) * rows)
                 yield self._phase(step.gives[0], alive, grads, beside)
             for name in drops:
-                alive.pop(name, None)
+                size, other = alive.pop(name, 0), self.shared.pop(name, None)
+                if other in alive:
+                    alive[other] += size
 
     def _phase(self, name: str, alive: dict[str, int], grads: dict[str, int], beside: int) -> Phase:
         own = self._counted(alive) | _of_gradients(grads) | {"beside": beside}

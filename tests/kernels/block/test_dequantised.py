@@ -29,6 +29,8 @@ TUNINGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-causal", {"method": "lora", "r": 72}),
     ("gemma3-causal", {"method": "lora", "r": 4, "targets": ["q", "v", "down"]}),
     ("bert-classify", {"method": "adapter", "reduction": 4}),
+    ("bart-seq2seq", {"method": "adapter", "kind": "pfeiffer", "reduction": 4}),
+    ("llama-causal", {"method": "adapter", "kind": "pfeiffer", "reduction": 4}),
     ("bart-seq2seq", {"method": "lora", "r": 4}),
     ("t5-gated", {"method": "side", "reduction": 4}),
     ("llama-causal", {"method": "dora", "r": 4}),

@@ -27,7 +27,7 @@ from petune.kernels.block.steps import Run
 from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import reference_ops
-from petune.methods.adapter import tune
+from petune.methods.adapter import AdapterBlock, AdapterNorm, tune
 from petune.methods.configs import AdapterConfig
 from petune.models import bart, t5
 from petune.models.spec import StackRule
@@ -124,9 +124,8 @@ def folded(
         Group(own, torch.float64, place.first, reference_ops(), gates=place.kind == "up")
         for own, place in zip(parts, program.groups, strict=True)
     ]
-    norms = [
-        tuple(value.detach() for value in block.get_submodule(one.path).parameters()) for one in program.norms
-    ]
+    own_norms = [list(block.get_submodule(one.path)._parameters.values()) for one in program.norms]
+    norms = [tuple(value.detach() for value in own if value is not None) for own in own_norms]
     hows = [How(False, one.scale, ROWS, mask=masks[at]) for at, one in enumerate(program.attends)]
     own = [
         (part._replace(tensors=tuple(value.detach() for value in part.tensors or ())), None)
@@ -142,7 +141,7 @@ def folded(
         value for group in layers for one in group for value in (one.weight, one.bias, None, None, None)
     ]
     tensors += inner
-    tensors += [value for one in program.norms for value in block.get_submodule(one.path).parameters()]
+    tensors += [value for own in own_norms for value in own]
     found = {names[id(value)]: run.sink.found[at] for at, value in enumerate(tensors) if value is not None}
     return y, grads, found
 
@@ -156,10 +155,25 @@ def adapted(block: nn.Module, rule: StackRule) -> None:
         )
 
 
+def adapted_at_its_sum(block: nn.Module, rule: StackRule) -> Any:
+    """The block with an adapter at the norm behind its last sum, or behind itself."""
+    config, like = AdapterConfig(kind="pfeiffer", reduction=4), next(block.parameters())
+    norm = read_sublayers(block, rule)[-1].norm_after_sum
+    if norm is None:
+        return AdapterBlock.for_class(type(block)).of(block).begin(WIDTH, like, config, "it")
+    own = block.get_submodule(norm.path)
+    made = AdapterNorm.for_class(type(own)).of(own).begin(WIDTH, like, config, norm.path)
+    block.set_submodule(norm.path, made)
+    return block
+
+
 @pytest.mark.parametrize("tile", [None, 5])
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [*((kind, "full") for kind in KINDS), ("bart decoder", "adapter"), ("t5 decoder", "adapter")],
+    [
+        *((kind, "full") for kind in KINDS),
+        *((kind, method) for kind in ("bart decoder", "t5 decoder") for method in ("adapter", "of its sum")),
+    ],
 )
 def test_a_block_of_steps_is_the_familys_own_on_every_rung(
     kind: str, method: str, tile: int | None, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +184,8 @@ def test_a_block_of_steps_is_the_familys_own_on_every_rung(
     block = made.make().double()
     if method == "adapter":
         adapted(block, made.rule)
+    elif method == "of its sum":
+        block = adapted_at_its_sum(block, made.rule)
     with torch.no_grad():
         for value in block.parameters():
             value.normal_(std=0.3)

@@ -133,6 +133,7 @@ def pair_of(**settings: Any) -> tuple[nn.Module, nn.Module]:
 TUNINGS: list[dict[str, Any]] = [
     {"method": "lora"},
     {"method": "adapter", "reduction": 2},
+    {"method": "adapter", "reduction": 2, "kind": "pfeiffer"},
     {"method": "dora"},
     {"method": "ia3"},
     {"method": "miss", "r": 8},

@@ -67,7 +67,7 @@ def test_loss_and_every_gradient_are_those_of_the_unfused_model_on_every_rung(
     ("name", "method"),
     [
         *(("llama", "lora"), ("bert", "lora"), ("bert", "adapter"), ("llama", "dora"), ("bert", "ia3")),
-        ("llama", "adapter beside"),
+        *(("llama", "adapter beside"), ("llama", "adapter of sums"), ("bert", "adapter of sums")),
     ],
 )
 @pytest.mark.parametrize("keep", ["projections", "attention", "input"])
@@ -98,7 +98,7 @@ def test_state_names_and_values_survive_fusing(name: str) -> None:
     ("name", "method"),
     [
         *((name, method) for method in ("lora", "adapter", "miss") for name in ("llama", "bert")),
-        ("llama", "adapter beside"),
+        *(("llama", "adapter beside"), ("llama", "adapter of sums"), ("bert", "adapter of sums")),
     ],
 )
 def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(

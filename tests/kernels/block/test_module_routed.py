@@ -41,6 +41,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "adapter": ("adapter", {"reduction": 4}),
     "adapter beside": ("adapter", {"kind": "parallel", "reduction": 4}),
+    "adapter of sums": ("adapter", {"kind": "pfeiffer", "reduction": 4}),
     "side": ("side", {"reduction": 2}),
 }
 ROUTING = {  # shares as they are, or divided by their sum; of Mixtral always the latter

@@ -134,7 +134,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 # ------------------------------------------------------------------ the same numbers
 
-RECORDED = ["lora", "lora on q and v", "full", "adapter", "dora", "ia3", "miss"]
+RECORDED = ["lora", "lora on q and v", "full", "adapter", "adapter of sums", "dora", "ia3", "miss"]
 
 
 @pytest.mark.crossed(1)

@@ -425,12 +425,12 @@ def by_torch(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
     return made(x, len(offs), len(x), y.shape[1]) if y.dim() == 2 else made(x, len(x), y.shape[2])
 
 
-def adapted(shape: BlockShape, beside: bool = False) -> BlockShape:
+def adapted(shape: BlockShape, beside: bool = False, of_sum: bool = False) -> BlockShape:
     """The block with bottlenecks of a sixteenth of its width, and nothing else that trains. beside: with one
-    beside its MLP."""
+    beside its MLP; of_sum: with one behind its last sum."""
     features = shape.width // 16
-    sublayers = [replace(one, bottleneck=features, beside=beside) for one in shape.sublayers]
-    if beside:
+    sublayers = [replace(one, bottleneck=features, beside=beside, of_sum=of_sum) for one in shape.sublayers]
+    if beside or of_sum:
         sublayers[:-1] = shape.sublayers[:-1]
     return replace(shape, ranks=Ranks(), described=tuple(sublayers))
 
@@ -544,6 +544,7 @@ class Halved:
         adapted(LLAMA),
         adapted(BERT),
         adapted(LLAMA, beside=True),
+        *(adapted(one, of_sum=True) for one in (LLAMA, BERT, GEMMA, cut(BERT), by_sequence(LLAMA))),
         *(scaled(one) for one in (LLAMA, BERT, GEMMA, normed(LLAMA), cut(LLAMA))),
         *(scaled(exchanging(LLAMA, kind)) for kind in ("gather", "ulysses")),
         *(ia3(one) for one in (LLAMA, BERT, GEMMA)),
@@ -582,6 +583,8 @@ class Halved:
         "adapter",
         "bert's adapter",
         "adapter beside",
+        *("of its sum", "bert, of its sum", "gemma, of its sum", "bert, of its sum, cut"),
+        "of its sum, by sequence",
         *("dora", "bert, dora", "gemma, dora", "norms of heads, dora", "dora, cut"),
         *("dora, gather", "dora, ulysses"),
         *("ia3", "bert, ia3", "gemma, ia3"),
