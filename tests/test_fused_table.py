@@ -56,6 +56,8 @@ linears and RMS norms are fused one by one, and the header of the run says why. 
 
 Adapters here have the activation silu. Bottlenecks of {fused} are fused alike; of another activation blocks
 are not, and the header says which: {others}.
+
+LoRA by parts of one linear (`targets: [q, v]` where q, k and v are one, as in Phi-3) is not fused either.
 """
 HEAD = HEAD.format(
     fused=", ".join(name for name in ACTIVATIONS if name in ACTS),

@@ -59,7 +59,7 @@ class LoraConfig(MethodConfig):
         metadata={
             "doc": (
                 "auto, all-linear, a list of roles (q, k, v, o, gate, up, down, experts) or name suffixes,"
-                " or one regex"
+                " or one regex; q, k, v, gate, up of one linear that is several have factors of their own"
             )
         },
     )

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
-from petune.methods import lora_conv, lora_experts, pissa, token_rows
+from petune.methods import lora_conv, lora_experts, lora_parts, pissa, token_rows
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora_experts import LoraExperts
 from petune.methods.lora_node import fits, lora_linear
-from petune.methods.targets import by_layer, in_blocks, select_layers
+from petune.methods.targets import by_layer, in_blocks, refuse_unreached, select_layers
+from petune.models import family_of
 from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
+from petune.models.fused import FusedLinear, part_at
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedLinear
 
@@ -266,17 +268,21 @@ def kind_of(layer: nn.Module) -> type[nn.Module]:
 
 
 def layer_at(model: nn.Module, name: str) -> nn.Module:
-    """The layer of a full name, or the experts of which it means a weight."""
-    found = weight_at(model, name)
-    return model.get_submodule(name) if found is None else found[0]
+    """The layer of a full name, the experts of which it means a weight, or the linear of which it means a
+    part."""
+    if (found := weight_at(model, name)) is not None:
+        return found[0]
+    part = part_at(model, family_of(model), name)
+    return model.get_submodule(name) if part is None else part[0].module
 
 
 def shapes_at(model: nn.Module, name: str, r: int, forms: Layers = LAYERS) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that trains beside the layer, or the weight of experts, `name`, by full
-    name."""
-    if (found := weight_at(model, name)) is not None:
-        path = name.removesuffix(found[1])
-        return {path + own: shape for own, shape in lora_experts.shapes(*found, r).items()}
+    """The shape of each tensor that trains beside the layer, the weight of experts or the part `name`, by
+    full name."""
+    found, part = weight_at(model, name), part_at(model, family_of(model), name)
+    inside = lora_experts.shapes(*found, r) if found else lora_parts.shapes(*part, r) if part else None
+    if inside is not None:
+        return {f"{name.rpartition('.')[0]}.{own}": shape for own, shape in inside.items()}
     layer = model.get_submodule(name)
     form = cast("type[LoraLayer]", forms[type(layer)])
     return {f"{name}.{own}": shape for own, shape in form.shapes(layer, r).items()}
@@ -288,12 +294,17 @@ def put(
     forms: Layers = LAYERS,
     saved: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Put tuned forms in the place of the layers, and the experts of the weights, of these names, with their
-    settings. saved: as `LoraLayer.around`, by full name."""
+    """Put tuned forms in the place of the layers, the experts of the weights and the linears of the parts of
+    these names, with their settings. saved: as `LoraLayer.around`, by full name."""
     experts: dict[str, dict[str, LoraConfig]] = {}
+    fused: dict[str, tuple[FusedLinear, dict[str, LoraConfig]]] = {}
     for name, config in configs.items():
-        if (found := weight_at(model, name)) is not None:
-            experts.setdefault(name.removesuffix(f".{found[1]}"), {})[found[1]] = config
+        path, _, leaf = name.rpartition(".")
+        if weight_at(model, name) is not None:
+            experts.setdefault(path, {})[leaf] = config
+            continue
+        if (part := part_at(model, family_of(model), name)) is not None:
+            fused.setdefault(path, (part[0], {}))[1][leaf] = config
             continue
         layer = model.get_submodule(name)
         form = cast("type[LoraLayer]", forms[type(layer)])
@@ -301,6 +312,10 @@ def put(
     for name, own in experts.items():
         module = model.get_submodule(name)
         model.set_submodule(name, LoraExperts.around(module, own, factor_dtype(module), _inside(name, saved)))
+    for name, (whole, own) in fused.items():
+        parts = lora_parts.FORMS[type(whole.module)]
+        made = parts.around(whole, own, factor_dtype(whole.module), _inside(name, saved))
+        model.set_submodule(name, made)
 
 
 def _inside(name: str, state: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
@@ -323,8 +338,21 @@ def apply(
 ) -> None:
     """Replace every target layer by its tuned form. Raises UsageError when a target is not a layer that has
     one in `forms`."""
+    put(model, settings_of(model, family, config, also_train, forms), forms)
+    if config.token_rows:
+        token_rows.apply(model, config.token_rows, also_train)
+
+
+def settings_of(
+    model: nn.Module,
+    family: Family | None,
+    config: LoraConfig,
+    also_train: tuple[str, ...],
+    forms: Layers = LAYERS,
+) -> dict[str, LoraConfig]:
+    """The settings of each target, by full name. Raises as `apply`."""
     method = name_of(config)
-    layers = select_layers(model, family, config.targets, config.exclude, also_train)
+    layers = select_layers(model, family, config.targets, config.exclude, also_train, parts=forms is LAYERS)
     if config.layers is not None:
         layers = in_blocks(layers, config.layers)
     wrong = {name: type(module).__name__ for name, module in layers.items() if kind_of(module) not in forms}
@@ -339,7 +367,7 @@ def apply(
         )
     if not layers:
         raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
-    _refuse_unreached(model, layers)
+    refuse_unreached(model, layers)
     if config.init_iterations is not None and config.init != "pissa":
         raise UsageError("init_iterations is of init: pissa", remedy="set init: pissa, or leave it out")
     ranks = by_layer(model, family, layers, config.rank_pattern, "rank_pattern")
@@ -350,43 +378,10 @@ def apply(
         lora_conv.refuse_unfit(name, layer)
     if config.init == "pissa":
         pissa.refuse_unfit(layers, dict.fromkeys(layers, config.r) | ranks, model)
-    put(
-        model,
-        {
-            name: replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
-            for name in layers
-        },
-        forms,
-    )
-    if config.token_rows:
-        token_rows.apply(model, config.token_rows, also_train)
-
-
-def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise UsageError for layers whose forward never runs, where an update would train nothing: torch's own
-    encoder layer reads the weights of its linears itself in eval mode, and encoder-decoder models look tokens
-    up in tied twins of `shared`."""
-    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    for name, layer in layers.items():
-        parent, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        if isinstance(owner, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-            raise UsageError(
-                f"{type(owner).__name__} reads this weight without calling the layer",
-                where=name,
-                remedy=f"exclude: [{leaf}]",
-            )
-        twins = (
-            [twin for twin, table in tables.items() if twin != name and table.weight is layer.weight]
-            if name in tables
-            else []
-        )
-        if twins and leaf == "shared":
-            raise UsageError(
-                "this embedding is never called, only its tied twins are",
-                where=name,
-                remedy=f"target {', '.join(twins)}",
-            )
+    return {
+        name: replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
+        for name in layers
+    }
 
 
 def tune(layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> LoraLayer:

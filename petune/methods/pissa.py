@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.models import family_of
+from petune.models.fused import part_at
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 
 START = ("start_A", "start_B")  # A and B as they were before anything trained
@@ -56,7 +58,9 @@ def refuse_unfit(layers: Mapping[str, nn.Module], ranks: Mapping[str, int], mode
     held = Counter(id(module._parameters.get("weight")) for module in model.modules())
     for name, layer in layers.items():
         weight, reason = cast("Tensor", layer.weight), None
-        if isinstance(layer, nn.Embedding):
+        if part_at(model, family_of(model), name) is not None:
+            reason = "a part of a linear does not start from components: name the whole in `targets`"
+        elif isinstance(layer, nn.Embedding):
             reason = "an embedding has no components to start from"
         elif isinstance(layer, nn.Conv2d):
             reason = "a convolution has no components to start from"

@@ -255,8 +255,10 @@ def take(model: nn.Module, name: str, made: Mapping[str, nn.Module], record: Tun
         what, remedy = f"several adapters on one base are LoRA alone, without {beside}", "set also_train: []"
         raise UsageError(what, where=name, remedy=remedy if record.also_train else "use method lora")
     if wrong := next((full for full, one in made.items() if _form(one) is None), None):
-        what = f"several adapters do not share a {cast('LoraLayer', made[wrong]).base.__name__}"
-        raise UsageError(what, where=wrong, remedy="name it in `exclude`")
+        found = cast("TunedLinear", made[wrong])
+        kind = found.base.__name__ if isinstance(found, LoraLayer) else found.kind
+        what = f"several adapters do not share a {kind}"
+        raise UsageError(what, where=wrong, remedy="name it in `exclude`, or target the whole linear")
     others = tuning(model).adapters if is_wrapped(model) else {}
     first = next((layer for _, layer in several_layers(model)), None)
     chosen = Chosen(Choice((name,))) if first is None else first.chosen
@@ -270,7 +272,7 @@ def take(model: nn.Module, name: str, made: Mapping[str, nn.Module], record: Tun
 
 
 def _form(layer: nn.Module) -> type[SeveralLayer] | None:
-    return FORMS.get(cast("LoraLayer", layer).base)
+    return FORMS.get(layer.base) if isinstance(layer, LoraLayer) else None
 
 
 def several_layers(model: nn.Module) -> Iterator[tuple[str, SeveralLayer]]:

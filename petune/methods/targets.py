@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import Problem, UsageError, nearest
 from petune.files.patterns import compile_pattern
 from petune.models.experts import ROLES, is_experts, weights_of
+from petune.models.fused import FusedLinear, fused_linears, split_name
 from petune.models.sites import find_sites
 from petune.models.spec import Family
 
@@ -31,23 +32,69 @@ def select_layers(
     targets: str | Sequence[str],
     exclude: Sequence[str],
     taken: Iterable[str],
+    parts: bool = False,
 ) -> dict[str, nn.Module]:
     """The layers named by `targets` less `exclude`, by full name, in model order; of experts each weight, by
-    the name of its parameter.
+    the name of its parameter; of a linear that is several, where a list names them, parts (see
+    petune.models.fused).
 
-    `taken` are modules trained whole; nothing inside them is a target. Raises UsageError naming each entry of
-    a list that matches nothing, with the nearest module names and how often they occur.
+    `taken` are modules trained whole; nothing inside them is a target. parts: whether the method tunes parts.
+    Raises UsageError naming each entry of a list that matches nothing, with the nearest module names and how
+    often they occur, and for parts that it does not tune or that are asked for beside the whole.
     """
-    layers = {name: module for name, module in _layers(model) if name and not within(name, taken)}
-    roles = _roles(model, family)
+    whole = {name: module for name, module in _layers(model) if name and not within(name, taken)}
+    fused = {name: one for name, one in fused_linears(model, family).items() if name in whole}
+    layers, roles = _with_parts(whole, fused), _roles(model, family, fused)
     by_word = isinstance(targets, str)
     chosen = (
-        _by_word(model, family, str(targets), layers, roles)
+        _by_word(model, family, str(targets), whole, roles)
         if by_word
         else _by_list(targets, layers, roles, "targets")
     )
-    left_out = set(_by_list(exclude, layers, roles, "exclude"))
+    left_out = [*_by_list(exclude, layers, roles, "exclude")]
+    _refuse_parts(list(chosen), left_out, fused, parts)
+    left_out += [f"{name}.{role}" for name in left_out if name in fused for role in fused[name].lengths]
     return {name: module for name, module in chosen.items() if name not in left_out}
+
+
+def _with_parts(layers: Mapping[str, nn.Module], fused: Mapping[str, FusedLinear]) -> dict[str, nn.Module]:
+    """`layers`, and behind each that is several its parts, with the module of the whole."""
+    found: dict[str, nn.Module] = {}
+    for name, module in layers.items():
+        found[name] = module
+        if name in fused:
+            found |= {f"{name}.{role}": module for role in fused[name].lengths}
+    return found
+
+
+def _refuse_parts(
+    chosen: Sequence[str], left_out: Sequence[str], fused: Mapping[str, FusedLinear], parts: bool
+) -> None:
+    """Raise UsageError for parts of a linear where the method has none, or where the whole of it is tuned."""
+    for name in chosen:
+        if (at := split_name(name, fused)) is None:
+            continue
+        layer, role = at
+        if not parts:
+            raise UsageError(
+                f"{role} is some of the outputs of one linear, which this method tunes whole",
+                where=layer,
+                remedy=f"target {layer.rpartition('.')[2]}, or use method lora",
+            )
+        if layer in chosen and layer not in left_out:
+            raise UsageError(
+                f"targets names both this linear and {role}, which is a part of it",
+                where=layer,
+                remedy=f"name {', '.join(fused[layer].lengths)}, or the whole",
+            )
+    for name in left_out:
+        if (at := split_name(name, fused)) is not None and at[0] in chosen and at[0] not in left_out:
+            rest = [role for role in fused[at[0]].lengths if f"{at[0]}.{role}" not in left_out]
+            raise UsageError(
+                f"exclude names {at[1]}, a part of this linear, which is tuned whole",
+                where=at[0],
+                remedy=f"name the other parts in `targets`: {', '.join(rest)}",
+            )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -85,9 +132,14 @@ def by_layer(
     Raises UsageError for an entry that decides nothing.
     """
     found: dict[str, _T] = {}
-    roles = _roles(model, family)
+    fused = fused_linears(model, family) if values else {}
+    parts = {name: at[0] for name in layers if (at := split_name(name, fused)) is not None}
+    known = {**layers, **{whole: layers[name] for name, whole in parts.items()}}
+    roles = _roles(model, family, fused)
     for entry, value in values.items():
-        hits = _by_list([entry], layers, roles, setting).keys() - found.keys()
+        meant = _by_list([entry], known, roles, setting).keys()
+        hits = [name for name in layers if name in meant or parts.get(name) in meant]
+        hits = [name for name in hits if name not in found]
         if not hits:
             what = f"{setting}: {entry!r} decides nothing: no tuned layer is left for it"
             raise UsageError(what, remedy="remove it, or put the narrower entry first")
@@ -114,11 +166,42 @@ def head_modules(model: nn.Module, family: Family | None, also_train: str | Sequ
     return tuple(found)
 
 
-def _roles(model: nn.Module, family: Family | None) -> Mapping[str, list[str]]:
+def refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise UsageError for layers whose forward never runs, where an update would train nothing: torch's own
+    encoder layer reads the weights of its linears itself in eval mode, and encoder-decoder models look tokens
+    up in tied twins of `shared`."""
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    for name, layer in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(owner, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+            raise UsageError(
+                f"{type(owner).__name__} reads this weight without calling the layer",
+                where=name,
+                remedy=f"exclude: [{leaf}]",
+            )
+        twins = (
+            [twin for twin, table in tables.items() if twin != name and table.weight is layer.weight]
+            if name in tables
+            else []
+        )
+        if twins and leaf == "shared":
+            raise UsageError(
+                "this embedding is never called, only its tied twins are",
+                where=name,
+                remedy=f"target {', '.join(twins)}",
+            )
+
+
+def _roles(
+    model: nn.Module, family: Family | None, fused: Mapping[str, FusedLinear]
+) -> Mapping[str, list[str]]:
     roles: dict[str, list[str]] = {}
     for site in find_sites(model, family) if family else ():
         if site.role != "experts":
             roles.setdefault(site.role, []).append(site.name)
+            for role in fused[site.name].lengths if site.name in fused else ():
+                roles.setdefault(role, []).append(f"{site.name}.{role}")
             continue
         for role, weights in ROLES.items():
             own = [f"{site.name}.{weight}" for weight in weights_of(site.module) if weight in weights]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.files.manifest import RECORD, check_folder
 from petune.files.safetensors import read_json, read_tensors
+from petune.log import say
 from petune.methods import Tuning, lora
 from petune.methods.configs import LoraConfig
 from petune.methods.registry import refuse_tuned
@@ -29,6 +30,7 @@ from petune.models import family_of
 from petune.models.experts import weight_at
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.peft import CONFIG, TENSORS, Adapter, from_peft
+from petune.saving.peft_parts import parts_named
 from petune.saving.tuning_record import origin_files, read_record
 
 How = Literal["cat", "svd", "linear"]
@@ -91,7 +93,10 @@ def read_adapter(
     `load`."""
     if (folder / RECORD).is_file():
         files = origin_files(model, verify_base) if base_files is None else base_files
-        read_record(folder).check_base(model, files, verify_base)
+        record = read_record(folder)
+        record.check_base(model, files, verify_base)
+        if parts := parts_named(model, record.config, record.also_train):
+            say(f"{folder}: LoRA by parts is read as one LoRA of the whole linear: {', '.join(parts)}")
     else:
         check_folder(folder)
     config = read_json(folder / CONFIG, links=True)

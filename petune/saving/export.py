@@ -29,7 +29,6 @@ from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.methods.merging import refuse_unmergeable, tuned_together, warn_of_quantised
-from petune.methods.pissa import in_difference_form
 from petune.methods.rounding import cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
 from petune.methods.wrapped import sole_tuning
@@ -42,7 +41,14 @@ from petune.saving.adapters import to_adapters
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.saving.load import TUNED, kinds_of
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
-from petune.saving.peft import CONFIG, TENSORS, refuse_tied_heads, settings_in_files, to_peft
+from petune.saving.peft import (
+    CONFIG,
+    TENSORS,
+    in_file_form,
+    refuse_tied_heads,
+    settings_in_files,
+    to_peft,
+)
 from petune.saving.peft_experts import warn_of_conversion
 from petune.saving.several import save_each
 from petune.saving.tuning_record import facts_of, origin, write_record
@@ -216,7 +222,7 @@ def _write_model(
     if method.files == "transformers" and isinstance(model, PreTrainedModel):
         share(work, write_hugging_face(model, model.state_dict(keep_vars=True), work))
         return kinds_of(work)
-    tensors = _whole(model) if method.trains_base else in_difference_form(model, tuned_state(model))
+    tensors = _whole(model) if method.trains_base else in_file_form(model)
     tensors = {plain_name(name): value for name, value in tensors.items()}
     if method.files == "peft":
         to_files = to_one_tensor if name_of(config) in LAYOUTS else to_peft

@@ -32,6 +32,7 @@ from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
 from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft
+from petune.saving.peft_parts import in_parts, parts_named
 from petune.saving.several import holds_several, load_each
 from petune.saving.tuning_record import Record, family_name, origin_files, read_record
 
@@ -199,15 +200,18 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
             remember(model, replace(tuning(model), config=record.config))
         return
     adapter = from_peft(model, fields, tensors, folder)
-    state = adapter.state
+    plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
+    also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     if record is not None:
         check_tensors(
             record.shapes,
-            {name: tuple(value.shape) for name, value in state.items()},
+            {name: tuple(value.shape) for name, value in adapter.state.items()},
             folder / TENSORS,
             record.also_train,
         )
-    plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
+        parts = parts_named(model, record.config, also_train)
+        adapter = in_parts(model, adapter, parts, str(folder / TENSORS))
+    state = adapter.state
     layers = {_in_model(name, plain): own for name, own in adapter.layers.items()}
     shapes = {name: lora.shapes_at(model, name, own.r, adapter.forms) for name, own in layers.items()}
     wanted = {
@@ -216,7 +220,6 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         for own in found
     }
     wanted |= {name: lora.factor_dtype(token_rows.table_of(model)) for name in adapter.token_rows}
-    also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)

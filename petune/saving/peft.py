@@ -36,10 +36,11 @@ from petune.files.json_fields import (
 )
 from petune.files.patterns import Pattern, compile_pattern
 from petune.log import say
-from petune.methods import dora, lora, lora_conv, pissa, tuning
+from petune.methods import dora, lora, lora_conv, pissa, tuned_state, tuning
 from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.lora_experts import LoraExperts
+from petune.methods.lora_parts import LoraParts, in_one_form
 from petune.methods.targets import within
 from petune.methods.token_rows import ROWS, holders, table_of
 from petune.models import family_of
@@ -188,7 +189,7 @@ def to_peft(
     """
     record = tuning(model)
     assert isinstance(record.config, LoraConfig)
-    layers = _layers(model)
+    layers = layers_in(model)
     heads = tuple(plain_name(head) for head in record.also_train)
     refuse_tied_heads(model, record.also_train)
     tied = _rows_of_ties(model) if record.config.token_rows else ()
@@ -240,23 +241,26 @@ def to_peft(
     return dict(sorted(config.items())), tensors
 
 
+def in_file_form(model: nn.Module) -> dict[str, Tensor]:
+    """The tuned state of a wrapped model with plain LoRA in the place of what a file has no word for: a start
+    from components, parts of a linear."""
+    return in_one_form(model, pissa.in_difference_form(model, tuned_state(model)))
+
+
 def settings_in_files(model: nn.Module, config: MethodConfig) -> MethodConfig:
     """`config` as files say it: a start from components is plain LoRA of twice the rank in them."""
     if not isinstance(config, LoraConfig) or not pissa.started(model):
         return config
-    r, alpha, ranks, alphas = _sizes(_layers(model), _experts(model), config)
+    r, alpha, ranks, alphas = _sizes(layers_in(model), _experts(model), config)
     sizes: dict[str, Any] = {"r": r, "alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
     return replace(config, init="auto", init_iterations=None, **sizes)
 
 
 def _sizes(
-    layers: Mapping[str, LoraLayer], experts: Mapping[str, LoraExperts], config: LoraConfig
+    layers: Mapping[str, LoraLayer | LoraParts], experts: Mapping[str, LoraExperts], config: LoraConfig
 ) -> tuple[int, float, dict[str, int], dict[str, float]]:
     """Rank and alpha of most layers and weights of experts in a file, and those of the others by name."""
-    found = {
-        name: (len(layer.lora_A) * (2 if pissa.has_start(layer) else 1), layer.scale)
-        for name, layer in layers.items()
-    }
+    found = {name: (rank_in_file(layer), layer.scale) for name, layer in layers.items()}
     found |= {
         f"{name}.{weight}": (module.factors(weight)[0].shape[1], scale)
         for name, module in experts.items()
@@ -268,9 +272,17 @@ def _sizes(
     return r, alpha, ranks, {name: own for name, (_, own) in sizes.items() if own != alpha}
 
 
-def _layers(model: nn.Module) -> dict[str, LoraLayer]:
+def rank_in_file(layer: LoraLayer | LoraParts) -> int:
+    """That of the plain LoRA which a file has of a layer."""
+    if isinstance(layer, LoraParts):
+        return layer.rank
+    return len(layer.lora_A) * (2 if pissa.has_start(layer) else 1)
+
+
+def layers_in(model: nn.Module) -> dict[str, LoraLayer | LoraParts]:
+    """The layers of which a file has plain LoRA, by plain name."""
     found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
-    return {name: layer for name, layer in found if isinstance(layer, LoraLayer)}
+    return {name: layer for name, layer in found if isinstance(layer, LoraLayer | LoraParts)}
 
 
 def _experts(model: nn.Module) -> dict[str, LoraExperts]:
@@ -284,7 +296,7 @@ def _rows_of_ties(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}.{ROWS}" for name in names)[1:]
 
 
-def _to_key(name: str, layers: Mapping[str, LoraLayer]) -> str:
+def _to_key(name: str, layers: Mapping[str, LoraLayer | LoraParts]) -> str:
     module, _, own = name.rpartition(".")
     if own == ROWS and module not in layers:
         return f"{module}.{_TOKENS}"

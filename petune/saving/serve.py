@@ -25,20 +25,18 @@ from petune.files.atomic import commit_folder
 from petune.files.manifest import MANIFEST
 from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.kernels.fuse import fused_blocks
-from petune.methods import tuned_state, tuning
+from petune.methods import tuning
 from petune.methods.configs import LoraConfig, name_of
-from petune.methods.lora import LoraEmbedding, LoraLayer
-from petune.methods.pissa import in_difference_form
+from petune.methods.lora import LoraEmbedding
 from petune.methods.saving import plain_class
 from petune.methods.targets import within
 from petune.methods.wrapped import sole_tuning
 from petune.models.experts import weights_of
-from petune.models.tuned_linear import tuned_layers
 from petune.saving.export import logits_of, probe
 from petune.saving.fingerprint import bare, plain_name, refuse_merged
 from petune.saving.gguf import ADAPTER, need_gguf, write_gguf
 from petune.saving.modelfile import MODELFILE, write_modelfile
-from petune.saving.peft import CONFIG, PREFIX, TENSORS, shortest, to_peft
+from petune.saving.peft import CONFIG, PREFIX, TENSORS, in_file_form, layers_in, shortest, to_peft
 from petune.saving.played import Served, play, serving
 from petune.saving.served_experts import changes_of, factors_of, parts, renamed, tuned_experts
 from petune.saving.servers import SERVERS, Server
@@ -123,7 +121,7 @@ def _refuse(model: nn.Module, server: Server) -> None:
         raise UsageError(f"{type(model).__name__} is not a transformers model", remedy=_LOAD)
     if fused_blocks(model):
         raise UsageError("blocks of this model are fused", remedy="petune.kernels.fuse.unfuse(model) first")
-    layers, kind = _layers(model), str(model.config.model_type)
+    layers, kind = layers_in(model), str(model.config.model_type)
     leaves = {name.rpartition(".")[2] for name in layers}
     heads = [name for name in record.also_train if name.rpartition(".")[2] not in server.heads]
     config = record.config
@@ -186,7 +184,7 @@ def _renames(model: PreTrainedModel, base_name: str | None, server: Server) -> d
         {name: name.replace(old, new, 1) if name.startswith(old) else name for name in mine}
         for old, new in _MOVES
     ]
-    tuned = [*_layers(model), *tuned_experts(model), *map(plain_name, tuning(model).also_train)]
+    tuned = [*layers_in(model), *tuned_experts(model), *map(plain_name, tuning(model).also_train)]
     for way in ways:
         if all(_alike(mine[name], served.get(way[name])) for name in tuned):
             return _with_experts(way, model, server)
@@ -229,15 +227,10 @@ def _weight(module: nn.Module) -> tuple[str, ...]:
 # ---------------------------------------------------------------- numbers
 
 
-def _layers(model: nn.Module) -> dict[str, LoraLayer]:
-    found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
-    return {name: layer for name, layer in found if isinstance(layer, LoraLayer)}
-
-
 def _folded(model: PreTrainedModel, server: Server) -> tuple[Factors, int, int]:
     """Factors of one rank and scale by module, zeros for partners that the server asks for; the rank and the
     alpha of all."""
-    layers, state = _layers(model), in_difference_form(model, tuned_state(model))
+    layers, state = layers_in(model), in_file_form(model)
     state = {plain_name(name): value for name, value in state.items()}
     pairs = {
         name: (state[f"{name}.lora_A"], state[f"{name}.lora_B"], layer.scale)
@@ -285,9 +278,9 @@ def _write_peft(
     alpha: int,
 ) -> None:
     """peft's two files with the factors, all of one rank, under the names that are served."""
-    state = {plain_name(name): value for name, value in in_difference_form(model, tuned_state(model)).items()}
+    state = {plain_name(name): value for name, value in in_file_form(model).items()}
     fields, _ = to_peft(model, state, base_name)
-    heads, layers = tuple(map(plain_name, tuning(model).also_train)), _layers(model)
+    heads, layers = tuple(map(plain_name, tuning(model).also_train)), layers_in(model)
     names = [own for name, own in renames.items() if not within(name, heads)]
     plain: dict[str, Any] = {
         "r": len(next(iter(factors.values()))[0]),
@@ -348,7 +341,7 @@ def _prove(
 
 def _changes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """What was trained of every layer, and of every linear of tuned experts: [out, in] in float32."""
-    for name, layer in _layers(model).items():
+    for name, layer in layers_in(model).items():
         change = layer.change().detach().float().cpu()
         yield name, change.T if isinstance(layer, LoraEmbedding) else change
     for name, change in changes_of(tuned_experts(model), parts(model)):

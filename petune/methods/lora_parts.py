@@ -1,0 +1,250 @@
+"""LoRA by parts, beside a linear that is several (q, k and v, or gate and up, in one weight of a checkpoint):
+as MergedLinear of loralib (Hu et al. 2021, arXiv:2106.09685), each tuned part has factors of its own.
+
+        y_p = W_p x + b_p + s_p B_p A_p dropout(x)      A_p [r_p, in] ~ U(-1/sqrt(in), 1/sqrt(in)),
+                                                        B_p [outputs of p, r_p] = 0
+
+It computes what LoRA would beside a linear for each part, and each draws dropout for itself. In files it is
+plain LoRA of rank sum r_p beside the whole, A one below the other, B block-diagonal, so that readers who know
+nothing of parts compute the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from petune.errors import FileError, UsageError
+from petune.methods.configs import LoraConfig
+from petune.models.fused import FusedLinear
+from petune.models.spec import CutKind, Split
+from petune.models.tuned_linear import KeptFeatures, TunedLinear, tuned_layers
+
+
+def shapes(fused: FusedLinear, role: str, r: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that trains beside a part, by its name in the layer."""
+    inputs = cast("Tensor", fused.module.weight).shape[0 if isinstance(fused.module, Conv1D) else 1]
+    return {f"{role}_lora_A": (r, inputs), f"{role}_lora_B": (fused.lengths[role], r)}
+
+
+class LoraParts(TunedLinear):
+    """What the forms of both classes of linears share. lengths: outputs of every part, in order; scales: of
+    the update, by tuned part, in that order."""
+
+    lengths: dict[str, int]
+    scales: dict[str, float]
+    dropout: float
+    lr_ratio: float | None
+
+    @classmethod
+    def around(
+        cls,
+        fused: FusedLinear,
+        configs: Mapping[str, LoraConfig],
+        dtype: torch.dtype,
+        saved: Mapping[str, Tensor] | None = None,
+    ) -> Self:
+        """The tuned form of a linear, sharing its parameters; `configs` by part, the rest as
+        `LoraLayer.around`. dtype: of the factors."""
+        tuned = cls.of(fused.module)
+        tuned.lengths = dict(fused.lengths)
+        tuned.scales = {role: configs[role].scale for role in fused.lengths if role in configs}
+        first = next(iter(configs.values()))
+        tuned.dropout, tuned.lr_ratio = first.dropout, first.lr_ratio
+        place: Any = {"dtype": dtype, "device": tuned.weight.device}
+        for role in tuned.scales:
+            for name, shape in shapes(fused, role, configs[role].r).items():
+                value = torch.empty(shape, **place) if saved is None else saved[name].to(**place)
+                setattr(tuned, name, nn.Parameter(value))
+        for name in tuned.tuned() if saved is None else ():
+            tuned.draw(name)
+        return tuned
+
+    @property
+    def additions(self) -> tuple[str, ...]:  # type: ignore[override]  # they follow from the parts
+        """See TunedLayer."""
+        return ("lengths", "scales", "dropout", "lr_ratio", *self.tuned())
+
+    @property
+    def kind(self) -> str:
+        """See TunedLinear."""
+        return f"{self.base.__name__} with LoRA by parts"
+
+    @property
+    def rank(self) -> int:
+        """Of the plain LoRA that it is in files."""
+        return sum(len(self.factors(role)[0]) for role in self.scales)
+
+    @property
+    def scale(self) -> float:
+        """Of that."""
+        return next(iter(self.scales.values()))
+
+    def factors(self, role: str) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [outputs, r] of a tuned part."""
+        return getattr(self, f"{role}_lora_A"), getattr(self, f"{role}_lora_B")
+
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """The factors of each part."""
+        names = (f"{role}_lora_{side}" for role in self.scales for side in "AB")
+        return {name: self.get_parameter(name) for name in names}
+
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """Fill a factor anew, as that of a linear of its own; their product is zero."""
+        factor = self.get_parameter(name)
+        if name.endswith("A"):
+            bound = 1 / math.sqrt(factor.shape[1])
+            factor.uniform_(-bound, bound)
+        else:
+            factor.zero_()
+
+    def rates(self) -> dict[str, float]:
+        """Those of the factors B, where they have one, as LoraLayer's."""
+        return {} if self.lr_ratio is None else {f"{role}_lora_B": self.lr_ratio for role in self.scales}
+
+    def splits(self, cut: CutKind) -> dict[str, Split]:
+        """Raises UsageError."""
+        raise UsageError("LoRA by parts has no cut across ranks yet", remedy="use dp, sp or pp")
+
+    def after_sum(self) -> nn.Module:
+        """The layer itself: updates are linear."""
+        return self
+
+    def kept_features(self) -> KeptFeatures:
+        """The input, which every A reads, and what they make of it."""
+        return KeptFeatures(input=True, inner=self.rank)
+
+    def delta(self) -> Tensor:
+        """The update of `weight`, rows of one part below those of another; zero where nothing is tuned."""
+        rows = []
+        for role, length in self.lengths.items():
+            if role in self.scales:
+                a, b = self.factors(role)
+                rows.append(self.scales[role] * (b @ a))
+            else:
+                like = self.factors(next(iter(self.scales)))[0]
+                rows.append(like.new_zeros(length, like.shape[1]))
+        return torch.cat(rows)
+
+    def passes_by(self) -> bool:
+        """Whether the base layer's own forward, with the weight as it is, is all there is to compute."""
+        return self.merged or not self.active
+
+    def updated(self, x: Tensor, y: Tensor) -> Tensor:
+        """y [..., out] with what the parts add for x [..., in], in the dtype of y."""
+        pieces = []
+        for (role, _), own in zip(self.lengths.items(), y.split([*self.lengths.values()], -1), strict=True):
+            if role in self.scales:
+                a, b = self.factors(role)
+                low = F.linear(F.dropout(x.to(a.dtype), self.dropout, self.training), a)
+                own = (own + F.linear(low, b) * self.scales[role]).to(y.dtype)
+            pieces.append(own)
+        return torch.cat(pieces, -1)
+
+    def extra_repr(self) -> str:
+        """The base layer's own words and the parts with their ranks."""
+        ranks = (f"{role} r={len(self.factors(role)[0])}" for role in self.scales)
+        return f"{super().extra_repr()}, {', '.join(ranks)}"
+
+
+class LoraPartsLinear(LoraParts, nn.Linear):
+    """nn.Linear with LoRA by parts. x [..., in] -> [..., out], dtype of the base layer's output. It has no
+    fused form."""
+
+    base = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map plus the updates."""
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.passes_by() else self.updated(x, y)
+
+
+class LoraPartsConv1D(LoraParts, Conv1D):  # type: ignore[misc]  # as LoraConv1D
+    """transformers' Conv1D, whose weight is stored [in, out], with LoRA by parts."""
+
+    base = Conv1D
+
+    def delta(self) -> Tensor:
+        """The update in Conv1D's transposed layout, [in, out]."""
+        return super().delta().T
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map plus the updates."""
+        y: Tensor = Conv1D.forward(self, x)
+        return y if self.passes_by() else self.updated(x, y)
+
+    __repr__ = nn.Module.__repr__  # as LoraConv1D
+
+
+FORMS: Mapping[type[nn.Module], type[LoraParts]] = {nn.Linear: LoraPartsLinear, Conv1D: LoraPartsConv1D}
+
+
+# ---------------------------------------------------------------- in files
+
+
+def in_one_form(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tuned `state` of a model with plain LoRA in the place of parts: `lora_A` [sum of ranks, in] and
+    `lora_B` [out, sum of ranks], block-diagonal. Where scales differ, the difference is in B."""
+    found = dict(state)
+    for name, layer in tuned_layers(model):
+        if not isinstance(layer, LoraParts):
+            continue
+        pairs = {
+            role: (found.pop(f"{name}.{role}_lora_A"), found.pop(f"{name}.{role}_lora_B"))
+            for role in layer.scales
+        }
+        found[f"{name}.lora_A"] = torch.cat([a for a, _ in pairs.values()])
+        like, at, first = found[f"{name}.lora_A"], 0, 0
+        whole = like.new_zeros(sum(layer.lengths.values()), len(like))
+        for role, length in layer.lengths.items():
+            if role in pairs:
+                b, ratio = pairs[role][1], layer.scales[role] / layer.scale
+                whole[first : first + length, at : at + b.shape[1]] = b if ratio == 1 else b * ratio
+                at += b.shape[1]
+            first += length
+        found[f"{name}.lora_B"] = whole
+    return found
+
+
+def from_one_form(
+    factors: tuple[Tensor, Tensor],
+    scale: float,
+    fused: FusedLinear,
+    configs: Mapping[str, LoraConfig],
+    where: str,
+) -> dict[str, Tensor]:
+    """The way back, {name in the layer: tensor}, of A [sum of ranks, in] and B [out, sum of ranks] of that
+    scale.
+
+    configs: by part. where: of the file, for what is said. Raises FileError for factors that are not those of
+    such parts.
+    """
+    a, b = factors
+    ranks = {role: configs[role].r for role in fused.lengths if role in configs}
+    found: dict[str, Tensor] = {}
+    rest, at, first = b.clone(), 0, 0
+    for role, length in fused.lengths.items():
+        if role in ranks and at + ranks[role] <= len(a):
+            own, ratio = slice(at, at + ranks[role]), scale / configs[role].scale
+            block = rest[first : first + length, own]
+            found[f"{role}_lora_A"] = a[own].clone()
+            found[f"{role}_lora_B"] = block.clone() if ratio == 1 else block * ratio
+            block.zero_()
+            at += ranks[role]
+        first += length
+    if at != len(a) or len(found) != 2 * len(ranks) or bool(rest.any()):
+        raise FileError(
+            "these factors are not those of the parts that petune.json names",
+            where=where,
+            expected=", ".join(f"{role} r={rank}" for role, rank in ranks.items()) + ", B block-diagonal",
+            found=f"r={len(a)}",
+            remedy="use another copy; without petune.json it is read as one LoRA of the whole linear",
+        )
+    return found
