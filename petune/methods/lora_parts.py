@@ -12,7 +12,7 @@ nothing of parts compute the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from petune.errors import FileError, UsageError
+from petune.errors import FileError
 from petune.methods.configs import LoraConfig
 from petune.models.fused import FusedLinear
-from petune.models.spec import CutKind, Split
+from petune.models.spec import CutKind, Member, Split
 from petune.models.tuned_linear import KeptFeatures, TunedLinear, tuned_layers
 
 
@@ -110,8 +110,18 @@ class LoraParts(TunedLinear):
         return {} if self.lr_ratio is None else {f"{role}_lora_B": self.lr_ratio for role in self.scales}
 
     def splits(self, cut: CutKind) -> dict[str, Split]:
-        """Raises UsageError."""
-        raise UsageError("LoRA by parts has no cut across ranks yet", remedy="use dp, sp or pp")
+        """By columns each B follows the outputs of its part, and A is whole. No linear that is several is cut
+        by rows."""
+        assert cut == "column", "it is the way into a region"
+        found: dict[str, Split] = {"weight": 0, "bias": 0}
+        for number, role in enumerate(self.lengths):
+            if role in self.scales:
+                found |= {f"{role}_lora_A": None, f"{role}_lora_B": Member(0, number)}
+        return found
+
+    def cut_to(self, outputs: Sequence[int]) -> None:
+        """See TunedLinear."""
+        self.lengths = dict(zip(self.lengths, outputs, strict=True))
 
     def after_sum(self) -> nn.Module:
         """The layer itself: updates are linear."""

@@ -69,6 +69,15 @@ class Form(ABC):
         own = iter(tensors)
         return self.each(lambda _: next(own))
 
+    def picked(self, spans: Sequence[tuple[int, int]]) -> Self:
+        """The rows of several spans, (first, length), one behind the other, in memory of their own. Raises
+        UsageError for a form whose rows are not held one by one."""
+        own = [
+            torch.cat([_bytes(value.narrow(0, first, length)) for first, length in spans]).view(value.dtype)
+            for value in self.by_rows
+        ]
+        return self.with_rows(own)
+
     @property
     def row_nbytes(self) -> int:
         """Bytes of a row in `by_rows`."""
@@ -109,6 +118,11 @@ class Form(ABC):
     def dlinear(self, dy: Tensor) -> Tensor:
         """dy W, [m, n] -> [m, k]."""
         return dy @ self._in(dy.dtype)
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """Its rows as bytes, as torch lays no eight-bit floats one behind the other."""
+    return value.contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True)

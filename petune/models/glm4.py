@@ -10,4 +10,4 @@ BLOCK = (
     SubLayer(llama.ATTENTION, norm_in=Norm("input_layernorm"), norm_out=Norm("post_self_attn_layernorm")),
     SubLayer(phi3.MLP, norm_in=Norm("post_attention_layernorm"), norm_out=Norm("post_mlp_layernorm")),
 )
-FAMILY = llama.like("glm4", *BLOCK, unfused=PAIRS, uncut=phi3.PACKED)
+FAMILY = llama.like("glm4", *BLOCK, unfused=PAIRS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from petune.models import bert, phi3
+from petune.models import bert
 from petune.models.spec import Attention, Mlp, Norm, StackRule, SubLayer, linears
 
 BLOCK = (
@@ -30,6 +30,5 @@ RULE = StackRule(
     tail="final_norm",
     rotary="rotary_emb",
     unfused="its windows reach to both sides, and its first block has no norm before attention",
-    uncut=phi3.PACKED,
 )
 FAMILY = replace(bert.FAMILY, name="modernbert", stacks={"encoder": RULE}, fresh=("head",))

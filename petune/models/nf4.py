@@ -153,6 +153,14 @@ class Nf4(Form):
         scales = self.scales.narrow(dim, start // unit, length // unit)
         return replace(self, q=q, scales=scales, first=begin)
 
+    def picked(self, spans: Sequence[tuple[int, int]]) -> Nf4:
+        """Raises UsageError: which scale is whose follows from the number of a row."""
+        raise UsageError(
+            "base_dtype: nf4 counts scales through all rows, and a rank has some of each part of one linear",
+            where="base_dtype",
+            remedy="use base_dtype: int8, or dp, sp or pp",
+        )
+
     @property
     def by_rows(self) -> tuple[Tensor, ...]:
         """Numbers and scales; what these are scaled by belongs to all rows."""

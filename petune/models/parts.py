@@ -92,9 +92,17 @@ class Pieces(NamedTuple):
     places: int = 1
 
 
+class Member(NamedTuple):
+    """A dim with the outputs of one part of a linear that is several, whose number this is (see
+    petune.models.fused)."""
+
+    dim: int
+    number: int
+
+
 # The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum;
 # None: whole, inside the cut
-Split = int | Pieces | Literal["owner", "after"] | None
+Split = int | Pieces | Member | Literal["owner", "after"] | None
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,10 @@ class Region:
     leaves by, its linears by role.
 
     Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
-    may be absent from a block. gated: q has twice the features of its heads, see Attention. columns: see
-    Columns. mixture: whether it is one of experts. lacks: roles besides OPTIONAL that a block may be without.
+    may be absent from a block. head_counts, kv_counts: attributes of that module with the number of heads,
+    and of those of keys; "config.x": of its config. gated: q has twice the features of its heads, see
+    Attention. columns: see Columns. mixture: whether it is one of experts. lacks: roles besides OPTIONAL that
+    a block may be without.
     """
 
     kind: Literal["attention", "mlp", "mixer"]
@@ -130,6 +140,7 @@ class Region:
     sites: Mapping[Role, str]
     inputs: tuple[str, ...] = ("hidden_states",)
     head_counts: tuple[str, ...] = ()
+    kv_counts: tuple[str, ...] = ()
     by_head: Mapping[str, int] = field(default_factory=dict)
     cross: bool = False
     gated: bool = False

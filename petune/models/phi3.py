@@ -8,11 +8,17 @@ from dataclasses import replace
 from petune.models import llama
 from petune.models.spec import Norm, SubLayer, linears
 
-PACKED = "q, k and v, or gate and up, are rows of one linear, which is not cut by parts yet"
-ATTENTION = replace(llama.ATTENTION, groups=(linears(qkv="self_attn.qkv_proj"),), q_norm=None, k_norm=None)
+ATTENTION = replace(
+    llama.ATTENTION,
+    groups=(linears(qkv="self_attn.qkv_proj"),),
+    q_norm=None,
+    k_norm=None,
+    head_counts=("config.num_attention_heads",),
+    kv_counts=("num_key_value_heads",),
+)
 MLP = replace(llama.MLP, up=linears(gate_up="mlp.gate_up_proj"))
 BLOCK = (
     SubLayer(ATTENTION, norm_in=Norm("input_layernorm"), drop="resid_attn_dropout"),
     SubLayer(MLP, norm_in=Norm("post_attention_layernorm"), drop="resid_mlp_dropout"),
 )
-FAMILY = llama.like("phi3", *BLOCK, uncut=PACKED)
+FAMILY = llama.like("phi3", *BLOCK)

@@ -22,6 +22,7 @@ from petune.models.exchange import Exchanged
 from petune.models.parts import Columns as Columns
 from petune.models.parts import CutKind as CutKind
 from petune.models.parts import LinearGroup as LinearGroup
+from petune.models.parts import Member as Member
 from petune.models.parts import Norm as Norm
 from petune.models.parts import Pieces as Pieces
 from petune.models.parts import Positions as Positions
@@ -50,7 +51,7 @@ class Attention:
     them, each block does. scale: of the scores; None for the `scaling` of `at`.
     bias: the table of relative positions below `at`, which block 0 has. sinks: the attribute of `at` with the
     score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
-    its probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
+    its probabilities, a module or a number that is an attribute of one. head_counts, kv_counts: see Region.
     gated: q makes for each head a query and, behind it, a gate, whose sigmoid scales the head's result.
     lacks: roles that a block may be without. called: parameters of `at`, where a fused block calls that as it
     is, 0 where steps compute it; no table says it.
@@ -72,6 +73,7 @@ class Attention:
     positions: Positions | None = None
     drop: str | None = None
     head_counts: tuple[str, ...] = ()
+    kv_counts: tuple[str, ...] = ()
     exchange: Exchanged | None = None
     gated: bool = False
     lacks: tuple[Role, ...] = ()
@@ -89,6 +91,7 @@ class Attention:
             sites=dict(member for group in groups for member in group.members) | {"o": self.out},
             inputs=("hidden_states",) if self.memory is None else ("hidden_states", self.memory),
             head_counts=self.head_counts,
+            kv_counts=self.kv_counts,
             by_head=by_head if self.sinks is None else by_head | {self.sinks: 0},
             cross=self.memory is not None,
             gated=self.gated,

@@ -292,6 +292,9 @@ class TunedLinear(TunedLayer):
         Raises UsageError for a cut in which the layer could not compute what it computes whole.
         """
 
+    def cut_to(self, outputs: Sequence[int]) -> None:
+        """Hear what a cut by columns has left of its outputs: of each part, where it is several."""
+
     @abstractmethod
     def after_sum(self) -> nn.Module:
         """The module whose output a cut by rows must sum before anything else acts on it.

@@ -18,7 +18,7 @@ done before is done to shapes, and each rank reads its own part.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -146,21 +146,26 @@ def _read(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's part of a tensor lies in the whole: a box from `start` on, or where the dim `dim` is
-    several pieces a box of each, `apart` from one to the next."""
+    """Where a rank's part of a tensor lies in the whole: a box from `start` on; or in the dim `dim` several,
+    (first, length) each, of which the part begins `start[dim]` behind the beginning of the first."""
 
     start: list[int]
     dim: int = 0
-    pieces: int = 1
-    apart: int = 0
+    spans: Sequence[tuple[int, int]] = ()
 
     def boxes(self, part: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
         """The boxes of a tensor that lies so, as views, each with where it begins in the whole."""
-        if self.pieces == 1:
+        if not self.spans:
             yield part, self.start
             return
-        for at, box in enumerate(part.detach().chunk(self.pieces, self.dim)):
-            yield box, [n + at * self.apart * (dim == self.dim) for dim, n in enumerate(self.start)]
+        begin, passed = self.start[self.dim], 0
+        end = begin + part.shape[self.dim]
+        for first, length in self.spans:
+            low, high = max(begin, passed), min(end, passed + length)
+            if low < high:
+                start = [*self.start[: self.dim], first + low - passed, *self.start[self.dim + 1 :]]
+                yield part.detach().narrow(self.dim, low - begin, high - low), start
+            passed += length
 
 
 def parts_of(named: Iterable[tuple[str, Tensor]], placed: Placed, mesh: Mesh) -> Iterator[Part]:
@@ -178,8 +183,11 @@ def place_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> Place:
     cut_by = placed.slices.get(name)
     found = Place(start)
     if cut_by is not None and cut_by.dim != "owner":
-        start[cut_by.dim] = sum(cut_by.sizes[: mesh.index(cut_by.axis)])
-        found = Place(start, cut_by.dim, cut_by.pieces, sum(cut_by.sizes))
+        spans = cut_by.spans(mesh.index(cut_by.axis))
+        if cut_by.pieces:
+            found = Place(start, cut_by.dim, spans)
+        else:
+            start[cut_by.dim] = spans[0][0]
     if start:
         start[0] += first_row(value)
     return found

@@ -406,8 +406,8 @@ class Runner:
             ]
             cuts = {name: cut for name in here if (cut := self.placed.slices[name]).dim != "owner"}
             found = gather_dims(
-                [cut.apart(parts[name]) for name, cut in cuts.items()],
-                [(cut.sizes, int(cut.dim) + 1) for cut in cuts.values()],
+                [parts[name] for name in cuts],
+                [(cut.sizes, int(cut.dim)) for cut in cuts.values()],
                 self.mesh.groups[axis],
             )
             parts |= {
@@ -440,7 +440,7 @@ class Runner:
         whole, dtype = self.shapes[name]
         shape, cut = list(whole), self.placed.slices.get(name)
         if cut is not None and cut.dim != "owner":
-            shape[cut.dim] = cut.pieces * cut.sizes[self.mesh.index(cut.axis)]
+            shape[cut.dim] = cut.sizes[self.mesh.index(cut.axis)]
         return torch.zeros(shape, dtype=dtype, device=self.mesh.device)
 
     def place(self, name: str) -> Place:

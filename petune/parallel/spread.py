@@ -112,7 +112,7 @@ def cut_experts(model: nn.Module, plan: ParallelPlan, at: Coordinate) -> dict[st
                 expected, found = f"{sum(plan.experts)} experts in front", str(list(value.shape))
                 what = "a tensor of experts is not cut by them"
                 raise UsageError(what, where=f"{name}.{own}", expected=expected, found=found)
-            narrow(module, own, 0, plan.experts, at.ep, name, slices, "ep")
+            narrow(module, own, 0, [plan.experts], at.ep, name, slices, "ep")
         cast("Any", module).num_experts = plan.experts[at.ep]
         put_spread(module, Spread(plan.experts, at.ep))
     return slices

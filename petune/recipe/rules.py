@@ -36,7 +36,8 @@ def _metrics(recipe: Recipe) -> Mapping[str, str]:
     )
 
 
-_BY_OUTPUTS = ("q", "k", "v", "q_pos", "k_pos", "gate", "up")  # roles that are never cut by their inputs
+# roles that are never cut by their inputs
+_BY_OUTPUTS = ("q", "k", "v", "q_pos", "k_pos", "gate", "up", "qkv", "gate_up")
 
 
 def _cuts_rows(recipe: Recipe) -> bool:

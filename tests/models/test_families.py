@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from functools import cache, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,11 @@ def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
             for region in rule.regions_in(block):
                 inner = block.get_submodule(region.enter)
                 assert child_of(block, region.leave)
-                for count in region.head_counts:
-                    assert getattr(inner, count) == table.shape(model.config).heads
+                counts = dict.fromkeys(region.head_counts, "heads") | dict.fromkeys(
+                    region.kv_counts, "kv_heads"
+                )
+                for own, size in counts.items():
+                    assert attrgetter(own)(inner) == getattr(table.shape(model.config), size)
         if rule.bias:
             assert block.get_submodule(rule.regions[0].enter) is not None
 

@@ -32,8 +32,10 @@ from petune.parallel.configs import ROWS
 from petune.parallel.fsdp import local, wholes
 from petune.parallel.launch import process_group
 from petune.parallel.mesh import coordinate
+from petune.parallel.placement import Place
 from petune.parallel.plan import Cut, Sharding, Stage
-from tests.methods.zoo import SETTINGS, tiny
+from petune.parallel.tensor.shard_params import Slice
+from tests.methods.zoo import SETTINGS, of_64, tiny
 from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED, settings_of
 from tests.pool import run
 
@@ -162,6 +164,55 @@ def test_each_rank_reads_the_slice_of_the_quantised_whole(
         slices = [held[0][path] for held in both]
         assert all(isinstance(value, QuantisedWeight) for value in slices)
         assert torch.equal(torch.cat([dense_of(value) for value in slices], dim), dense_of(alike[path]))
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.long)])
+def test_each_rank_reads_its_rows_of_every_part_of_one_linear(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("petune.parallel.placement.cross", lambda *_: None)
+    name, plan = "phi3-causal", BACKENDS["tp"]("phi3-causal", 3)
+    head = written(tmp_path, name)
+    for rank in range(plan.world):
+        found = parts(unread(tmp_path, head, method, torch.float32), plan, rank)
+        assert_same(found, parts(whole(tmp_path, head, method, torch.float32), plan, rank))
+        assert found[0]["model.layers.0.self_attn.qkv_proj.weight"].shape == ((64, 32, 32)[rank], 64)
+
+
+@pytest.mark.parametrize("base_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
+def test_each_rank_reads_its_rows_of_every_part_of_a_quantised_linear(
+    base_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("petune.parallel.placement.cross", lambda *_: None)
+    name = "phi3-causal"
+    plan = BACKENDS["tp"](name, 2)
+    assert plan.cut is not None
+    plan = replace(plan, cut=replace(plan.cut, columns=(64, 64)))
+    head = written(tmp_path, name, **of_64(name))
+    (alike,) = parts(unread(tmp_path, head, "lora", torch.bfloat16), ALONE, 0, base_dtype)
+    both = [
+        parts(unread(tmp_path, head, "lora", torch.bfloat16), plan, rank, base_dtype)[0] for rank in (0, 1)
+    ]
+    for rank, found in enumerate(both):
+        assert_same([found], parts(whole(tmp_path, head, "lora", torch.bfloat16), plan, rank, base_dtype))
+    path = "model.layers.1.self_attn.qkv_proj.weight"
+    rows = [[*range(48), *range(64, 88), *range(96, 120)], [*range(48, 64), *range(88, 96), *range(120, 128)]]
+    for found, own in zip(both, rows, strict=True):
+        assert isinstance(found[path], QuantisedWeight)
+        assert torch.equal(dense_of(found[path]), dense_of(alike[path])[own])
+    with pytest.raises(UsageError, match="nf4 counts scales through all rows"):
+        parts(unread(tmp_path, head, "lora", torch.bfloat16), plan, 0, "nf4")
+
+
+def test_boxes_of_a_shard_lie_where_its_rows_are_in_the_whole() -> None:
+    """Rows 2 to 6 of what a rank has, 3 + 2 + 1 of the parts 8 + 4 + 4."""
+    cut = Slice(0, (10, 6), pieces=((5, 3), (2, 2), (3, 1)))
+    assert cut.spans(1) == [(5, 3), (10, 2), (15, 1)]
+    part = torch.arange(4.0)[:, None]
+    boxes = [(box[:, 0].tolist(), start) for box, start in Place([2, 0], 0, cut.spans(1)).boxes(part)]
+    assert boxes == [([0.0], [7, 0]), ([1.0, 2.0], [10, 0]), ([3.0], [15, 0])]
+    ranks = [torch.tensor([0, 1, 2, 3, 4, 8, 9, 12, 13, 14]), torch.tensor([5, 6, 7, 10, 11, 15])]
+    assert torch.equal(cut.together(torch.cat(ranks)), torch.arange(16))
 
 
 def test_a_share_that_cuts_a_block_of_weights_in_four_bits_is_refused(tmp_path: Path) -> None:

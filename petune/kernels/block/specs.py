@@ -214,8 +214,13 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
     """(heads, key and value heads, columns of one): as the block counts them, whose stack may differ from the
     other one's, else as many as its weights have columns for, of which a rank may have some."""
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
-    if core.called or "qkv" in core.region.sites:  # which nobody asks for, or a projection that is not cut
+    if core.called:  # which nobody asks for
         return shape.heads, shape.kv_heads, shape.head_dim
+    if "qkv" in core.region.sites:
+        group = shape.heads // shape.kv_heads
+        rows = len(cast("Any", block.get_submodule(core.region.sites["qkv"])).weight)
+        keys = rows // (shape.head_dim * (group + 2))
+        return group * keys, keys, shape.head_dim
     queries, keys = (
         len(cast("Any", block.get_submodule(core.region.sites[role])).weight) for role in ("q", "k")
     )

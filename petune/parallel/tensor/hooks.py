@@ -103,7 +103,7 @@ def put_boundaries(
                     shares = [one / sum(plan.sequence) for one in plan.sequence] or [1.0] * (rank + 1)
                     put_boundary(
                         enter,
-                        kind(group, sum(way_out[:rank]), plan.overlap, shares[rank], max(shares), engines),
+                        kind(group, sum(way_out[0][:rank]), plan.overlap, shares[rank], max(shares), engines),
                     )
 
 
@@ -168,7 +168,7 @@ def _tell_features(
         if found is not None and role != "experts":
             if overlap is not None and found != leave:
                 overlap.column(found[1])
-            features = Features(sum(sizes[role][:rank]), row=found == leave)
+            features = Features(sum(sizes[role][0][:rank]), row=found == leave)
             found[1].register_forward_pre_hook(features.before)
             if not features.row:
                 found[1].register_forward_hook(features.after)

@@ -12,7 +12,8 @@ the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.models import experts
 from petune.models.frozen_weight import QuantisedWeight
-from petune.models.spec import CutKind, Family, Pieces, Region, Shape, Split, child_of
+from petune.models.fused import MEMBERS
+from petune.models.spec import CutKind, Family, Member, Pieces, Region, Shape, Split, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
 from petune.models.tuned_linear import TunedLayer, TunedLinear
 from petune.parallel.mesh import Axis, Coordinate
@@ -31,22 +33,31 @@ from petune.parallel.plan import Cut, ParallelPlan, in_grains
 
 @dataclass(frozen=True)
 class Slice:
-    """How one tensor lies across an axis: `sizes` along `dim`, in the order of ranks, of each of its pieces
-    (see Pieces); "owner": whole, on the first rank alone."""
+    """How one tensor lies across an axis: `sizes` along `dim`, in the order of ranks; "owner": whole, on the
+    first rank alone. pieces: where the dim is several one behind the other, each of which is cut, the sizes
+    of each."""
 
     dim: int | Literal["owner"]
     sizes: tuple[int, ...] = ()
     axis: Axis = "tp"
-    pieces: int = 1
+    pieces: tuple[tuple[int, ...], ...] = ()
 
-    def apart(self, value: Tensor) -> Tensor:
-        """`value` with a dim of pieces before the one that is cut."""
-        apart: Tensor = value.unflatten(cast("int", self.dim), (self.pieces, -1))
-        return apart
+    def spans(self, rank: int) -> list[tuple[int, int]]:
+        """(where it begins in the whole, length) along `dim` of each piece that a rank has."""
+        pieces = self.pieces or (self.sizes,)
+        firsts = [sum(map(sum, pieces[:at])) + sum(own[:rank]) for at, own in enumerate(pieces)]
+        return [(first, own[rank]) for first, own in zip(firsts, pieces, strict=True)]
 
     def together(self, value: Tensor) -> Tensor:
-        """The way back."""
-        return value.flatten(cast("int", self.dim), cast("int", self.dim) + 1)
+        """The whole, of what ranks have one behind the other."""
+        if not self.pieces:
+            return value
+        dim = cast("int", self.dim)
+        ranks = [
+            own.split([piece[rank] for piece in self.pieces], dim)
+            for rank, own in enumerate(value.split(list(self.sizes), dim))
+        ]
+        return torch.cat([own[at] for at in range(len(self.pieces)) for own in ranks], dim)
 
 
 @dataclass
@@ -106,30 +117,45 @@ def _cut_region(
         seen |= {f"{name}.{own}" for own, _ in layer.named_parameters()}
         for own, split in splits_of(layer, kind, f"{where}.{name}").items():
             whole |= narrow(layer, own, split, sizes[role], rank, f"{where}.{name}", slices)
+        if isinstance(layer, TunedLinear) and kind == "column":
+            layer.cut_to([one[rank] for one in sizes[role]])
     enter = module_at(block, region.enter, where)
     for name, dim in region.by_head.items():
         if child_of(enter[1], name.rpartition(".")[0]) is not None:
-            whole |= narrow(enter[1], name, dim, cut.heads, rank, f"{where}.{enter[0]}", slices)
+            whole |= narrow(enter[1], name, dim, (cut.heads,), rank, f"{where}.{enter[0]}", slices)
             seen.add(f"{enter[0]}.{name}")
-    for name in region.head_counts:
-        setattr(enter[1], name, cut.heads[rank])
+    if region.kind == "attention":
+        _tell_heads(enter[1], region, cut.heads[rank], cut.kv_heads[rank])
     if isinstance(enter[1], TunedLayer):  # which acts after the sum
         seen |= {f"{enter[0]}.{name}" for name in enter[1].tuned()}
     rest = {f"{enter[0]}.{name}" for name, _ in enter[1].named_parameters()} - seen
     return whole | {f"{where}.{name}" for name in rest}
 
 
-def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Features per rank of what each role makes or, for the way out, takes."""
+def _tell_heads(enter: Any, region: Region, heads: int, kv_heads: int) -> None:
+    """Say in attention that is cut how many heads are here: in a config of its own where it asks that."""
+    counts = dict.fromkeys(region.head_counts, heads) | dict.fromkeys(region.kv_counts, kv_heads)
+    if any(name.startswith("config.") for name in counts):
+        enter.config = copy.copy(enter.config)
+    for name, count in counts.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(enter.config if owner else enter, leaf, count)
+
+
+def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Features per rank of what each role makes or, for the way out, takes: of each part, where a linear is
+    several."""
     if region.kind == "mlp":
         number = getattr(shape, region.columns)  # of which not all MLPs have as many
         exact = number == sum(cut.columns)
-        return dict.fromkeys(region.sites, cut.columns if exact else in_grains(number, cut.columns))
+        columns = cut.columns if exact else in_grains(number, cut.columns)
+        return {role: (columns,) * len(MEMBERS.get(role, (role,))) for role in region.sites}
     queries, keys = (
         tuple(count * shape.head_dim for count in counts) for counts in (cut.heads, cut.kv_heads)
     )
     gated = tuple((1 + region.gated) * size for size in queries)
-    return {role: gated if role == "q" else keys if role in ("k", "v") else queries for role in region.sites}
+    own = {"q": (gated,), "k": (keys,), "v": (keys,), "qkv": (gated, keys, keys)}
+    return {role: own.get(role, (queries,)) for role in region.sites}
 
 
 def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split]:
@@ -164,14 +190,14 @@ def narrow(
     layer: nn.Module,
     own: str,
     split: Split,
-    sizes: tuple[int, ...],
+    parts: Sequence[tuple[int, ...]],
     rank: int,
     where: str,
     slices: dict[str, Slice],
     axis: Axis = "tp",
 ) -> set[str]:
     """Narrow one tensor of `layer`, which is called `where`; returns its full name if it stays whole inside
-    the region."""
+    the region. parts: features of each rank, of each part where the layer is several."""
     module = layer.get_submodule(own.rpartition(".")[0])
     leaf = own.rpartition(".")[2]
     value = getattr(module, leaf)
@@ -184,25 +210,34 @@ def narrow(
         if rank:
             _without(module, leaf, value)
         return set()
-    dim, pieces, places = split if isinstance(split, Pieces) else Pieces(split)
-    sizes = tuple(size * places for size in sizes)
-    length = sum(sizes)
-    if length * pieces != value.shape[dim]:
-        sides = {"expected": str(length * pieces), "found": f"{value.shape[dim]} in dim {dim}"}
+    if isinstance(split, Member):
+        parts, split = [parts[split.number]], split.dim
+    dim, number, places = split if isinstance(split, Pieces) else Pieces(split)
+    pieces = tuple(tuple(size * places for size in sizes) for sizes in parts) * number
+    sizes = tuple(map(sum, zip(*pieces, strict=True)))
+    if sum(sizes) != value.shape[dim]:
+        sides = {"expected": str(sum(sizes)), "found": f"{value.shape[dim]} in dim {dim}"}
         raise UsageError(
             "the plan's shares do not add up to this tensor's size", where=f"{where}.{own}", **sides
         )
-    slices[f"{where}.{own}"] = Slice(dim, sizes, axis, pieces)
-    if isinstance(value, QuantisedWeight) and value.dim() == 3 and dim:  # whose columns would be dense
-        value.form.narrow(dim, 0, sizes[rank])
-    firsts = [at * length + sum(sizes[:rank]) for at in range(pieces)]
-    parts = [value.detach().narrow(dim, first, sizes[rank]) for first in firsts]
-    part = torch.cat(parts, dim) if pieces > 1 else parts[0].clone()
+    found = Slice(dim, sizes, axis, pieces if len(pieces) > 1 else ())
+    slices[f"{where}.{own}"] = found
+    part = _taken(value.detach(), dim, found.spans(rank))
     setattr(module, leaf, nn.Parameter(part, requires_grad=value.requires_grad))
     for count, dim in (("out_features", 0), ("in_features", 1)):
         if leaf == "weight" and hasattr(module, count):
             setattr(module, count, part.shape[dim])
     return set()
+
+
+def _taken(value: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """What lies in `spans`, (first, length) along a dim, one behind the other, in memory of its own."""
+    if isinstance(value, QuantisedWeight) and len(spans) > 1 and not dim:
+        return QuantisedWeight(value.form.picked(spans), part=True)
+    if isinstance(value, QuantisedWeight) and value.dim() == 3 and dim:  # whose columns would be dense
+        value.form.narrow(dim, *spans[0])
+    own = [value.narrow(dim, first, length) for first, length in spans]
+    return torch.cat(own, dim) if len(own) > 1 else own[0].clone()
 
 
 def _without(module: nn.Module, leaf: str, value: Tensor) -> None:

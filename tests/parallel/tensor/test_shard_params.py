@@ -1,0 +1,82 @@
+"""Linears that are several, cut by heads and columns: each rank has some of the outputs of every part, and
+trains as one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from petune.kernels.configs import MemoryConfig
+from petune.parallel.plan import ParallelPlan
+from tests.methods import zoo
+from tests.parallel.cells import case
+from tests.parallel.harness import check
+from tests.parallel.plans import BACKENDS, COMPOSED, OVERLAPPED
+
+long = pytest.mark.long
+PARTS = {"targets": ("q", "v", "gate")}
+WHOLE = {"targets": ("qkv", "gate_up", "down")}
+ENTRIES = {"targets": ("qkv", "gate_up")}
+
+
+def plan_of(backend: str, name: str, ranks: int) -> ParallelPlan:
+    if backend in COMPOSED:
+        return COMPOSED[backend](name)
+    return {**BACKENDS, **{f"{one}, overlapped": own for one, own in OVERLAPPED.items()}}[backend](
+        name, ranks
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "backend", "ranks", "tuning", "fused"),
+    [
+        ("phi3-causal", "lora", "tp", 3, PARTS, False),
+        ("phi3-causal", "lora", "tp", 3, WHOLE, True),
+        ("modernbert-classify", "lora", "galaxy2", 2, PARTS, False),
+        pytest.param("phi3-causal", "full", "galaxy", 2, {}, True, marks=long),
+        pytest.param(
+            "glm4-causal", "lora", "dp x tp", 4, {"targets": ("q", "gate", "down")}, False, marks=long
+        ),
+        pytest.param("phi3-causal", "lora", "shard x tp", 4, PARTS, False, marks=long),
+        pytest.param("phi3-causal", "full", "shard x tp", 4, {}, False, marks=long),
+        pytest.param("phi3-causal", "lora", "tp x pp", 4, PARTS, False, marks=long),
+        pytest.param("phi3-causal", "lora", "tp, overlapped", 2, PARTS, False, marks=long),
+        pytest.param("phi3-causal", "lora", "cut", 2, PARTS, False, marks=long),
+        pytest.param("phi3-causal", "dora", "tp", 2, ENTRIES, True, marks=long),
+        pytest.param("phi3-causal", "ia3", "tp", 2, {**WHOLE, "inputs": ("down",)}, True, marks=long),
+        pytest.param("phi3-causal", "miss", "tp", 2, ENTRIES, True, marks=long),
+        pytest.param("modernbert-classify", "lora", "tp", 3, WHOLE, False, marks=long),
+        pytest.param("modernbert-classify", "full", "tp", 2, {}, False, marks=long),
+        pytest.param("modernbert-classify", "lora", "shard x tp", 4, PARTS, False, marks=long),
+        pytest.param("glm4-causal", "full", "galaxy x pp", 4, {}, False, marks=long),
+    ],
+)
+def test_ranks_train_as_one_process(
+    name: str,
+    method: str,
+    backend: str,
+    ranks: int,
+    tuning: dict[str, Any],
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(zoo.SETTINGS, method, {} if method in ("full", "ia3") else {"r": 4})
+    dtype = torch.float32 if fused else torch.float64  # angles are float32 in a fused block
+    one = case(name, method, plan_of(backend, name, ranks), dtype=dtype, steps=3)
+    check(replace(one, tuning=tuple(tuning.items()), blocks=MemoryConfig("attention") if fused else None))
+
+
+@pytest.mark.parametrize("name", ["phi3-causal", pytest.param("modernbert-classify", marks=long)])
+def test_dropout_and_recomputing_are_those_of_one_process(name: str) -> None:
+    one = case(name, "lora", BACKENDS["tp"](name, 2), recompute=True, dropout=0.2, steps=2)
+    check(replace(one, tuning=tuple(PARTS.items())))
+
+
+@pytest.mark.parametrize("backend", ["tp", pytest.param("shard x tp", marks=long)])
+def test_a_quantised_base_trains_as_in_one_process(backend: str) -> None:
+    name = "phi3-causal"
+    one = case(name, "lora", plan_of(backend, name, 2), base_dtype="int8", steps=1, passes=(3,))
+    check(replace(one, blocks=MemoryConfig("all") if backend == "tp" else None))
