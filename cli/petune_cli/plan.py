@@ -267,9 +267,29 @@ def _closing(found: Forecast, fused: bool) -> Iterator[str]:
     if leaving := max(rank.memory.leaving for rank in found.ranks):
         later = max(rank.total - rank.memory.leaving for rank in found.ranks)
         yield f"cache    all rows known, {human(leaving)} of blocks leave memory: {human(later)} in all"
+    if found.drawn.recipe.cache:
+        yield _cache(found)
     if all(rank.fits for rank in found.ranks):
         unknown = any(rank.limit is None for rank in found.ranks)
         yield "fits     not known: these devices are not here, give --memory" if unknown else "fits     yes"
+
+
+def _cache(found: Forecast) -> str:
+    """What the activation cache takes, and how much of it a GPU has room for."""
+    from petune.estimate.forecast import cached_row
+    from petune.log import human
+
+    drawn, row = found.drawn, cached_row(found.drawn)
+    tokens = " + ".join(map(str, drawn.work.tokens.values()))
+    line, share = f"cache    {human(row)} for a row of {tokens} tokens", drawn.recipe.cache_room
+    room = [
+        share * (rank.limit - rank.memory.frozen - rank.memory.tuned - rank.process)
+        for rank in found.ranks
+        if rank.limit is not None and drawn.device == "cuda"
+    ]
+    if not room or not share:
+        return line
+    return f"{line}; on the device, besides, where all take at most {human(max(0, int(min(room))))}"
 
 
 def _advice(advice: Advice) -> Iterator[str]:

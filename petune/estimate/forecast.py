@@ -33,6 +33,7 @@ from petune.estimate.footprint import (
 from petune.log import human
 from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import method_of
+from petune.methods.stack_levels import Stored, token_bytes
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
 from petune.models.experts import is_experts
@@ -40,7 +41,7 @@ from petune.models.loading import Head, kind_of, outline, packs, quiet, read_con
 from petune.models.quantise import quantise_blocks
 from petune.models.source import resolve_model
 from petune.models.spec import Family, StackName
-from petune.models.stack import own_stacks
+from petune.models.stack import own_stacks, stacks_in
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
 from petune.parallel.fsdp import whole_where_light
@@ -230,6 +231,19 @@ def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackNam
         limit = signal.tokens(config, signal.shape(config))
     stacks: Sequence[StackName] = tuple(family.stacks) if family else ("decoder",)
     return {stack: target if stack == "decoder" and len(stacks) > 1 else limit for stack in stacks}
+
+
+def cached_row(drawn: Sketch) -> int:
+    """Bytes of a longest row in the activation cache of a recipe that has one."""
+    recipe, family, work = drawn.recipe, drawn.family, drawn.work
+    assert family is not None
+    stored: Stored = "auto" if recipe.cache is True else cast("Stored", recipe.cache)
+    dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
+    return sum(
+        work.tokens[stack.name]
+        * token_bytes(stack, stored, dtype, family.shape(family.part(drawn.config, stack.name)).width)
+        for stack in stacks_in(drawn.model).values()
+    )
 
 
 def _dropouts(config: Any, open_probabilities: bool) -> tuple[float, float]:

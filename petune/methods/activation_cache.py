@@ -14,15 +14,20 @@ blocks are in eval mode then: dropout would make them another model in every ste
 
 A row is known by its tokens (and types, positions, and how far from the left it begins), so any loop, any
 order, any batch and any plan meets it again; one of a decoder also by its encoder's. Padding is not stored.
+
+Rows are kept in files, for other processes and later runs. On a GPU they stay in its memory besides, while
+all of them fit its room; where they do not, threads read them ahead of the passes that were announced.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import transformers
@@ -30,15 +35,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
+from petune.methods.configs import ROOM
+from petune.methods.held_levels import Room
+from petune.methods.level_reader import AHEAD, Request, Threads
 from petune.methods.row_keys import sources_of
-from petune.methods.stack_levels import StackLevels, form_of
+from petune.methods.stack_levels import StackLevels, form_of, sizes_of, token_bytes
 from petune.methods.stack_levels import Stored as Stored
 from petune.methods.trainable import frozen_digest, frozen_tensors, moving
 from petune.methods.wrapped import is_wrapped, tuning
 from petune.models import FAMILIES, family_of
 from petune.models.port import names_of
-from petune.models.spec import Family
+from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in
+
+_Call = TypeVar("_Call", bound=Mapping[str, Any])
 
 
 @dataclass
@@ -49,6 +59,14 @@ class Counts:
     read: int = 0
     computed: int = 0
     passed_by: int = 0
+
+
+@dataclass
+class _Next:
+    """A call of the model that is expected, and what it wants of the stacks, once that was asked."""
+
+    call: Mapping[str, Any]
+    requests: list[tuple[StackLevels, Request]] | None = None
 
 
 class ActivationCache:
@@ -84,6 +102,7 @@ class ActivationCache:
         folder: str | Path,
         dtype: Stored = "auto",
         *,
+        room: float = ROOM,
         identity: str | None = None,
         together: bool = False,
         writes: bool = True,
@@ -92,7 +111,15 @@ class ActivationCache:
             raise UsageError(
                 f"dtype {dtype!r} is unknown", where="cache.dtype", expected=", ".join(get_args(Stored))
             )
+        if not 0 <= room <= 1:
+            raise UsageError(
+                "room is a share of the device's free memory",
+                where="room",
+                expected="0 to 1",
+                found=str(room),
+            )
         self.models = [model] if isinstance(model, nn.Module) else list(model)
+        self.room, self._threads, self._next = Room(room), Threads(), deque[_Next]()
         self.dtype: Stored = dtype
         self.folder, self.together, self.counts, self.phase = Path(folder), together, Counts(), 0
         for one in self.models:
@@ -111,7 +138,9 @@ class ActivationCache:
             self.levels[one] = {}
             for stack in stacks:
                 width = family.shape(family.part(cast("Any", one).config, stack.name)).width
-                stack.levels = level = StackLevels(stack, self.folder, dtype, writes, width)
+                stack.levels = level = StackLevels(
+                    stack, self.folder, dtype, writes, width, self.room, self._threads
+                )
                 self.levels[one][stack] = level
             self._hooks += [
                 one.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -140,6 +169,9 @@ class ActivationCache:
             level.begin(rows, (ids.shape[0], ids.shape[1]), ids.device)
             self.counts.read += len(rows) * (level.known is not None)
             self.counts.computed += len(rows) * (level.known is None)
+        if self._next:
+            self._next.popleft()
+            self._read_next()
 
     def knows(self, model: nn.Module, call: Mapping[str, Any]) -> bool:
         """Whether a call of `model` with these arguments would run no block: all its rows are there, as far
@@ -148,6 +180,56 @@ class ActivationCache:
         return sources is not None and all(
             level.has(sources[_kind(stack, sources)][0]) for stack, level in self.levels[model].items()
         )
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether rows come from their files while a device computes: on a GPU that has no room for all of
+        them. The stages of a pipeline, which see parts of a call, read when they are asked."""
+        device = next(value.device for value in self.models[0].parameters() if not value.is_meta)
+        return len(self.models) == 1 and waits_for_files(device) and not self.room.on(device)
+
+    def expect(self, calls: Iterable[Mapping[str, Any]]) -> None:
+        """Say with which arguments the model is called next, in order: where it `reads_ahead`, rows that were
+        computed before are read meanwhile, two passes ahead at most."""
+        self._next = deque(map(_Next, calls if self.reads_ahead else ()))
+        self._read_next()
+
+    def _read_next(self) -> None:
+        """Begin to read for the next passes, what others were expected is dropped."""
+        coming: dict[StackLevels, list[Request]] = {level: [] for level in self._all}
+        for one in islice(self._next, AHEAD):
+            if one.requests is None:
+                one.requests = list(self._requests(one.call))
+            for level, request in one.requests:
+                coming[level].append(request)
+        for level, requests in coming.items():
+            level.expect(requests)
+
+    def _requests(self, call: Mapping[str, Any]) -> Iterator[tuple[StackLevels, Request]]:
+        """What a call of the model wants of the stacks that know all its rows."""
+        (model,) = self.models
+        device = next(value.device for value in model.parameters() if not value.is_meta)
+        if (sources := sources_of(model, call)) is None:
+            return
+        for stack, level in self.levels.get(model, {}).items():
+            rows, ids = sources[_kind(stack, sources)]
+            if (one := level.request(rows, (ids.shape[0], ids.shape[1]), device)) is not None:
+                yield level, one
+
+    def ahead(self, batches: Iterable[_Call]) -> Iterator[_Call]:
+        """`batches`, the arguments that a loop calls the model with, each handed on while the next one is
+        expected. Leave them on the CPU until then: to know rows on a GPU waits for all that it computes.
+
+            >>> for batch in cache.ahead(batches):
+            ...     loss = model(**batch).loss
+        """
+        waiting: list[_Call] = []
+        for batch in batches:
+            waiting.append(batch)
+            self.expect(waiting)
+            if len(waiting) == AHEAD:
+                yield waiting.pop(0)
+        yield from waiting
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         for level in self.levels.get(model, {}).values():
@@ -179,15 +261,22 @@ class ActivationCache:
         """Bytes of all rows that are known."""
         return sum(level.store.nbytes for level in self._all if level.store is not None)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of rows that stay on the device; 0 where they are read from their files."""
+        return self.room.taken
+
     def token_bytes(self, stack: Stack, dtype: torch.dtype, lasts: Collection[int] = ()) -> int:
-        """Bytes of a token of a whole stack whose blocks compute in `dtype`. lasts: the last block of each
-        stage of a pipeline that has some of it."""
-        form = form_of(self.dtype, dtype)
-        ladder = cast("Any", stack.ladder)
-        read = ladder.settings.beside(len(stack)) if ladder is not None and ladder.settings.climbs else ()
-        stored = {*read, len(stack) - 1, *lasts}
+        """See petune.methods.stack_levels.token_bytes."""
         width = next(levels[stack].width for levels in self.levels.values() if stack in levels)
-        return len(stored) * (width * form.itemsize + 4 * (form is torch.float8_e4m3fn))
+        return token_bytes(stack, self.dtype, dtype, width, lasts)
+
+    def own_bytes(self, tokens: Mapping[StackName, int], dtype: torch.dtype) -> int:
+        """Bytes of so many tokens of the stacks of this process, whose blocks compute in `dtype`."""
+        form = form_of(self.dtype, dtype)
+        return sum(
+            tokens[level.stack] * len(level.numbers) * sum(sizes_of(form, level.width)) for level in self._all
+        )
 
     def __enter__(self) -> ActivationCache:
         return self
@@ -197,6 +286,7 @@ class ActivationCache:
 
     def close(self) -> None:
         """Leave the model as it was; the rows stay."""
+        self._threads.close()
         for handle in self._hooks:
             handle.remove()
         for model, levels in self.levels.items():
@@ -206,6 +296,11 @@ class ActivationCache:
                     level.store.close()
             disown_stacks(model, self._owned.__contains__)
         self.levels.clear()
+
+
+def waits_for_files(device: torch.device) -> bool:
+    """Whether reading for this device is work that it has no part in."""
+    return device.type == "cuda"
 
 
 def _kind(stack: Stack, sources: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ ACTIVATIONS = (
 ADAPTERHUB = {"swish": "silu", "leakyrelu": "leaky_relu"}  # its words for two of them
 ALSO_TRAIN = "modules trained whole beside the method; auto: the task head of the family"
 
+ROOM = 0.5  # of a GPU's free memory, which an activation cache may take where nobody says more or less
+
 
 @dataclass(frozen=True)
 class MethodConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from petune.files.row_store import RowStore
+from petune.methods.held_levels import HeldLevels, Room
+from petune.methods.level_reader import Reader, Request, Threads
 from petune.methods.row_keys import Row
 from petune.models.fp8 import quantise
 from petune.models.stack import Stack
@@ -26,19 +28,30 @@ _NAMED = {
 
 
 class StackLevels:
-    """What the blocks of one stack give that are read, see stack_protocols.Levels: of the rows of the
-    running pass, and where all of them are kept."""
+    """What the blocks of one stack give that are read, see stack_protocols.Levels: of the rows of the running
+    pass, and where all of them are kept: in files, and while there is room on the device."""
 
-    def __init__(self, stack: Stack, folder: Path, stored: Stored, writer: bool, width: int) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        folder: Path,
+        stored: Stored,
+        writer: bool,
+        width: int,
+        room: Room,
+        threads: Threads,
+    ) -> None:
         ladder, here = cast("Any", stack.ladder), [number for number, _ in stack.numbered]
         self.numbers: Sequence[int] = [
             number for number in here if number == here[-1] or (ladder is not None and ladder.reads(number))
         ]
+        self.stack = stack.name
         self.name = f"{stack.name}.{here[-1]}" if ladder is None else f"{stack.name}.{here[0]}-{here[-1]}"
         if ladder is not None and len(self.numbers) < len(here):  # which they are, a bit for each block
             self.name += f"-{sum(1 << number - here[0] for number in self.numbers):x}"
         self.folder, self.stored, self.writer = folder, stored, writer
         self.store: RowStore | None = None
+        self.held, self.reader = HeldLevels(room), Reader(threads)
         self.phase = 0
         self.rows: Sequence[Row] = ()
         self.shape = (0, 0)
@@ -63,10 +76,27 @@ class StackLevels:
         """The rows of a pass, [batch, seq] = `shape`: they are read if all of them are known."""
         self.rows, self.shape, self.known = rows, shape, None
         self.fresh.clear()
-        if rows and self.store is not None:
-            places = [self.store.find(row.key) for row in rows]
-            if all(places):
-                self.known = self._read(cast("list[Any]", places), device)
+        if (request := self.request(rows, shape, device)) is not None:
+            self.known = self._read(request)
+
+    def request(self, rows: Sequence[Row], shape: tuple[int, int], device: torch.device) -> Request | None:
+        """What reads `rows`, [batch, seq] = `shape`; None unless all of them are there with the bytes that
+        were written."""
+        if not rows or self.store is None:
+            return None
+        places = [self.store.find(row.key) for row in rows]
+        if not all(places):
+            return None
+        levels, found = len(self.numbers), cast("list[Any]", places)
+        return Request(self.store, tuple(rows), found, shape, levels, self._sizes, device)
+
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Begin to read for passes that come next, in order; what others were expected is dropped."""
+        coming = [one for one in requests if not self.held.has(one.rows)]
+        self.reader.forget_others(one.wanted for one in coming)
+        for one in coming:
+            if not self.reader.expect(one):
+                break
 
     def end(self) -> None:
         """Write down what was computed, once the blocks have run."""
@@ -87,7 +117,8 @@ class StackLevels:
         form = form_of(self.stored, hidden.dtype)
         if form is not _FP8 and torch.promote_types(form, hidden.dtype) is form:
             return None
-        return _unpacked(*_packed(hidden, form), hidden.dtype)
+        values, *scales = _packed(hidden, form)
+        return _unpacked(values, scales[0] if scales else None, hidden.dtype)
 
     # ------------------------------------------------------------ bytes
 
@@ -95,7 +126,7 @@ class StackLevels:
         """The store of rows whose levels were computed in `dtype`. phase: see RowStore."""
         self.dtype = dtype
         self.form = form_of(self.stored, dtype)
-        token = len(self.numbers) * (self.width * self.form.itemsize + 4 * self.scaled)
+        token = len(self.numbers) * sum(self._sizes)
         kind = f"{len(self.numbers)}x{self.width} {_short(dtype)} as {_short(self.form)}"
         self.store = RowStore(self.folder, self.name, token, kind, self.writer, phase)
         return self.store
@@ -105,35 +136,33 @@ class StackLevels:
         """Whether each token of a level has a scale."""
         return self.form is _FP8
 
-    def _read(self, places: Sequence[Any], device: torch.device) -> Tensor:
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """See `sizes_of`."""
+        return sizes_of(self.form, self.width)
+
+    def _read(self, request: Request) -> Tensor:
         """[levels, batch, seq, width] of rows that are there, zeros for padding."""
-        assert self.store is not None
-        shape = len(self.numbers), *self.shape
-        pinned = device.type == "cuda"
-        values = torch.zeros((*shape, self.width * self.form.itemsize), dtype=torch.uint8, pin_memory=pinned)
-        scales = torch.zeros((*shape, 4 * self.scaled), dtype=torch.uint8, pin_memory=pinned)
-        for at, (row, place) in enumerate(zip(self.rows, places, strict=True)):
-            here = slice(row.first, row.first + row.tokens)
-            parts = [level[at, here] for level in values] + [
-                level[at, here] for level in scales
-            ] * self.scaled
-            self.store.read(place, [memoryview(part.numpy().reshape(-1)) for part in parts])
-        found = values.to(device, non_blocking=True).view(self.form)
-        factors = scales.to(device, non_blocking=True).view(torch.float32) if self.scaled else None
-        return _unpacked(found, factors, self.dtype)
+        if self.held.has(request.rows):
+            parts = self.held.get(request.rows, request.shape)
+        else:
+            parts = self.reader.take(request)
+            self.held.put(request.rows, parts)
+        factors = parts[1].view(torch.float32) if self.scaled else None
+        return _unpacked(parts[0].view(self.form), factors, self.dtype)
 
     def _write(self) -> None:
         """Add the rows of this pass."""
         levels = torch.stack([self.fresh[number] for number in self.numbers])  # [levels, batch, seq, width]
         store = self.store or self.open(levels.dtype, self.phase)
+        packed = [part.contiguous().view(torch.uint8) for part in _packed(levels, self.form)]
+        self.held.put(self.rows, packed)
         if not self.writer:
             return
-        values, scales = _packed(levels, self.form)
-        own, scale = _bytes(values), None if scales is None else _bytes(scales)
+        own = [part.cpu() for part in packed]
         for at, row in enumerate(self.rows):
             here = slice(row.first, row.first + row.tokens)
-            parts = [level[at, here] for level in own]
-            parts += [] if scale is None else [level[at, here] for level in scale]
+            parts = (level[at, here] for part in own for level in part)
             views = [memoryview(part.contiguous().numpy().reshape(-1)) for part in parts]
             store.write(row.key, row.tokens, views)
 
@@ -144,10 +173,25 @@ def form_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(form, dtype) if stored == "fp32" else form
 
 
-def _packed(levels: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def sizes_of(form: torch.dtype, width: int) -> tuple[int, ...]:
+    """Bytes of a token of a level that is stored in `form`: of its values, and of its scale if it has one."""
+    return (width * form.itemsize, *([4] if form is _FP8 else []))
+
+
+def token_bytes(
+    stack: Stack, stored: Stored, dtype: torch.dtype, width: int, lasts: Collection[int] = ()
+) -> int:
+    """Bytes of a token of a whole stack of `width`, whose blocks compute in `dtype`. lasts: the last block of
+    each stage of a pipeline that has some of it."""
+    ladder = cast("Any", stack.ladder)
+    read = ladder.settings.beside(len(stack)) if ladder is not None and ladder.settings.climbs else ()
+    return len({*read, len(stack) - 1, *lasts}) * sum(sizes_of(form_of(stored, dtype), width))
+
+
+def _packed(levels: Tensor, form: torch.dtype) -> tuple[Tensor, ...]:
     """`levels` as they are stored: in eight bits with a float32 scale for each token of each level."""
     if form is not _FP8:
-        return levels.to(form), None
+        return (levels.to(form),)
     q, scale = quantise(levels.flatten(0, -2))
     return q.unflatten(0, levels.shape[:-1]), scale.unflatten(0, levels.shape[:-1])
 
@@ -155,11 +199,6 @@ def _packed(levels: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor | None]:
 def _unpacked(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What was `_packed`, as it is read."""
     return (values if scales is None else values.float() * scales).to(dtype)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    """The bytes of `values` on the CPU, in its last dim."""
-    return values.contiguous().view(torch.uint8).cpu()
 
 
 def _short(dtype: torch.dtype) -> str:

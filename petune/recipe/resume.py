@@ -24,6 +24,7 @@ _DO_NOT_CHANGE_NUMBERS = (
         "head_only",
         "timeout",
         "cache_folder",
+        "cache_room",
         "rows_cache",
         "rows_cache_gib",
     ),

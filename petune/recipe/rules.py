@@ -11,7 +11,7 @@ from typing import Any
 from petune.errors import Problem, UsageError
 from petune.files.patterns import compile_pattern
 from petune.kernels.configs import MemoryConfig
-from petune.methods.configs import method_of
+from petune.methods.configs import ROOM, method_of
 from petune.parallel.configs import (
     CutConfig,
     ParallelConfig,
@@ -198,6 +198,12 @@ CACHED = (
         lambda recipe: recipe.cache_folder is None or bool(recipe.cache),
         "it is about the cache, which is off",
         "remove cache_folder, or set cache: true",
+    ),
+    Rule(
+        ("cache_room", "cache"),
+        lambda recipe: recipe.cache_room == ROOM or bool(recipe.cache),
+        "it is about the cache, which is off",
+        "remove cache_room, or set cache: true",
     ),
 )
 RULES = (

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, 
 
 from petune.errors import FileError
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
-from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
+from petune.methods.configs import METHODS, ROOM, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.raw import AUTO, OPTIONAL, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
@@ -157,6 +157,10 @@ class Recipe(BaseModel):
     )
     cache_folder: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="cache: folder that keeps it for other runs; null: in the run folder until its end"
+    )
+    cache_room: Annotated[float, Field(ge=0, le=1)] = Field(
+        ROOM,
+        description="cache: share of a GPU's free memory that rows may take there, where all fit; 0: none",
     )
     rows_cache: Annotated[str, Field(min_length=1)] = Field(
         "auto",

@@ -13,6 +13,7 @@ from petune.errors import UsageError
 from petune.files.lock import RunLock
 from petune.log import human
 from petune.methods.activation_cache import ActivationCache, Stored
+from petune.methods.held_levels import free_bytes
 from petune.models.stack import Stack
 from petune.run.backbone import Backbone
 from petune.run.folder import ACTIVATIONS
@@ -54,6 +55,7 @@ def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]
                 runner.modules,
                 folder,
                 stored,
+                room=recipe.cache_room,
                 identity=step.base,
                 together=runner.plan.world > 1,
                 writes=runner.mesh.at.tp == 0,
@@ -67,6 +69,8 @@ def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]
         stack.callback(step.backbone.close)
         leaves = "then leave memory" if (stays := step.backbone.stays) is None else f"stay in memory: {stays}"
         say(f"cache: blocks run once for each row, and {leaves}; at most {human(most)} in {folder}")
+        if (line := find_room(step, step.cache)) is not None:
+            say(line)
         yield
         say(said(step.cache))
         step.cache = step.backbone = None
@@ -76,25 +80,50 @@ def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]
 
 
 def most_bytes(step: Step, cache: ActivationCache) -> int:
-    """Of all rows of the run, trained and held out."""
-    rows = (*step.prepared.encoded.train, *step.prepared.encoded.eval)
-    tokens = {"input": sum(row.size for row in rows), "target": 0}
-    tokens["target"] = sum(len(row.labels) for row in rows if row.has_target and isinstance(row.labels, list))
-    stacks = [module for module in step.model.modules() if isinstance(module, Stack)]
-    targets = tokens["target"] or tokens["input"]
+    """Of all rows of the run, trained and held out, on all ranks."""
     spans = [(name, span) for one in step.runner.plan.stages for name, span in one.blocks.items()]
-    lasts = {stack: {end - 1 for name, (_, end) in spans if name == stack.name and end} for stack in stacks}
     return sum(
-        cache.token_bytes(stack, step.place.dtype, lasts[stack])
-        * (targets if stack.name == "decoder" and len(stacks) > 1 else tokens["input"])
-        for stack in stacks
+        tokens
+        * cache.token_bytes(
+            stack,
+            step.place.dtype,
+            {end - 1 for name, (_, end) in spans if name == stack.name and end},
+        )
+        for stack, tokens in _tokens(step)
     )
+
+
+def _tokens(step: Step) -> list[tuple[Stack, int]]:
+    """Each stack of the model, and the tokens of all rows of the run that go through it."""
+    rows = (*step.prepared.encoded.train, *step.prepared.encoded.eval)
+    tokens = sum(row.size for row in rows)
+    targets = sum(len(row.labels) for row in rows if row.has_target and isinstance(row.labels, list))
+    stacks = [module for module in step.model.modules() if isinstance(module, Stack)]
+    return [
+        (stack, (targets or tokens) if stack.name == "decoder" and len(stacks) > 1 else tokens)
+        for stack in stacks
+    ]
+
+
+def find_room(step: Step, cache: ActivationCache) -> str | None:
+    """Settle whether the rows of this process stay on its device; in words, None on the CPU."""
+    device = step.place.device
+    if (free := free_bytes(device)) is None:
+        return None
+    own = cache.own_bytes({stack.name: tokens for stack, tokens in _tokens(step)}, step.place.dtype)
+    fits, of = own <= cache.room.share * free, f"{human(own)} of {human(free)} that are free on the device"
+    if cache.room.share and fits and cache.room.on(device):
+        return f"cache: rows stay on the device: {of}"
+    cache.room.closed = True
+    ahead = ", a step ahead of the device" * cache.reads_ahead
+    return f"cache: rows are read from files{ahead}: {of}, and cache_room is {cache.room.share:g}"
 
 
 def said(cache: ActivationCache) -> str:
     """What became of it, in one line."""
     counts = cache.counts
+    held = f", {human(cache.held_bytes)} of it on the device" if cache.held_bytes else ""
     return (
-        f"cache: {human(cache.nbytes)}; blocks ran for {counts.computed:,} rows and were read for"
+        f"cache: {human(cache.nbytes)}{held}; blocks ran for {counts.computed:,} rows and were read for"
         f" {counts.read:,}" + (f"; {counts.passed_by:,} passes without it" if counts.passed_by else "")
     )

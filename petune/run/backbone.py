@@ -8,7 +8,7 @@ every bit is what it was. Each rank decides for itself what it holds, as none wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,16 @@ from petune.methods.activation_cache import ActivationCache
 from petune.models.checksums import checksums
 from petune.models.stack import Stack, stacks_in
 from petune.parallel import Batch, Runner
-from petune.run.evaluate import inputs_of
+from petune.run.build import Prepared
+from petune.run.evaluate import batches, inputs_of
+from petune.tasks import Example, pad_token_id
+
+
+def all_rows(prepared: Prepared, trained: Sequence[Example], held_out: Sequence[Example]) -> Iterator[Batch]:
+    """The rows of a run in padded batches, on the CPU."""
+    size, task, pad = prepared.recipe.batch_size, prepared.task.name, pad_token_id(prepared.tokenizer)
+    yield from batches(trained, size, task, pad, packed=prepared.encoded.packed)
+    yield from batches(held_out, size, task, pad)
 
 
 class Backbone:

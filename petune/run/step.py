@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -30,11 +29,11 @@ from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
 from petune.run.audit import Audit
-from petune.run.backbone import Backbone
+from petune.run.backbone import Backbone, all_rows
 from petune.run.balance import routes_are_whole
 from petune.run.build import Prepared, build, run_on
 from petune.run.control import untouched_base
-from petune.run.evaluate import batches, scoring
+from petune.run.evaluate import inputs_of, scoring
 from petune.run.expert_load import ExpertLoad
 from petune.run.fisher import agree_on_start
 from petune.run.objective import idle_tensors
@@ -105,6 +104,7 @@ class Step:
         self.progress, self.audit = Progress(), Audit({}, {})
         self.cache: ActivationCache | None = None
         self.backbone: Backbone | None = None
+        self.early: dict[int, list[Batch]] = {}  # batches of the next step, where its rows are read ahead
         self.check: Callable[[Anyone], None] = _nobody
         self.units, self.held_out = prepared.encoded.train, prepared.encoded.eval
         self.texts = len(self.units[0].texts)  # rows of the model that make an example
@@ -242,14 +242,16 @@ class Step:
         if self.cache is not None:
             self.cache.look(anew=anew)
 
-    def _spare_backbone(self, number: int) -> None:
-        """Let the backbone's blocks leave memory where the cache knows every row of the run, of all
-        replicas."""
+    def _tell_cache(self, micro: Sequence[Batch], number: int) -> None:
+        """Before step `number`: the backbone may leave memory, and rows that come next be read."""
+        self.look_at_cache()
         if self.backbone is not None:
-            known = self.recipe.batch_size, self.prepared.task.name, pad_token_id(self.prepared.tokenizer)
-            trained = batches(self.units, *known, packed=self.prepared.encoded.packed)
-            rows = chain(trained, batches(self.held_out, *known))
+            rows = all_rows(self.prepared, self.units, self.held_out)
             self.backbone.leave_if_known(rows, number % self.steps.per_epoch == 0)
+        if self.cache is not None and self.cache.reads_ahead and number + 1 < self.steps.total:
+            self.early = {number + 1: self.micro_batches(number + 1)}
+            coming = (*micro, *self.early[number + 1])
+            self.cache.expect(inputs_of(self.model, batch) for batch in coming)
 
     def refer(self, check: Callable[[], None] = lambda: None) -> None:
         """Ask the untouched model about every text of the steps and of the held-out rows, where the loss
@@ -280,10 +282,9 @@ class Step:
         """
         began, number, runner = time.perf_counter(), self.progress.step, self.runner
         process_group.at_step(number)
-        micro = self.micro_batches(number)
+        micro = self.early.pop(number, None) or self.micro_batches(number)
         total = self._count(micro, self.check)
-        self.look_at_cache()
-        self._spare_backbone(number)
+        self._tell_cache(micro, number)
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
         state.set_rate(self.optimizer, lr)

@@ -108,8 +108,11 @@ def test_plan_says_what_blocks_beside_a_ladder_keep(type_: Type) -> None:
 
 def test_plan_says_what_leaves_memory_with_a_whole_cache(type_: Type) -> None:
     lines = type_("plan", "t5_side_cache").out.splitlines()
-    (line,) = (line for line in lines if line.startswith("cache "))
-    assert "of blocks leave memory" in line
+    leave, take = (line for line in lines if line.startswith("cache "))
+    assert "of blocks leave memory" in leave and take.endswith("for a row of 128 + 128 tokens")
+    on_gpu = type_("plan", "t5_side_cache", "--device", "H200", "cache_room=0.25").out
+    assert "on the device, besides, where all take at most 3" in on_gpu
+    assert "besides" not in type_("plan", "t5_side_cache", "--device", "H200", "cache_room=0").out
     assert not any("leave memory" in line for line in type_("plan", "llama_side").out.splitlines())
 
 

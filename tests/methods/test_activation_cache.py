@@ -16,14 +16,8 @@ from petune.kernels.block.module import FusedBlock
 from petune.methods import without_tuning, wrap
 from petune.methods.activation_cache import ActivationCache, Counts, sources_of
 from petune.models.stack import Stack
+from tests.methods.sided import assert_equal, sided
 from tests.methods.zoo import GENERATING, LADDERED, ZOO, assert_same_gradients, batch, gradients, stir, tiny
-
-
-def sided(name: str, **settings: Any) -> Any:
-    """A side-tuned model of the zoo away from its start."""
-    model = wrap(tiny(name), "side", **{"reduction": 4, "also_train": (), **settings})
-    stir(model, std=0.2)
-    return model
 
 
 def stacks(model: nn.Module) -> list[Stack]:
@@ -37,13 +31,6 @@ def count_blocks(model: nn.Module) -> list[int]:
         for number, block in stack.numbered:
             block.register_forward_hook(lambda *_, number=number: calls.append(number))
     return calls
-
-
-def assert_equal(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Loss and gradients to the bit."""
-    assert torch.equal(found[0], expected[0])
-    assert found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
 # ------------------------------------------------------------------ what is computed

@@ -11,6 +11,8 @@ import torch
 
 from petune.errors import MachineError, RecipeError, Stopped
 from petune.files.lock import RunLock
+from petune.methods import activation_cache, held_levels
+from petune.run import activations
 from petune.saving import checkpoint
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import Listener, assert_same_run, newest, numbers, run, settings, state_of, terminate_at
@@ -54,6 +56,30 @@ def test_rows_that_are_padded_alike_end_bit_by_bit_as_without_a_cache(family: st
     alike = {"batch_size": 24, "eval_batch_size": 9, "epochs": 3, "save_every": 3}
     found = run(cached(tmp_path, family, **alike)).folder
     assert_same_run(found, uncached(tmp_path, family, **alike))
+
+
+@pytest.mark.parametrize(
+    ("family", "room", "words"),
+    [
+        ("bert", 0.5, "rows stay on the device"),
+        pytest.param("t5", 0.5, "rows stay on the device", marks=pytest.mark.long),
+        ("t5", 1e-9, "read from files, a step ahead of the device"),
+        pytest.param("t5", 0.0, "and cache_room is 0", marks=pytest.mark.long),
+    ],
+)
+def test_rows_on_a_device_or_ahead_of_it_end_bit_by_bit_as_without_a_cache(
+    family: str, room: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (held_levels, activations):
+        monkeypatch.setattr(module, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(activation_cache, "waits_for_files", lambda device: True)
+    alike = {"batch_size": 12, "accumulate": 2, "eval_batch_size": 9, "epochs": 3, "save_every": 3}
+    listener = Listener()
+    one_length = {"data": {**settings(tmp_path, family, "side")["data"], "max_length": 8}}
+    found = run(cached(tmp_path, family, cache_room=room, **alike, **one_length), listener).folder
+    assert any(words in line for line in listener.notes)
+    assert ("of it on the device" in told(listener)) is (room == 0.5)
+    assert_same_run(found, uncached(tmp_path, family, **alike, **one_length))
 
 
 @pytest.mark.long
