@@ -4,6 +4,10 @@
 
     PYTHONPATH=. python3 benchmarks/activation_cache.py --memory [--width 768] [--blocks 12] [--bf16]
 
+    PYTHONPATH=. python3 benchmarks/activation_cache.py --shapes bert-large t5-large 8b    one GPU
+
+    PYTHONPATH=.:cli python3 benchmarks/activation_cache.py --demo [--kernels reference]
+
 Prints seconds of an epoch without a cache (median), of the first and of a later one with it, what three and
 ten epochs with it take of those without, the largest relative difference of a step's loss, and the step of a
 loss's dtype: transformers gives that of a bf16 T5 or BERT in bf16, which tells no two losses apart that are
@@ -12,6 +16,12 @@ nearer than 0.4 to 0.8 %.
 With --memory: runs of a Llama of random weights by full fine-tuning, by the ladder, and by the ladder with
 its cache, each in a process of its own; what is held in the first epoch and in the last. On a GPU that is the
 peak of a step, on the CPU what is resident after one, in both with what the process holds before it.
+
+With --shapes: tokens a second of steps of large models of random weights on one GPU, and what they hold
+(benchmarks/cached_steps.py); rows of a later epoch are on the device where they fit half of what is free.
+
+With --demo: the shipped ladders of the demo with and without a cache, as commands train them; seconds of an
+epoch's steps, of the processor on the CPU, so that other programs do not count.
 """
 
 from __future__ import annotations
@@ -205,6 +215,66 @@ def memory(options: argparse.Namespace) -> None:
             child.join()
 
 
+# ---------------------------------------------------------------- large shapes, and the demo
+
+
+def large(options: argparse.Namespace) -> None:
+    """The table of steps on a GPU."""
+    from benchmarks.cached_steps import HEADS
+    from benchmarks.cached_steps import measure as measure_shape
+
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{where}, torch {torch.__version__}; tokens a second\n\n| {' | '.join(HEADS)} |")
+    print("|---" * len(HEADS) + "|", flush=True)
+    for name in options.shapes:
+        print(measure_shape(name, options.later), flush=True)
+
+
+class Clock(petune.Callback):
+    """The seconds of the steps of each epoch."""
+
+    def __init__(self) -> None:
+        self.now = time.perf_counter if torch.cuda.is_available() else time.process_time
+        self.epochs: dict[int, float] = {}
+        self.last: tuple[int, float] | None = None
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """After a step; the first of a run has no beginning here, and what lies between epochs is no step."""
+        epoch, now = int(metrics["epoch"] - 1e-9), self.now()
+        if self.last is not None and self.last[0] == epoch:
+            self.epochs[epoch] = self.epochs.get(epoch, 0.0) + now - self.last[1]
+        self.last = epoch, now
+
+
+def demo_epochs(options: argparse.Namespace) -> None:
+    """The table of the demo: of each epoch all steps but its first."""
+    from benchmarks.demo import Silent
+    from petune.recipe import load_recipe, recipe_folder
+
+    print(
+        "| recipe | epoch, uncached | first, cached | later | x uncached | x first | loss |\n"
+        + "|---" * 7
+        + "|"
+    )
+    for name in ("bert_side", "bart_side", "t5_side", "llama_side"):
+        took, losses = {}, []
+        for cache in ("false", "true"):
+            with tempfile.TemporaryDirectory() as out:
+                given = [f"cache={cache}", f"kernels={options.kernels}", f"out={out}/run", "epochs=4"]
+                given += ["report=false", "head_only=false", "eval_every=100000", "save_every=100000"]
+                given.append(f"data.max_rows={options.demo_rows}")
+                recipe = load_recipe(recipe_folder() / f"{name}.yaml", given)
+                took[cache] = clock = Clock()
+                run = petune.train(recipe, callbacks=[clock], reporter=Silent())
+                losses.append(run.summary["loss"][1])
+        usual = statistics.median(took["false"].epochs.values())
+        first, *others = took["true"].epochs.values()
+        later = statistics.median(others)
+        differ = abs(losses[0] - losses[1]) / abs(losses[0])
+        ratios = f"{usual / later:.1f} | {first / later:.1f} | {differ:.0e}"
+        print(f"| {name} | {usual:.2f} | {first:.2f} | {later:.2f} | {ratios} |", flush=True)
+
+
 def main() -> None:
     """The table, a line a model and dtype of the cache; or that of memory."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -218,8 +288,19 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="what runs hold instead of their seconds")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--shapes", nargs="+", choices=["bert-large", "t5-large", "8b", "tiny"])
+    parser.add_argument("--later", type=int, default=8, help="with --shapes: later epochs that are timed")
+    parser.add_argument("--demo", action="store_true", help="the shipped ladders of the demo")
+    parser.add_argument("--demo-rows", type=int, default=128)
+    parser.add_argument("--kernels", default="auto", help="with --demo: auto, reference, triton or off")
     options = parser.parse_args()
+    if options.shapes:
+        large(options)
+        return
     torch.set_num_threads(1)
+    if options.demo:
+        demo_epochs(options)
+        return
     if options.memory:
         memory(options)
         return

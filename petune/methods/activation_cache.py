@@ -27,11 +27,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
@@ -47,8 +47,6 @@ from petune.models import FAMILIES, family_of
 from petune.models.port import names_of
 from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in
-
-_Call = TypeVar("_Call", bound=Mapping[str, Any])
 
 
 @dataclass
@@ -120,6 +118,7 @@ class ActivationCache:
             )
         self.models = [model] if isinstance(model, nn.Module) else list(model)
         self.room, self._threads, self._next = Room(room), Threads(), deque[_Next]()
+        self._twins: dict[int, tuple[Tensor, int, Tensor]] = {}  # on the CPU, of those that were handed on
         self.dtype: Stored = dtype
         self.folder, self.together, self.counts, self.phase = Path(folder), together, Counts(), 0
         for one in self.models:
@@ -157,7 +156,7 @@ class ActivationCache:
             self._still = [module for module in base.modules() if module.training]
             base.eval()
         call = dict(zip(names_of(type(model)), args, strict=False)) | dict(kwargs)
-        sources = sources_of(model, call)
+        sources = sources_of(model, self._at_hand(call))
         self.counts.passed_by += sources is None
         if not self.together:
             self.look()
@@ -166,7 +165,7 @@ class ActivationCache:
                 level.begin((), (0, 0), torch.device("cpu"))
                 continue
             rows, ids = sources[_kind(stack, sources)]
-            level.begin(rows, (ids.shape[0], ids.shape[1]), ids.device)
+            level.begin(rows, (ids.shape[0], ids.shape[1]), _device_of(call))
             self.counts.read += len(rows) * (level.known is not None)
             self.counts.computed += len(rows) * (level.known is None)
         if self._next:
@@ -216,20 +215,43 @@ class ActivationCache:
             if (one := level.request(rows, (ids.shape[0], ids.shape[1]), device)) is not None:
                 yield level, one
 
-    def ahead(self, batches: Iterable[_Call]) -> Iterator[_Call]:
-        """`batches`, the arguments that a loop calls the model with, each handed on while the next one is
-        expected. Leave them on the CPU until then: to know rows on a GPU waits for all that it computes.
+    def ahead(
+        self, batches: Iterable[Mapping[str, Any]], device: torch.device | str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """`batches`, the arguments that a loop calls the model with, tensors on the CPU; each is handed on,
+        on `device` if one is named, while the next one is expected. To know rows by tensors that came to a
+        GPU in another way waits for all that it computes.
 
-            >>> for batch in cache.ahead(batches):
+            >>> for batch in cache.ahead(batches, "cuda"):
             ...     loss = model(**batch).loss
         """
-        waiting: list[_Call] = []
+        waiting: list[Mapping[str, Any]] = []
         for batch in batches:
             waiting.append(batch)
             self.expect(waiting)
             if len(waiting) == AHEAD:
-                yield waiting.pop(0)
-        yield from waiting
+                yield self._handed_on(waiting.pop(0), device)
+        for batch in waiting:
+            yield self._handed_on(batch, device)
+
+    def _handed_on(self, batch: Mapping[str, Any], device: torch.device | str | None) -> dict[str, Any]:
+        """A batch on a device, and from now on it is that whose tensors are known by those on the CPU."""
+        moved = {
+            name: _moved(value, torch.device(device)) if device and isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+        pairs = [(there, batch[name]) for name, there in moved.items() if isinstance(there, Tensor)]
+        self._twins = {id(there): (there, there._version, here) for there, here in pairs}
+        return moved
+
+    def _at_hand(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A call with the tensors that were handed on, and not written to since, as they are on the CPU."""
+        at_hand = dict(call)
+        for name, value in call.items():
+            there, version, here = self._twins.get(id(value), (None, 0, None))
+            if there is value and value is not None and value._version == version:
+                at_hand[name] = here
+        return at_hand
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         for level in self.levels.get(model, {}).values():
@@ -296,6 +318,17 @@ class ActivationCache:
                     level.store.close()
             disown_stacks(model, self._owned.__contains__)
         self.levels.clear()
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device, which nothing waits for."""
+    pinned = value.pin_memory() if device.type == "cuda" else value
+    return pinned.to(device, non_blocking=True)
+
+
+def _device_of(call: Mapping[str, Any]) -> torch.device:
+    """Where a call's tensors are."""
+    return next(value.device for value in call.values() if isinstance(value, Tensor))
 
 
 def waits_for_files(device: torch.device) -> bool:

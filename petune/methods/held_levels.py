@@ -79,14 +79,20 @@ class HeldLevels:
             self._rows.clear()
 
     def get(self, rows: Sequence[Row], shape: tuple[int, int]) -> list[Tensor]:
-        """A batch [batch, seq] = `shape` of rows that are here, as `put` was given it; zeros for padding."""
+        """A batch [batch, seq] = `shape` of rows that are here, as `put` was given it, by one operation;
+        zeros for padding."""
+        found = [self._rows[row.key] for row in rows]
+        gaps = [(row.first, shape[1] - row.first - row.tokens) for row in rows]
         batch = []
-        for number, first in enumerate(self._rows[rows[0].key]):
-            made = first.new_empty((first.shape[0], *shape, first.shape[2]))
-            blank_padding_(made, rows)
-            for at, row in enumerate(rows):
-                made[:, at, row.first : row.first + row.tokens] = self._rows[row.key][number]
-            batch.append(made.view(torch.uint8))
+        for own in zip(*found, strict=True):
+            levels, _, words = own[0].shape
+            zeros = own[0].new_zeros((levels, max(map(max, gaps)), words))
+            pieces = (
+                (zeros[:, :before], part, zeros[:, :after])
+                for part, (before, after) in zip(own, gaps, strict=True)
+            )
+            made = torch.cat([piece for three in pieces for piece in three if piece.shape[1]], 1)
+            batch.append(made.view(levels, *shape, words).view(torch.uint8))
         return batch
 
 

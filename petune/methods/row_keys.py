@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from petune.models import INPUTS, family_of, input_of, tokens_of
@@ -32,6 +34,7 @@ class Row:
     tokens: int
 
 
+Numbers = NDArray[Any]  # [batch, seq]
 Source = tuple[list[Row], Tensor]  # rows, and the tensor [batch, seq] that they are of
 
 
@@ -79,37 +82,48 @@ def _whole_rows(given: Tensor, model: nn.Module) -> Source:
 def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False) -> list[Row]:
     """Rows of [batch, seq] tensors: ids, a mask or None, and what else rows are known by. padded: ids of
     `pad` at the end are padding where no mask says so."""
-    ids, mask, *others = (None if value is None else value.cpu() for value in values)
-    assert ids is not None
+    tokens, mask, *rest = (None if value is None else value.cpu() for value in values)
+    assert tokens is not None
+    ids, others = tokens.numpy(), [None if value is None else value.numpy() for value in rest]
+    real = None if mask is None else mask.bool().numpy()
+    firsts, ends = _ends(ids, others[-1] if others else None, pad, padded) if real is None else _inside(real)
     rows = []
-    for at, row in enumerate(ids):
-        first, end = _ends(row, mask, at, others[-1] if others else None, pad, padded)
-        parts = [row, *(value[at if len(value) > 1 else 0] for value in others if value is not None)]
-        pieces = [part[first:end].contiguous().numpy().tobytes() for part in parts]
-        if mask is not None:
-            pieces.append(mask[at, first:end].bool().numpy().tobytes())
-        rows.append(Row(_key(str(first).encode(), *pieces), first, end - first))
+    for at, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+        parts = [ids[at], *(value[at if len(value) > 1 else 0] for value in others if value is not None)]
+        parts += [] if real is None else [real[at]]
+        pieces = (part[first:end].tobytes() for part in parts)
+        rows.append(Row(_key(b"%d" % first, *pieces), first, end - first))
     return rows
 
 
+def _inside(real: Numbers) -> tuple[list[int], list[int]]:
+    """The first token of each row that is no padding, and the end of the last; one token where all are."""
+    some = real.any(1)
+    ends = np.where(some, real.shape[1] - real[:, ::-1].argmax(1), 1)
+    return real.argmax(1).tolist(), ends.tolist()
+
+
 def _ends(
-    row: Tensor, mask: Tensor | None, at: int, positions: Tensor | None, pad: int | None, padded: bool
-) -> tuple[int, int]:
-    """The first token of a row that is no padding, and the end of the last."""
-    if mask is not None:
-        real = mask[at].nonzero()[:, 0]
-        return (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 1)
-    other = (row != pad).nonzero()[:, 0] if pad is not None else None
-    last = len(row) if other is None or not len(other) else int(other[-1]) + 1
-    if padded:
-        return 0, last
-    if positions is None or last == len(row):
-        return 0, len(row)
-    starts = (positions[at if len(positions) > 1 else 0] == 0).nonzero()[:, 0]
+    ids: Numbers, positions: Numbers | None, pad: int | None, padded: bool
+) -> tuple[list[int], list[int]]:
+    """The same where no mask says it; what a packed row is filled up with is no token of it."""
+    count, whole = ids.shape
+    other = None if pad is None else ids != pad
+    lasts = [whole] * count
+    if other is not None:
+        lasts = np.where(other.any(1), whole - other[:, ::-1].argmax(1), whole).tolist()
+    if not padded:
+        lasts = [_end_of(at, last, whole, positions) for at, last in enumerate(lasts)]
+    return [0] * count, lasts
+
+
+def _end_of(at: int, last: int, whole: int, positions: Numbers | None) -> int:
+    """The end of a row whose last id that is no pad is before `last`."""
+    if positions is None or last == whole:
+        return whole
+    starts = np.flatnonzero(positions[at if len(positions) > 1 else 0] == 0)
     sample = int(starts[-1]) if len(starts) else 0
-    return 0, sample if last <= sample else len(
-        row
-    )  # a last sample of nothing but padding fills a packed row
+    return sample if last <= sample else whole  # a last sample of nothing but padding fills a packed row
 
 
 def _key(*parts: bytes) -> bytes:

@@ -128,7 +128,12 @@ class Pass:
 
 def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """The arguments of a block that may be given by position."""
-    parameters = signature(kind.forward).parameters.values()
+    return _by_position(kind.forward)
+
+
+@cache
+def _by_position(forward: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = signature(forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
 
 

@@ -16,6 +16,7 @@ from petune.files.row_store import RowStore
 from petune.methods import activation_cache
 from petune.methods.activation_cache import ActivationCache
 from petune.methods.level_reader import AHEAD
+from petune.methods.row_keys import sources_of
 from tests.methods.sided import assert_equal, sided
 from tests.methods.zoo import batch, gradients
 
@@ -65,6 +66,32 @@ def test_a_loop_that_goes_ahead_learns_as_one_that_does_not(readers: list[str], 
     for one, right in zip(found, expected, strict=True):
         assert_equal(one, right)
     assert readers and all(name.startswith("petune") for name in readers)
+
+
+def test_a_batch_that_was_handed_on_is_known_by_its_tensors_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, known: Any
+) -> None:
+    model, cache, batches = known
+    seen: list[bool] = []
+
+    def asked(model: Any, call: Any) -> Any:
+        seen.append(any(value is call["input_ids"] for value in (one["input_ids"] for one in batches)))
+        return sources_of(model, call)
+
+    monkeypatch.setattr(activation_cache, "sources_of", asked)
+    # on the CPU, moving makes no copy
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: self.clone())
+    handed = list(zip(cache.ahead(batches, "cpu"), batches, strict=True))
+    monkeypatch.undo()
+    monkeypatch.setattr(activation_cache, "sources_of", asked)
+    last, own = handed[-1]
+    expected = gradients(model, own)
+    seen.clear()
+    assert_equal(gradients(model, last), expected)
+    assert seen == [True]
+    last["input_ids"][0, 0] += 1  # is another row now
+    assert not torch.equal(gradients(model, last)[0], expected[0])
+    assert seen == [True, False]
 
 
 def test_every_expected_call_is_read_ahead_however_many_follow(readers: list[str], known: Any) -> None:
