@@ -5,6 +5,7 @@ promises of it.
                                                                times slower
     PYTHONPATH=. python benchmarks/unequal.py --slow 2 --steps 15 --only tp pp
     PYTHONPATH=. python benchmarks/unequal.py --every --steps 5          the plan found beside others, too
+    PYTHONPATH=. python benchmarks/unequal.py --link 100,1       over a link of 100 MB/s, 1 ms a message
     PYTHONPATH=. python benchmarks/unequal.py --device cuda --every      two GPUs
     PYTHONPATH=. python benchmarks/unequal.py --shape tiny --twice --every        the same code, without a GPU
 
@@ -15,6 +16,9 @@ much, on a busy machine too, and its waiting does not; the ranks meet every 20 m
 a second program that multiplies matrices on it all the time, so that each of them has half of it. With
 --twice work is run twice instead (benchmarks/twice.py): all but Triton's kernels, what is written in place,
 and what is sent. How much slower a device is, is measured.
+
+With --link what ranks say is slowed as well (benchmarks/slow_link.py): every message takes its latency and
+its bytes, beside what gloo needs for it, in what measures the link as in the steps.
 
 Both are measured as `petune plan --auto` does it, at the same time, and so is the link. Then steps of the two
 plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank that
@@ -57,17 +61,18 @@ import torch
 
 from benchmarks.parallel import ENVIRONMENT, GIB, RUNS, Here, Job, Options, Shape, attempt, stepper
 from benchmarks.shapes import TINY, Case, method_settings
+from benchmarks.slow_link import slow_link
 from benchmarks.twice import Twice
 from petune.estimate.balance import reduced
 from petune.estimate.choice import Choice
-from petune.estimate.cluster import Cluster, Link
+from petune.estimate.cluster import Cluster
 from petune.estimate.forecast import PROCESS, priced, sketch
 from petune.estimate.fused_forecast import outlook
-from petune.estimate.measure import cluster_of, device_facts
+from petune.estimate.measure import cluster_of, device_facts, link_of
 from petune.estimate.planner import Planner
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, describe
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
-from petune.parallel.launch.link_speed import link_speed
+from petune.parallel.link_speed import link_speed
 from petune.parallel.mesh import coordinate
 from petune.parallel.plan import apportion
 from petune.recipe import Recipe, load_recipe
@@ -104,7 +109,7 @@ MEMORY = (
     "fused off",
 )
 TICK_S = 1e-3  # between two looks at what the slowed process has used
-WARM = 3  # steps of each plan that do not count
+WARM = {"cpu": 1, "cuda": 3}  # steps of each plan that do not count
 ALIKE = 1e-2  # losses of plans that train alike, relatively
 LONGEST_S = 60.0  # of the steps of a backend, if three of each plan count by then
 
@@ -112,7 +117,7 @@ LONGEST_S = 60.0  # of the steps of a backend, if three of each plan count by th
 @dataclass(frozen=True)
 class Asked:
     """What the command line says. folder: for files of this run; most: plans beside the one found, 0 for
-    all."""
+    all; link: bytes a second and seconds of a message, where the link is slowed."""
 
     device: str
     folder: str
@@ -124,11 +129,17 @@ class Asked:
     steps: int
     every: bool
     most: int
+    link: tuple[float, float] | None
 
     @property
     def rows(self) -> int:
         """Of a step."""
         return self.shape.case.rows
+
+    @property
+    def place(self) -> Path:
+        """Of the config's file, which is written before ranks read it."""
+        return Path(self.folder, "llama.json")
 
     def config(self) -> Any:
         """transformers' config of the model."""
@@ -146,9 +157,7 @@ class Asked:
     def recipe(self) -> Recipe:
         """The same model and method as a recipe, for what measures and plans."""
         case = self.shape.case
-        place = Path(self.folder, "llama.json")
-        place.write_text(json.dumps(self.config().to_dict()))
-        settings = {"model": f"config:{place}", "data": {"path": "nowhere", "max_length": case.tokens}}
+        settings = {"model": f"config:{self.place}", "data": {"path": "nowhere", "max_length": case.tokens}}
         settings |= {"task": "causal", "method": {"name": case.method, **method_settings(case)}}
         settings |= {"batch_size": case.rows, "device": self.device, "kernels": self.kernels}
         settings |= {"dtype": "bf16" if self.dtype is torch.bfloat16 else "fp32"}
@@ -232,20 +241,31 @@ def slow_way(asked: Asked, here: Here) -> AbstractContextManager[Any]:
     return crowded(round(asked.slow), here.device) if here.cuda else slowed(asked.slow)
 
 
-def told(run: Callable[[Job, Here, Options], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The same, and whatever is raised on any rank is printed in full."""
+def told(run: Callable[[Job, Here, Options], dict[str, Any]], asked: Asked) -> Callable[..., dict[str, Any]]:
+    """The same, over the link that was asked for, and whatever is raised on any rank is printed in full."""
 
     def on_a_rank(job: Job, here: Here, options: Options) -> dict[str, Any]:
         if not here.cuda:
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[here.rank % len(cores)]})
+            os.sched_setaffinity(0, {cores_apart()[here.rank]})
         try:
-            return run(job, here, options)
+            with nullcontext() if asked.link is None else slow_link(*asked.link):
+                return run(job, here, options)
         except BaseException:
             print(f"\nrank {here.rank}, {job.name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             raise
 
     return on_a_rank
+
+
+def cores_apart() -> tuple[int, int]:
+    """Two processors that share no core, where there are such; else any two, or the only one twice."""
+    every = sorted(os.sched_getaffinity(0))
+    first, others = every[0], every[1:] or every
+    together = Path(f"/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list")
+    beside = together.read_text().strip() if together.exists() else ""
+    ends = [[int(end) for end in part.split("-")] for part in beside.split(",") if part]
+    apart = [one for one in others if not any(low[0] <= one <= low[-1] for low in ends)]
+    return first, (apart or others)[0]
 
 
 def measure(asked: Asked, job: Job, here: Here, options: Options) -> dict[str, Any]:
@@ -317,7 +337,7 @@ def take_turns(
     times: list[list[float]] = [[] for _ in ways]
     peaks, losses = [0.0] * len(ways), [0.0] * len(ways)
     late = time.perf_counter() + LONGEST_S
-    for turn in range(1 - WARM, asked.steps):
+    for turn in range(1 - WARM[asked.device], asked.steps):
         if here.meet(time.perf_counter() > late) and turn >= min(3, asked.steps):
             break
         for at, step in enumerate(ways):
@@ -474,7 +494,7 @@ def show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def do(job: Job, run: Callable[..., dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
     """What two fresh processes, one for each device, answer; none where one fails, which is printed."""
-    RUNS[job.run] = told(run)
+    RUNS[job.run] = told(run, asked)
     kernels = Options(2, asked.device, "", False, 0, asked.steps, False, "fork", asked.kernels)
     (outcome,) = attempt([job], kernels, time.monotonic() + job.limit)
     if outcome.error:
@@ -492,7 +512,7 @@ def measured(asked: Asked) -> tuple[Cluster, list[dict[str, Any]]]:
     found = do(Job("measuring", "measure", 2, limit=150), partial(measure, asked), asked)
     if not found:
         raise SystemExit(1)
-    return cluster_of([one["facts"] for one in found], Link(*found[0]["link"])), found
+    return cluster_of([one["facts"] for one in found], link_of(found[0]["link"])), found
 
 
 def heading(asked: Asked, cluster: Cluster, load: float) -> None:
@@ -505,6 +525,9 @@ def heading(asked: Asked, cluster: Cluster, load: float) -> None:
         f" {case.rows} rows of {case.tokens} tokens, hidden {sizes.hidden_size},"
         f" {sizes.num_hidden_layers} blocks, LoRA, {str(asked.dtype).removeprefix('torch.')}."
     )
+    if asked.link is not None:
+        rate, latency = asked.link
+        print(f"Over a link of {rate / 1e6:g} MB/s and {1e3 * latency:g} ms a message, beside gloo's own.")
     how = f"runs its work {asked.slow:g} times" if asked.twice else f"asked for {asked.slow:g} : 1"
     print(
         f"Measured speeds {rates[0] / rates[1]:.2f} : 1, {how}; link {1e6 * cluster.inside.latency:.0f} us,"
@@ -527,6 +550,7 @@ def parsed() -> argparse.Namespace:
         type=float,
         help="how many times slower the second device is: 3, 2 on GPUs and where work runs twice",
     )
+    parser.add_argument("--link", help="MB/s, or MB/s,ms a message, of a link that is slowed: 100,1")
     parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
     parser.add_argument("--every", action="store_true", help="beside the plan found, others of its backend")
     parser.add_argument("--most", type=int, help="of these, the nearest: all on a CPU, 11 on GPUs")
@@ -549,7 +573,14 @@ def asked_by(given: argparse.Namespace, folder: str) -> Asked:
         given.steps,
         given.every,
         (11 if cuda else 0) if given.most is None else given.most,
+        link_asked(given.link) if given.link else None,
     )
+
+
+def link_asked(text: str) -> tuple[float, float]:
+    """Bytes a second, and seconds of a message, of what --link says."""
+    bandwidth, _, latency = text.partition(",")
+    return 1e6 * float(bandwidth), 1e-3 * float(latency or 0)
 
 
 def main() -> int:
@@ -559,6 +590,7 @@ def main() -> int:
     os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory() as folder:
         asked = asked_by(given, folder)
+        asked.place.write_text(json.dumps(asked.config().to_dict()), encoding="utf-8")
         cluster, facts = measured(asked)
         heading(asked, cluster, load)
         answers: dict[str, list[dict[str, Any]]] = {}

@@ -143,3 +143,8 @@ def reduced(values: Sequence[int]) -> tuple[int, ...]:
     """The same ratio in the smallest whole numbers."""
     divisor = math.gcd(*values)
     return tuple(value // divisor for value in values)
+
+
+def up_to(each: float, most: int, count: int) -> float:
+    """A cost: of so many units, of which there is room for `most`."""
+    return each * count if count <= most else math.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from petune.estimate.cluster import Cluster
-from petune.estimate.step_time import StepTime
+from petune.estimate.durations import StepTime
 from petune.parallel import ParallelConfig, ParallelPlan
 
 

@@ -7,12 +7,13 @@
           - {device: big, count: 8, times: 4}
           - {devices: [big, small]}
         links:
-          inside:  {latency: 5e-6, bandwidth: 350e9}
+          inside:  {latency: 5e-6, bandwidth: 350e9, kinds: {send: {latency: 9e-6, bandwidth: 360e9}}}
           between: {latency: 2e-5, bandwidth: 40e9}
 
 A device is a preset of petune.kernels.memory.block_cost (`rates`; without it the one that its name has in
 it), `speed` times as fast in everything, or with `matmul` FLOP/s and everything else in that ratio. launch:
-seconds between two kernels. Bandwidths are bytes/s one way, latencies seconds. Ranks are numbered as hosts
+seconds between two kernels. Bandwidths are bytes/s one way, latencies seconds; kinds: of messages that go
+another way than gradients do, by the names of petune.parallel.link_speed. Ranks are numbered as hosts
 stand, each host's one after the other, `times` hosts alike.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf, isfinite
 from pathlib import Path
@@ -46,10 +47,23 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds before the first byte of a message arrives, and bytes a second from then on, one way."""
+    """Seconds before the first byte of a message arrives, and bytes a second from then on, one way. kinds:
+    the same of messages that have figures of their own, by name."""
 
     latency: float = 0.0
     bandwidth: float = inf
+    kinds: tuple[tuple[str, float, float], ...] = ()
+
+    def of(self, kind: str) -> Link:
+        """By which messages of a kind go, as `hidden uneven all-gather`: its own, else the one without the
+        first word, else the link itself."""
+        while True:
+            for name, latency, bandwidth in self.kinds:
+                if name == kind:
+                    return Link(latency, bandwidth)
+            if " " not in kind:
+                return self
+            kind = kind.partition(" ")[2]
 
     def seconds(self, messages: float, size: float) -> float:
         """Of `size` bytes in all, sent in so many messages one after the other; nothing takes no time."""
@@ -196,9 +210,17 @@ class _Reader:
 
     def link(self, name: str, value: Any) -> Link:
         where = f"links.{name}"
-        given = self.mapping(value, where, [entry.name for entry in fields(Link)])
+        given = value if isinstance(value, dict) else {}
+        kinds = self.all(given["kinds"], f"{where}.kinds") if "kinds" in given else {}
+        own = (self._speed(f"{where}.kinds.{kind}", one) for kind, one in kinds.items())
+        return Link(
+            *self._speed(where, value), tuple((kind, *speed) for kind, speed in zip(kinds, own, strict=True))
+        )
+
+    def _speed(self, where: str, value: Any) -> tuple[float, float]:
+        given = self.mapping(value, where, ("latency", "bandwidth", "kinds")[: 3 - where.count(".kinds.")])
         latency = self.number(f"{where}.latency", given.get("latency", 0.0))
-        return Link(latency, self.number(f"{where}.bandwidth", given.get("bandwidth"), 1e-9))
+        return latency, self.number(f"{where}.bandwidth", given.get("bandwidth"), 1e-9)
 
 
 def written(cluster: Cluster) -> str:
@@ -216,5 +238,11 @@ def written(cluster: Cluster) -> str:
         lines.append(f"  - {{devices: [{names}]}}")
     lines.append("links:")
     for name, one in (("inside", cluster.inside), ("between", cluster.between)):
-        lines.append(f"  {name}: {{latency: {one.latency:.3g}, bandwidth: {one.bandwidth:.4g}}}")
+        own = ", ".join(f"{kind}: {{{_figures(*figures)}}}" for kind, *figures in one.kinds)
+        beside = f", kinds: {{{own}}}" if own else ""
+        lines.append(f"  {name}: {{{_figures(one.latency, one.bandwidth)}{beside}}}")
     return "\n".join(lines) + "\n"
+
+
+def _figures(latency: float, bandwidth: float) -> str:
+    return f"latency: {latency:.3g}, bandwidth: {bandwidth:.4g}"

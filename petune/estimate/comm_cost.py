@@ -27,6 +27,7 @@ from petune.models.experts import reached
 from petune.models.spec import Family, Region, Shape, StackName
 from petune.parallel.plan import Cut, ParallelPlan
 
+SUM = "all-reduce"
 # When an exchange happens. Of a region: as it is entered, as it is left, at one end forward and at the other
 # backward, or inside; then of a stack, of all stacks, between stages, and of a whole step.
 When = (
@@ -230,6 +231,11 @@ def _gathered(shares: Sequence[int], size: int) -> int:
 def summed_over(ranks: int, size: int) -> int:
     """Bytes a rank sends to all-reduce tensors of `size` bytes."""
     return _reduced(ranks, size)
+
+
+def messages(operation: str, ranks: int) -> int:
+    """Messages one after the other of a collective in a ring."""
+    return 2 * (ranks - 1) if operation == SUM else ranks - 1
 
 
 # ---------------------------------------------------------------- pipelines

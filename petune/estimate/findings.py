@@ -14,6 +14,7 @@ from petune.estimate.measure import measured
 from petune.estimate.planner import Planner
 from petune.log import human
 from petune.parallel import ParallelConfig, describe
+from petune.parallel.configs import CutConfig
 from petune.recipe import load_recipe
 from petune.recipe.yaml_lines import write_scalar
 from petune.run.job import Job
@@ -39,6 +40,7 @@ def name_of(choice: Choice) -> str:
     words, plan = [], choice.plan
     for name, axis in choice.parallel.axes.items():
         text = f"{name} {axis.size}"
+        text += ", overlapped" if isinstance(axis, CutConfig) and axis.overlap else ""
         text += " sharded" if name == "dp" and plan.sharding is not None else ""
         if name == "pp":
             text += f" {plan.schedule}, {plan.microbatches} micro-batches"

@@ -225,7 +225,7 @@ def policy_for(
             shape,
             len(specs),
             tokens=tokens,
-            sequence=min(rounded(longest), tokens),
+            sequence=min(rounded(longest, 128), tokens),
             fixed=fixed,
             vocabulary=max(vocabulary_of(one) if hasattr(one, "lm_head") else 0 for one in fused),
             budget=_budget(config, memory, fixed, plan.sharding is not None),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, cast
 
 from petune.parallel import ParallelConfig
 from petune.parallel.configs import ROWS, CutConfig, DpConfig, EpConfig, PpConfig
@@ -62,6 +62,16 @@ def kind_of(parallel: ParallelConfig) -> str:
     sharded = parallel.dp is not None and parallel.dp.shard
     looped = parallel.pp is not None and parallel.pp.schedule
     return f"{' '.join(parallel.axes)} {sharded} {looped}"
+
+
+def overlapped(parallel: ParallelConfig) -> ParallelConfig:
+    """The same with a cut whose ranks hide what they say."""
+    axes = {
+        name: replace(axis, overlap=True)
+        for name, axis in parallel.axes.items()
+        if isinstance(axis, CutConfig)
+    }
+    return replace(parallel, **cast("dict[str, Any]", axes))
 
 
 def plain(parallel: ParallelConfig) -> dict[str, dict[str, Any]]:

@@ -5,31 +5,43 @@ A model of the recipe's with two blocks in each stack, tuned as the recipe says 
 random, runs forward and back over one, two and four rows. Of the seconds the preset of the device
 (petune.kernels.memory.block_cost) foretells, the measured ones are so many times as long, and each operation
 takes so long beside: a line through three points, by least squares of relative errors.
+
+The preset of a CPU is assumed, its memory's rate too, and what moves memory is what a rank computes whatever
+its share of a block (norms, residuals). So there a rank's half of the same model runs as well, without the
+other, which tells both rates apart.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from petune.errors import UsageError
 from petune.estimate.cluster import Cluster, Device, Link, scaled
+from petune.estimate.footprint import held_by
 from petune.estimate.forecast import Sketch, limits_of, sketch
+from petune.estimate.rank_shares import share_of
 from petune.estimate.workload import Workload, line, workload
 from petune.kernels.fuse import fuse
 from petune.kernels.memory.block_cost import Rates, rates_of
+from petune.parallel import ParallelConfig, make_plan
+from petune.parallel.configs import CutConfig
 from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
-from petune.parallel.launch.link_speed import link_speed
+from petune.parallel.link_speed import link_speed
+from petune.parallel.mesh import Coordinate
+from petune.parallel.plan import Cut
 from petune.recipe import Recipe
 from petune.run.build import choose_place
 from petune.run.folder import RunFolder
@@ -37,6 +49,7 @@ from petune.run.job import Job
 
 BLOCKS = 2  # of each stack, so that the first is not all
 ROWS = (1, 2, 4)
+HALVED = (1, 4)  # rows of which a half of the blocks is measured as well
 SECONDS = 1.0  # for each number of rows
 LEAST = 3  # repetitions
 
@@ -50,7 +63,7 @@ def measured(recipe: Recipe, world: int | None = None) -> Cluster:
         file, answer = Job(recipe, RunFolder.of(recipe)).write(Path(scratch)), Path(scratch) / "cluster.json"
         launch([sys.executable, "-m", "petune", "--measure", str(file), str(answer)], number)
         found = json.loads(answer.read_text(encoding="utf-8"))
-    return cluster_of(found["devices"], Link(*found["link"]))
+    return cluster_of(found["devices"], link_of(found["link"]))
 
 
 def devices_here(recipe: Recipe) -> int:
@@ -72,37 +85,64 @@ def measure_rank(job: Path, answer: Path) -> None:
     process_group.leave()
 
 
+def link_of(speeds: Mapping[str, tuple[float, float]]) -> Link:
+    """The link of what `link_speed` has found: that of gradients, and of every other kind of message."""
+    kinds = ((kind, *speed) for kind, speed in speeds.items() if kind != "gradients")
+    return Link(*speeds["gradients"], tuple(kinds))
+
+
 def cluster_of(facts: Sequence[dict[str, Any]], link: Link) -> Cluster:
     """The devices of one machine, by what their processes have found."""
     devices = []
     for rank, one in enumerate(facts):
-        rates = replace(scaled(rates_of(one["preset"]), one["speed"]), launch=one["launch"])
+        rates = scaled(rates_of(one["preset"]), one["speed"])
+        traffic = one["traffic"] / one["speed"]
+        rates = replace(rates, launch=one["launch"], memory=rates.memory * traffic)
         devices.append(Device(f"{one['preset']} {rank}", rates, one["memory"]))
     return Cluster(tuple(devices), link, link)
 
 
 def device_facts(recipe: Recipe) -> dict[str, Any]:
-    """What this process finds of its device: the preset, how many times as fast it is, seconds of a launch,
-    bytes."""
+    """What this process finds of its device: the preset, how many times as fast it and its memory are,
+    seconds of a launch, bytes."""
     device = choose_place(recipe).device
     cuda = device.type == "cuda"
     preset = torch.cuda.get_device_name(device) if cuda else "CPU"
     drawn = sketch(recipe, BLOCKS, str(device))
-    run = _runner(drawn, device)
-    speed, launch_s = fitted(
-        workload(drawn), rates_of(preset), [(rows, _fastest(run, rows)) for rows in ROWS]
-    )
+    half = None if cuda else _half(drawn)
+    run = _runner(drawn, drawn.model, device)
+    points: list[Point] = [(rows, None, _fastest(run, rows)) for rows in ROWS]
+    if half is not None:
+        plan, model = half
+        run = _runner(drawn, model, device)
+        points += [(rows, plan, _fastest(run, rows)) for rows in HALVED]
+    speed, traffic, launch_s = fitted(workload(drawn), rates_of(preset), points)
     memory = (
         torch.cuda.get_device_properties(device).total_memory
         if cuda
         else limits_of(process_group.started()[1], "cpu", None)[0]
     )
-    return {"preset": preset, "speed": speed, "launch": launch_s, "memory": memory}
+    return {"preset": preset, "speed": speed, "traffic": traffic, "launch": launch_s, "memory": memory}
 
 
-def _runner(drawn: Sketch, device: torch.device) -> Callable[[int], None]:
+def _half(drawn: Sketch) -> tuple[Cut, nn.Module] | None:
+    """What one of two ranks has of the model under tp, whose vocabulary is whole; None where it cannot be
+    cut so."""
+    if drawn.family is None:
+        return None
+    config, rows, head = ParallelConfig(tp=CutConfig(size=2, vocabulary=False)), drawn.work.rows, False
+    try:
+        plan = make_plan(config, drawn.family, drawn.config, 2, rows, 2, head)
+        held = held_by(drawn.model, drawn.family, plan, Coordinate())
+    except UsageError:
+        return None
+    assert plan.cut is not None
+    return plan.cut, held.modules[0]
+
+
+def _runner(drawn: Sketch, model: nn.Module, device: torch.device) -> Callable[[int], None]:
     """A forward and a backward pass over so many rows."""
-    model, recipe = drawn.model.train(), drawn.recipe
+    model, recipe = model.train(), drawn.recipe
     if recipe.kernels != "off" and not recipe.compile and device.type == "cuda":
         fuse(model, drawn.family, recipe.kernels, recipe.memory)
     for value in model.parameters():
@@ -144,21 +184,55 @@ def _fastest(run: Callable[[int], None], rows: int) -> float:
     return min(found)
 
 
-def fitted(work: Workload, preset: Rates, points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(how many times as fast as the preset, seconds of a launch) of a device with these seconds by rows."""
-    sums = []
-    for rows, seconds in points:
-        whole = [line(preset, part, rows) for part in work.parts(0, len(work.blocks)).elements()]
-        ways = [way for one in whole for way in (one.forward, one.backward)]
-        launches = sum(fixed for fixed, _ in ways) / preset.launch
-        sums.append((sum(slope for _, slope in ways) / seconds, launches / seconds))
-    # least squares of 1 = times * x + launch * y
-    xx, xy, yy = (sum(one[a] * one[b] for one in sums) for a, b in ((0, 0), (0, 1), (1, 1)))
-    x, y = sum(one[0] for one in sums), sum(one[1] for one in sums)
-    determinant = xx * yy - xy * xy
-    times, launch_s = (
-        ((x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant) if determinant else (0.0, 0.0)
-    )
-    if times <= 0 or launch_s < 0:
-        times, launch_s = x / xx, 0.0
-    return 1 / times, launch_s
+Point = tuple[int, Cut | None, float]  # rows, the cut of which the first rank has run, seconds
+
+
+# what is fitted by itself: computing (0), what moves memory (1) and launches (2), by the first that can be
+_APART = (((0,), (1,), (2,)), ((0,), (1,)))
+_TOGETHER = (((0, 1), (2,)), ((0, 1),))
+_NUDGE = 1e-6  # by which memory is slower, to see what that is to a part
+_STEPS = 10  # a product may turn out to be bound by memory, or no longer so
+
+
+def fitted(work: Workload, preset: Rates, points: Sequence[Point]) -> tuple[float, float, float]:
+    """(how many times as fast as the preset, as its memory, seconds of a launch) of a device with these
+    seconds; both rates are alike where no cut was run, or no two rates give such seconds."""
+    halved = any(cut is not None for _, cut, _ in points)
+    ways = (_fit(work, preset, points, one) for one in (*_APART * halved, *_TOGETHER))
+    return next(one for one in ways if one is not None)
+
+
+def _fit(
+    work: Workload, preset: Rates, points: Sequence[Point], groups: Sequence[tuple[int, ...]]
+) -> tuple[float, float, float] | None:
+    """The same by least squares of relative errors, each group alike; None where a rate would be none."""
+    speed = traffic = 1.0
+    launch_s = 0.0
+    for _ in range(_STEPS):
+        rates = replace(scaled(preset, speed), memory=preset.memory * traffic, launch=1.0)
+        rows = []
+        for number, cut, seconds in points:
+            terms = _foretold(work, rates, number, cut)
+            rows.append([sum(terms[one] for one in group) / seconds for group in groups])
+        known = torch.tensor(rows, dtype=torch.float64)
+        solved = torch.linalg.lstsq(known, torch.ones(len(rows), dtype=known.dtype)).solution.tolist()
+        found = {one: times for group, times in zip(groups, solved, strict=True) for one in group}
+        launch_s = found.get(2, 0.0)
+        if launch_s < 0 or not 0 < min(found[0], found[1]) <= max(found[0], found[1]) < math.inf:
+            return None
+        speed, traffic = speed / found[0], traffic / found[1]
+    return speed, traffic, launch_s
+
+
+def _foretold(work: Workload, rates: Rates, rows: int, cut: Cut | None) -> tuple[float, float, float]:
+    """Seconds of what is bound by computing and by memory, and launches, of the first rank of a cut. rates:
+    of which a launch takes a second."""
+    slower, computing, moving, launches = replace(rates, memory=rates.memory / (1 + _NUDGE)), 0.0, 0.0, 0.0
+    for part, times in work.parts(0, len(work.blocks)).items():
+        share = times * share_of(part, cut, 0)
+        one, other = line(rates, part, rows), line(slower, part, rows)
+        for way, nudged in ((one.forward, other.forward), (one.backward, other.backward)):
+            bound = (nudged[1] - way[1]) / _NUDGE  # by memory
+            computing, moving = computing + share * (way[1] - bound), moving + share * bound
+            launches += times * way[0]
+    return computing, moving, launches

@@ -20,17 +20,24 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from petune.errors import MachineError, RecipeError, UsageError
-from petune.estimate.balance import balance, partition, reduced
+from petune.estimate.balance import balance, partition, reduced, up_to
 from petune.estimate.choice import Choice, Findings
 from petune.estimate.cluster import Cluster
+from petune.estimate.durations import Both, Group
 from petune.estimate.expert_shares import over_experts
 from petune.estimate.forecast import Sketch
-from petune.estimate.layouts import kind_of, layouts, plain
-from petune.estimate.rank_shares import by_tokens, numbers_of, span, spread_of
+from petune.estimate.halves import may_pay
+from petune.estimate.layouts import kind_of, layouts, overlapped, plain
+from petune.estimate.rank_shares import (
+    beside_regions,
+    numbers_of,
+    span,
+    spread_of,
+    tokens_by_speed,
+)
 from petune.estimate.room import Rest, Room
-from petune.estimate.step_time import Both, Clock, Group
+from petune.estimate.step_time import Clock
 from petune.estimate.workload import Part, Place, line_of, seconds_at, workload
-from petune.kernels.memory.block_cost import Rates
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
 from petune.parallel.plan import ALONE, Cut, apportion, columns_together, grain, in_flight
@@ -38,7 +45,6 @@ from petune.recipe import load_recipe
 
 NEAR = 0.95  # of what a layout takes at best by a rough rule: one beyond it is not looked at
 SHOWN = 2  # plans that are told of
-FINEST = 64  # of a ratio of tokens
 
 
 # ---------------------------------------------------------------- the search
@@ -74,7 +80,8 @@ class Planner:
             whole = replace(layout, dp=layout.dp and replace(layout.dp, shard=False, replicas=1))
             try:
                 if whole not in known:
-                    known[whole] = self.clocks[False].at_best(self.plan(whole))
+                    plans = (self.plan(one) for one in self._hidden_or_not(whole))
+                    known[whole] = min(map(self.clocks[False].at_best, plans))
                 even.append((known[whole], layout))
             except UsageError as error:
                 left_out[error.problems[0].what] += 1
@@ -112,12 +119,19 @@ class Planner:
     def _that_fit(self, layout: ParallelConfig, even: ParallelPlan, again: bool) -> list[Choice]:
         """The plans of a layout that fit, if blocks are computed `again`."""
         found = []
-        for parallel in self.shared(layout, again) if self._could_fit(even, again) else ():
+        shared = self.shared(layout, again) if self._could_fit(even, again) else ()
+        for parallel in (one for lists in shared for one in self._hidden_or_not(lists)):
             plan = self.plan(parallel)
             if not math.isinf(fullest := self.fullest(plan, again)):
                 time, fused = self.clocks[again].of(plan), self.room.fuses(plan)
                 found.append(Choice(parallel, plan, again, time, fullest, fused))
         return found
+
+    def _hidden_or_not(self, parallel: ParallelConfig) -> list[ParallelConfig]:
+        """These axes, and the same with `overlap: true` where that may pay."""
+        plan, work = self.plan(parallel), self.work
+        tried = work.overlaps and may_pay(plan, work) and self.room.fuses(plan)
+        return list(dict.fromkeys([parallel, overlapped(parallel)])) if tried else [parallel]
 
     def _refusal(self, parallel: ParallelConfig) -> str:
         """Why a recipe may not have such axes, by its rules; empty where it may."""
@@ -174,8 +188,9 @@ class Planner:
 
     def _rest(self, plan: ParallelPlan, pp: int, start: int, end: int, rows: float) -> Rest:
         shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas
-        piece = -(-rows // plan.microbatches)
-        return Rest(start, end, piece, in_flight(plan, pp), plan.sharding, shards, self.room.fuses(plan))
+        piece, fused = -(-int(rows) // plan.microbatches), self.room.fuses(plan)
+        reckoned = self.room.in_steps(piece) if fused else piece
+        return Rest(start, end, reckoned, in_flight(plan, pp), plan.sharding, shards, fused)
 
     # ------------------------------------------------------------ shares
 
@@ -185,11 +200,11 @@ class Planner:
         plan = self.plan(layout)
         seen = {layout}
         yield layout
-        for parts in ({},) if plan.cut is None else self._stacked():
+        for parts, even in [(Counter[Part](), False)] if plan.cut is None else self._stacked(plan.cut):
             with suppress(
                 MachineError, UsageError
             ):  # too little memory, or too few rows or blocks for these lists
-                found = self._cut(self._over_experts(layout, plan, again), plan, again, parts)
+                found = self._cut(self._over_experts(layout, plan, again), plan, again, parts, even)
                 for _ in range(2 if plan.pp > 1 and plan.dp > 1 else 1):  # stages suit rows, and rows stages
                     found = self._staged(found, self.plan(found), again)
                     found = self._rowed(found, self.plan(found), again)
@@ -197,11 +212,13 @@ class Planner:
                     seen.add(found)
                     yield found
 
-    def _stacked(self) -> list[Counter[Part]]:
-        """The parts of all blocks, and where there are several stacks those of each."""
+    def _stacked(self, cut: Cut) -> list[tuple[Counter[Part], bool]]:
+        """The parts of all blocks, and where there are several stacks those of each, each with whether tokens
+        stay even beside them: what is gathered is on its way as long as its longest part."""
         ends = accumulate(self.work.depth.values(), initial=0)
         ranges = dict.fromkeys([(0, len(self.work.blocks)), *pairwise(ends)])
-        return [self.work.of_blocks(*one) for one in ranges]
+        ways = (False, True) if cut.sequence and (cut.heads or cut.columns) else (False,)
+        return [(self.work.of_blocks(*one), even) for one in ranges for even in ways]
 
     def _groups(self, plan: ParallelPlan) -> set[tuple[int, Group]]:
         """The different groups of ranks that share blocks, each with its place in the pipeline."""
@@ -218,9 +235,15 @@ class Planner:
         return over_experts(layout, plan, self.clocks[again], price)
 
     def _cut(
-        self, layout: ParallelConfig, plan: ParallelPlan, again: bool, every: Mapping[Part, int]
+        self,
+        layout: ParallelConfig,
+        plan: ParallelPlan,
+        again: bool,
+        every: Mapping[Part, int],
+        even: bool,
     ) -> ParallelConfig:
-        """Heads, columns and tokens by how fast ranks are in each, of `every` part of the blocks."""
+        """Heads, columns and tokens by how fast ranks are in each, of `every` part of the blocks; tokens that
+        are to stay `even` are left so."""
         cut, clock = plan.cut, self.clocks[False]
         if cut is None:
             return layout
@@ -230,16 +253,19 @@ class Planner:
         name, axis = next((name, axis) for name, axis in layout.axes.items() if isinstance(axis, CutConfig))
         shape, filled = self.work.shape, dict[str, Any]()
         room = self._limits(plan, again)
+        beside = beside_regions(every, cut)
 
         def costs(places: Sequence[Place], total: int) -> list[Any]:
             parts = {part: times for part, times in every.items() if part.place in places}
-            lines = [[line_of(rates, parts, piece) for rates in own] for own in by_rank]
+            lines = [
+                [(line_of(rates, parts, piece), sum(line_of(rates, beside(places), piece))) for rates in own]
+                for own in by_rank
+            ]
 
             def cost(index: int, count: int) -> float:
                 share = count / total
-                return (
-                    max(seconds_at(one, share) for one in lines[index]) if share <= room[index] else math.inf
-                )
+                seconds = max(seconds_at(one, share) + more for one, more in lines[index])
+                return seconds if share <= room[index] else math.inf
 
             return [partial(cost, index) for index in range(plan.tp)]
 
@@ -253,9 +279,8 @@ class Planner:
             steps, rest = divmod(shape.columns, step)
             *counts, last = balance(steps, costs(["mlp", "experts"], steps), "MLP column")
             filled["columns"] = (*(count * step for count in counts), last * step + rest)
-        if cut.sequence:
-            sequence = self._tokens(cut, every, by_rank, piece)
-            filled["sequence"] = reduced(sequence)
+        if cut.sequence and not even:
+            filled["sequence"] = reduced(tokens_by_speed(cut, every, by_rank, piece))
         if len(set(map(frozenset, by_rank))) == 1 and "sequence" not in filled:
             return layout
         found: dict[str, Any] = {name: replace(axis, **filled)}
@@ -277,23 +302,6 @@ class Planner:
                 known[key] = self.room.most(plan.cut, rest, again, device.memory - messages)
             found[tp] = min(found[tp], known[key])
         return found
-
-    def _tokens(
-        self, cut: Cut, parts: Mapping[Part, int], by_rank: Sequence[set[Rates]], rows: float
-    ) -> tuple[int, ...]:
-        """Tokens of the ranks, of which later ones cost more where attention is causal."""
-        own = {part: times for part, times in parts.items() if by_tokens(part, cut)}
-        turned = cut.exchange == "ulysses"
-        late = {part: own[part] for part in own if part.place == "scores" and part.causal and not turned}
-        same = {part: own[part] for part in own if part not in late}
-        lines = [[(line_of(one, same, rows), line_of(one, late, rows)) for one in rates] for rates in by_rank]
-        total = max(FINEST, 4 * len(by_rank))
-
-        def cost(index: int, start: int, end: int) -> float:
-            share, seen = (end - start) / total, (end**2 - start**2) / total**2
-            return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in lines[index])
-
-        return partition(total, len(by_rank), cost, "token")
 
     def _staged(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
         """Blocks by how long stages take, with embedding and head in theirs."""
@@ -373,7 +381,7 @@ class Planner:
                     range(1, rows + 1), True, key=lambda count: self._overflows(plan, dp, count, again)
                 )
                 known[key] = each, most
-            costs.append(partial(_within, *known[key]))
+            costs.append(partial(up_to, *known[key]))
         shares = balance(rows, costs, "row", plan.microbatches)
         return replace(layout, dp=replace(layout.dp, shares=reduced(shares) if len(set(shares)) > 1 else ()))
 
@@ -385,8 +393,3 @@ class Planner:
                 if device.memory is not None and self.bytes_of(plan, pp, index, rows, again) > device.memory:
                     return True
         return False
-
-
-def _within(each: float, most: int, count: int) -> float:
-    """Seconds of so many rows; infinite beyond the most."""
-    return each * count if count <= most else math.inf

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from petune.estimate.balance import partition
 from petune.estimate.footprint import routed
-from petune.estimate.workload import Part, Workload
+from petune.estimate.workload import Block, Part, Place, Workload, line_of, seconds_at
+from petune.kernels.memory.block_cost import Rates
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
+
+FINEST = 64  # of a ratio of tokens
+TALKING = ("attention", "scores", "mlp", "experts")  # places of regions behind which ranks meet
 
 
 def share_of(part: Part, cut: Cut | None, index: int) -> float:
@@ -27,6 +32,37 @@ def share_of(part: Part, cut: Cut | None, index: int) -> float:
             return ((start + cut.sequence[index]) ** 2 - start**2) / whole**2
         return _fraction(cut.sequence, index)
     return _fraction(cut.columns if of_mlp else cut.heads, index)
+
+
+Weighed = tuple[tuple[Part, float], ...]
+
+
+def segments(block: Block, cut: Cut | None) -> list[Weighed]:
+    """What the ranks of a cut compute between two meetings, with how much of each part. Where hidden states
+    are whole, ranks meet behind attention and MLP alone, and norms and adapters count to these alike: a slow
+    rank that computes them in full has the less of a region."""
+    alone = [tuple((part, 1.0) for part in region) for region in block]
+    talking = [one for one in alone if one[0][0].place in TALKING]
+    if cut is None or cut.connection == "sequence" or not talking:
+        return alone
+    quiet = [pair for one in alone if one[0][0].place == "connection" for pair in one]
+    beside = tuple((part, times / len(talking)) for part, times in quiet)
+    others = [one for one in alone if one[0][0].place == "ladder"]
+    return [one + beside for one in talking] + others
+
+
+def beside_regions(every: Mapping[Part, int], cut: Cut) -> Callable[[Sequence[Place]], dict[Part, float]]:
+    """Of `every` part of blocks, those that count to regions of some places, as in `segments`, with how many
+    there are of each."""
+    talking = {part: times for part, times in every.items() if part.place in ("attention", "mlp", "experts")}
+    quiet = {part: times for part, times in every.items() if part.place == "connection"}
+
+    def beside(places: Sequence[Place]) -> dict[Part, float]:
+        own = sum(times for part, times in talking.items() if part.place in places)
+        part_of = own / sum(talking.values()) if cut.connection == "whole" else 0.0
+        return {part: times * part_of for part, times in quiet.items()}
+
+    return beside
 
 
 def held_of(part: Part, cut: Cut | None, index: int) -> float:
@@ -52,6 +88,25 @@ def by_tokens(part: Part, cut: Cut) -> bool:
     if part.place in ("connection", "ladder"):
         return True
     return cut.layout("mlp" if part.place in ("mlp", "experts") else "attention") == "sequence"
+
+
+def tokens_by_speed(
+    cut: Cut, parts: Mapping[Part, int], by_rank: Sequence[set[Rates]], rows: float
+) -> tuple[int, ...]:
+    """Tokens of the ranks, of which later ones cost more where attention is causal. by_rank: of each, the
+    rates of all devices at its place."""
+    own = {part: times for part, times in parts.items() if by_tokens(part, cut)}
+    turned = cut.exchange == "ulysses"
+    late = {part: own[part] for part in own if part.place == "scores" and part.causal and not turned}
+    same = {part: own[part] for part in own if part not in late}
+    lines = [[(line_of(one, same, rows), line_of(one, late, rows)) for one in rates] for rates in by_rank]
+    total = max(FINEST, 4 * len(by_rank))
+
+    def cost(index: int, start: int, end: int) -> float:
+        share, seen = (end - start) / total, (end**2 - start**2) / total**2
+        return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in lines[index])
+
+    return partition(total, len(by_rank), cost, "token")
 
 
 def numbers_of(plan: ParallelPlan, pp: int) -> range:

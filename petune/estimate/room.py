@@ -23,6 +23,7 @@ from petune.estimate.fused_room import FusedBlocks, fused_blocks_of
 from petune.estimate.message_rooms import message_rooms
 from petune.kernels.memory.buffers import head_bytes
 from petune.kernels.memory.policy import WORKSPACE
+from petune.kernels.memory.policy_hook import rounded
 from petune.models.spec import Family
 from petune.models.stack import Stack
 from petune.parallel.fsdp import is_light, weighed
@@ -259,9 +260,13 @@ class Room:
 
     def messages(self, plan: ParallelPlan, rows: int) -> int:
         """Bytes in which ranks that are linked write to one another, of replicas of so many rows."""
-        hidden = -(-rows // plan.microbatches) * self.input
+        hidden = int(self.in_steps(-(-rows // plan.microbatches)) * self.input)
         stacks = len(self.drawn.work.tokens)
         return message_rooms(plan, self.shape, hidden, stacks) if self.fuses(plan) else 0
+
+    def in_steps(self, rows: int) -> float:
+        """Rows with as many tokens as the policy of fused blocks reckons with for so many: see its hook."""
+        return rounded(rows * self.longest) / self.longest
 
     def fuses(self, plan: ParallelPlan) -> bool:
         """Whether blocks would be fused under a plan; those whose experts are shared out are counted as if

@@ -3,8 +3,9 @@ pipeline stands still.
 
 Ranks that share a block meet after each region, so a region takes as long as its slowest rank. What regions,
 stages and replicas send is the table of petune.estimate.comm_cost, over the slowest link among the ranks that
-send it; nothing hides it but for the weights that FSDP gathers, which come while blocks compute. The order in
-a pipeline is its schedule's own (petune.estimate.timeline). A causal model's later tokens see more keys, so
+send it; nothing hides it but for the weights that FSDP gathers, which come while blocks compute, and what
+`overlap` hides (petune.estimate.halves). The order in a pipeline is its schedule's own
+(petune.estimate.timeline). A causal model's later tokens see more keys, so
 ranks of a cut sequence have more scores the later their tokens are.
 """
 
@@ -12,66 +13,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from petune.estimate.cluster import Cluster, Link
-from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
-from petune.estimate.rank_shares import held_experts, held_of, numbers_of, share_of, span
-from petune.estimate.timeline import timed
+from petune.estimate.cluster import Cluster
+from petune.estimate.comm_cost import (
+    SUM,
+    Load,
+    Transition,
+    bubble,
+    messages,
+    of_experts,
+    summed_over,
+    transitions,
+)
+from petune.estimate.durations import Both, Group, StepTime
+from petune.estimate.halves import Turn, added, in_turns
+from petune.estimate.rank_shares import Weighed, held_experts, held_of, numbers_of, segments, share_of, span
+from petune.estimate.timeline import end_of
 from petune.estimate.workload import Part, Region, Workload, line
 from petune.models.spec import StackName
 from petune.parallel.fsdp import is_light
-from petune.parallel.pipeline.order import Step, order_of
-from petune.parallel.plan import Cut, ParallelPlan, Stage, apportion
+from petune.parallel.link_speed import HIDDEN, UNEVEN
+from petune.parallel.plan import Cut, ParallelPlan, apportion
 
 GRADIENT = 4  # bytes of a number's gradient
-SUM = "all-reduce"
+ATTENTION = ("attention", "scores")
 INSIDE = ("enter", "leave", "ends", "within")  # a region
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of an optimizer step. compute: of the busiest ranks; communication: what is left of it once
-    all is hidden that can be; waiting: of a pipeline's ranks for one another."""
-
-    compute: float
-    communication: float
-    waiting: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.compute + self.communication + self.waiting
-
-
-@dataclass(frozen=True)
-class Both:
-    """Seconds forward and backward."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def __add__(self, other: Both) -> Both:
-        return Both(self.forward + other.forward, self.backward + other.backward)
-
-    def __mul__(self, times: float) -> Both:
-        return Both(self.forward * times, self.backward * times)
-
-    @property
-    def total(self) -> float:
-        """Of both."""
-        return self.forward + self.backward
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that share blocks: their kinds of device, by number, and the link between them."""
-
-    kinds: tuple[int, ...]
-    link: Link
 
 
 class Clock:
@@ -97,14 +66,20 @@ class Clock:
 
     def region(self, region: Region, group: Group, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares it."""
+        return self.segment(tuple((part, 1.0) for part in region), group, cut, rows)
+
+    def segment(self, parts: Weighed, group: Group, cut: Cut | None, rows: float) -> Both:
+        """Of the slowest rank that shares such parts, behind which all meet."""
         slowest = Both()
         for index, kind in enumerate(group.kinds):
             own = Both()
-            for part in region:
+            for part, times in parts:
                 one, share = line(self.rates[kind], part, rows), share_of(part, cut, index)
-                own += Both(*(fixed + share * slope for fixed, slope in (one.forward, one.backward)))
+                own += Both(
+                    *(times * (fixed + share * slope) for fixed, slope in (one.forward, one.backward))
+                )
             slowest = max(slowest, own, key=lambda one: one.total)
-        inside = region[0].place not in ("embedding", "head", "ladder")
+        inside = parts[0][0].place not in ("embedding", "head", "ladder")
         again = slowest.forward if self.again and inside and slowest.backward else 0.0
         return slowest + Both(backward=again)
 
@@ -118,13 +93,33 @@ class Clock:
         """A block of some kind, to which gradients go back or not."""
         key = (stack, kind, back, group, cut, rows)
         if key not in self.known:
-            computing = sum((self.region(one, group, cut, rows) for one in self.work.kinds[kind]), Both())
-            said = [one for one in self._spoken(cut, group, rows) if one.where.split()[0] == stack]
-            if not any(part.place == "attention" for region in self.work.kinds[kind] for part in region):
-                said = [one for one in said if not one.where.endswith(" attention")]  # a mixer's turn
-            saying = (self._sent(one, group, back) for one in said if one.when in INSIDE)
-            self.known[key] = computing, sum(saying, Both())
+            if self.halved(cut, rows):
+                self.known[key] = in_turns(self.turns(stack, kind, back, group, cut, rows / 2))
+            else:
+                parts = segments(self.work.kinds[kind], cut)
+                computing = sum((self.segment(one, group, cut, rows) for one in parts), Both())
+                said = self._said(stack, kind, group, cut, rows)
+                self.known[key] = computing, sum((self._sent(one, group, cut, back) for one in said), Both())
         found: tuple[Both, Both] = self.known[key]
+        return found
+
+    def halved(self, cut: Cut | None, rows: float) -> bool:
+        """Whether so many rows of a pass go through blocks in two halves, and one hides what the other
+        says."""
+        return cut is not None and cut.overlap and self.work.overlaps and rows > 1
+
+    def turns(
+        self, stack: StackName, kind: int, back: bool, group: Group, cut: Cut | None, rows: float
+    ) -> list[Turn]:
+        """A block of some kind, region by region, of a half of so many rows."""
+        said, found = self._said(stack, kind, group, cut, rows), []
+        memory = min(self.rates[one].memory for one in group.kinds)
+        for parts in segments(self.work.kinds[kind], cut):
+            name = "attention" if (place := parts[0][0].place) in ATTENTION else place
+            own = [one for one in said if one.where.endswith(f" {name}")]
+            saying = sum((self._sent(one, group, cut, back, HIDDEN) for one in own), Both())
+            moved = sum((self._added(one, len(group.kinds), back) for one in own), Both())
+            found.append(Turn(self.segment(parts, group, cut, rows), saying, moved * (1 / memory)))
         return found
 
     def stage(self, plan: ParallelPlan, dp: int, number: int, rows: float) -> tuple[Both, Both]:
@@ -148,12 +143,15 @@ class Clock:
             for kind, times in Counter(self.work.blocks[low:high] if low < high else ()).items():
                 own = self._block(*kind, low >= lowest, group, cut, rows)
                 computing, saying = computing + own[0] * times, saying + own[1] * times
+        if self.halved(cut, rows) and start < end:  # behind the last block one half is alone
+            last = self.turns(*self.work.blocks[end - 1], end > lowest, group, cut, rows / 2)
+            saying += max((one.saying for one in last), key=lambda one: one.total)
         ends = [self.work.embedding] * (start == 0) + [self.work.head] * (end == len(self.work.blocks))
         for one in ends:
             computing += self.region(one, group, cut, rows)
         beside = [one for one in self._spoken(cut, group, rows) if one.when not in INSIDE]
         for sent in beside if ends else ():
-            saying += self._sent(sent, group, True)
+            saying += self._sent(sent, group, cut, True)
         return computing, saying
 
     # ------------------------------------------------------------ what ranks say
@@ -171,14 +169,25 @@ class Clock:
             for one in transitions(plan, self.work.family, shape, depth, load)
         )
 
-    def _sent(self, one: Transition, group: Group, back: bool) -> Both:
-        """A transition among a group, as often as it happens."""
-        words, ranks = one.operations.split(" / "), len(group.kinds)
-        sizes = (one.forward, one.backward * back)
-        pair = (
-            group.link.seconds(messages(word, ranks), size) for word, size in zip(words, sizes, strict=True)
-        )
+    def _said(
+        self, stack: StackName, kind: int, group: Group, cut: Cut | None, rows: float
+    ) -> list[Transition]:
+        """What the ranks of a cut say in a block of some kind."""
+        mixes = not any(part.place == "attention" for region in self.work.kinds[kind] for part in region)
+        every = (one for one in self._spoken(cut, group, rows) if one.when in INSIDE)
+        own = (one for one in every if one.where.split()[0] == stack)
+        return [one for one in own if not (mixes and one.where.endswith(" attention"))]  # a mixer's turn
+
+    def _sent(self, one: Transition, group: Group, cut: Cut | None, back: bool, how: str = "") -> Both:
+        """A transition among a group, as often as it happens. how: HIDDEN, or as it is."""
+        ranks, link = len(group.kinds), group.link
+        way = how + UNEVEN * (cut is not None and len(set(cut.sequence)) > 1)
+        pair = (link.of(way + word).seconds(messages(word, ranks), size) for word, size in _ways(one, back))
         return Both(*pair) * one.times
+
+    def _added(self, one: Transition, ranks: int, back: bool) -> Both:
+        """Bytes that adding up moves in a transition, as often as it happens."""
+        return Both(*(added(word, ranks, size) for word, size in _ways(one, back))) * one.times
 
     # ------------------------------------------------------------ a step
 
@@ -248,7 +257,7 @@ class Clock:
         lengths, sends = tuple(sum(one, Both()) for one in stages), tuple(self._sends(plan, dp, piece))
         key = ("pipeline", plan.pp, plan.schedule, plan.microbatches, lengths, sends)
         if key not in self.known:
-            self.known[key] = _end(plan, lengths, sends)
+            self.known[key] = end_of(plan, lengths, sends)
         compute, said = busiest
         return StepTime(compute, said, max(0.0, self.known[key] - compute - said))
 
@@ -313,7 +322,7 @@ class Clock:
         every = transitions(replace(plan, cut=None, tp=1), work.family, work.shape, work.depth, load)
         for number, one in enumerate(one for one in every if one.when == "stage"):
             here, there = (((stage % plan.pp) * plan.dp + dp) * plan.tp for stage in (number, number + 1))
-            link = self.cluster.link(sorted((here, there)))
+            link = self.cluster.link(sorted((here, there))).of("send")
             flows = span(plan, work, number)[1] > work.lowest
             yield Both(link.seconds(1, one.forward * rows), link.seconds(1, one.backward * rows * flows))
 
@@ -374,27 +383,6 @@ class Clock:
         return self.cluster.link(range(0, plan.dp, plan.ep)).seconds(messages(SUM, plan.edp), size)
 
 
-def _end(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -> float:
-    """When the last pass of a pipeline is done."""
-
-    def length(step: Step) -> float:
-        one = lengths[step.stage]
-        return 0.0 if step.kind == "W" else one.forward if step.kind == "F" else one.backward
-
-    def travel(source: int, target: int) -> float:
-        if source == target:
-            return 0.0
-        return sends[source].forward if target > source else sends[target].backward
-
-    order = _order(plan.pp, len(lengths), plan.schedule, plan.microbatches)
-    return max(own[-1][2] for own in timed(order, len(lengths) - 1, length, travel))
-
-
-@lru_cache(maxsize=256)
-def _order(pp: int, stages: int, schedule: str, pieces: int) -> tuple[tuple[Step, ...], ...]:
-    return order_of(ParallelPlan(pp=pp, stages=(Stage({}),) * stages, schedule=schedule, microbatches=pieces))
-
-
-def messages(operation: str, ranks: int) -> int:
-    """Messages one after the other of a collective in a ring."""
-    return 2 * (ranks - 1) if operation == SUM else ranks - 1
+def _ways(one: Transition, back: bool) -> Iterator[tuple[str, int]]:
+    """Forward and backward: what is done, and bytes that a rank sends."""
+    return zip(one.operations.split(" / "), (one.forward, one.backward * back), strict=True)

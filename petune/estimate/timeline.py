@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from petune.estimate.comm_cost import Transition, When, regions_of
+from petune.estimate.durations import Both
 from petune.estimate.footprint import held_by
 from petune.estimate.forecast import Forecast
 from petune.log import human
@@ -107,7 +109,8 @@ def timed(
     travel: Callable[[int, int], float] = lambda source, target: 0.0,
 ) -> list[list[tuple[Step, float, float]]]:
     """Start and end of each step of each rank, all as early as their order and what they read allow. last:
-    the number of the last stage; travel: how long what a stage makes is on its way to another."""
+    the number of the last stage; travel: how long what a stage makes is on its way to another, once that is
+    free to receive it."""
     ends: dict[tuple[str, int, int], float] = {}
     found: list[list[tuple[Step, float, float]]] = [[] for _ in order]
     while moved := [rank for rank, steps in enumerate(order) if len(found[rank]) < len(steps)]:
@@ -117,12 +120,34 @@ def timed(
             needs = _needs(step, last)
             if needs <= ends.keys():
                 free = found[rank][-1][2] if found[rank] else 0.0
-                start = max([free, *(ends[need] + travel(need[1], step.stage) for need in needs)])
+                there = (max(free, ends[need]) + travel(need[1], step.stage) for need in needs)
+                start = max([free, *there])
                 end = ends[_result(step)] = start + length(step)
                 found[rank].append((step, start, end))
         if len(ends) == before:
             raise RuntimeError("the ranks of this schedule wait for one another for ever")
     return found
+
+
+def end_of(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -> float:
+    """Seconds until the last pass of a pipeline is done, of stages with such passes and messages."""
+
+    def length(step: Step) -> float:
+        one = lengths[step.stage]
+        return 0.0 if step.kind == "W" else one.forward if step.kind == "F" else one.backward
+
+    def travel(source: int, target: int) -> float:
+        if source == target:
+            return 0.0
+        return sends[source].forward if target > source else sends[target].backward
+
+    order = _order(plan.pp, len(lengths), plan.schedule, plan.microbatches)
+    return max(own[-1][2] for own in timed(order, len(lengths) - 1, length, travel))
+
+
+@lru_cache(maxsize=256)
+def _order(pp: int, stages: int, schedule: str, pieces: int) -> tuple[tuple[Step, ...], ...]:
+    return order_of(ParallelPlan(pp=pp, stages=(Stage({}),) * stages, schedule=schedule, microbatches=pieces))
 
 
 def _result(step: Step) -> tuple[str, int, int]:

@@ -336,7 +336,7 @@ def line(rates: Rates, part: Part, rows: float) -> Line:
     return Line(way(ahead), way(back), update)
 
 
-def line_of(rates: Rates, parts: Mapping[Part, int], rows: float) -> tuple[float, float]:
+def line_of(rates: Rates, parts: Mapping[Part, float], rows: float) -> tuple[float, float]:
     """Seconds of both passes of some parts on a device, with how many there are of each, that are there for
     any share, and those of the whole."""
     lines = [(line(rates, part, rows), times) for part, times in parts.items()]

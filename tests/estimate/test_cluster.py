@@ -47,9 +47,17 @@ def test_devices_are_presets_and_what_is_said_of_them(tmp_path: Path) -> None:
     assert own.rates.matmul == 0.4e12 and own.rates.launch == 1e-5 and own.memory is None
 
 
+def test_messages_go_by_the_figures_of_their_kind() -> None:
+    link = Link(1e-4, 1e9, (("all-gather", 1e-5, 2e9), ("uneven all-gather", 1e-6, 3e9)))
+    assert link.of("all-gather") == link.of("hidden all-gather") == Link(1e-5, 2e9)
+    assert link.of("hidden uneven all-gather") == Link(1e-6, 3e9)
+    assert link.of("uneven all-reduce") == link.of("all-reduce") == link
+
+
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     devices = (Device("CPU 0", CPU, 2**30), Device("CPU 1", scaled(CPU, 0.25), None))
-    cluster = Cluster(devices, Link(1e-4, 1e9), Link(1e-4, 1e9))
+    kinds = (("uneven all-gather", 1e-5, 2e9), ("send", 1e-6, 4e9))
+    cluster = Cluster(devices, Link(1e-4, 1e9, kinds), Link(1e-4, 1e9))
     again = read(tmp_path, written(cluster))
     for device, same in zip(cluster.devices, again.devices, strict=True):
         assert same.memory == device.memory

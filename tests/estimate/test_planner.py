@@ -99,6 +99,21 @@ def test_no_plan_that_could_be_written_is_faster(
     assert planner.search().choices[0].time.total <= brute * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
+@pytest.mark.parametrize("name", ["tp", "galaxy"])
+def test_no_lists_of_a_cut_are_faster(drawn: Sketch, name: str, link: Link) -> None:
+    """Between meetings a slow rank has norms, too; and over a slow link tokens stay even."""
+    rates = (
+        replace(CPU, launch=0.0, memory=CPU.memory / 20),
+        replace(CPU, launch=0.0, matmul=CPU.matmul / 3),
+    )
+    planner = Planner(drawn, Cluster(tuple(Device("a", one) for one in rates), link, link))
+    given = [one for one in every_plan(2, 8) if name in one.axes]
+    brute = min(planner.clocks[False].of(planner.plan(one)).total for one in given)
+    wanted = replace(given[0], **{name: CutConfig(size=2, vocabulary=given[0].axes[name].vocabulary)})
+    assert planner.search([wanted]).choices[0].time.total <= brute * (1 + 1e-6)
+
+
 def test_tokens_suit_an_encoder_and_a_causal_decoder_alike(tmp_path: Path) -> None:
     """Of a decoder alone, the later tokens cost more."""
     planner = Planner(drawn_of(tmp_path, "t5-seq2seq"), cluster_of((2, 1)))
@@ -271,6 +286,16 @@ def test_memory_of_gpus_is_what_fused_blocks_keep(
     for rank in told.forecast.ranks:
         own = of_gpus.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again, dp=rank.at.dp)
         assert own == pytest.approx(rank.total, rel=0.05), rank.rank
+
+
+def test_tokens_are_counted_in_the_steps_of_the_policy(on_gpus: Recipe) -> None:
+    """Of 4 rows of 200 tokens as for 1,024."""
+    recipe = load_recipe(on_gpus, {"data.max_length": 200, "batch_size": 8})
+    planner, parallel = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12)), PLANS["dp"]
+    told = outlook(forecast(recipe, 2, [140 * 2**30], parallel), "H200").forecast.ranks[0]
+    own = planner.bytes_of(planner.plan(parallel), 0, 0, told.rows, False) - planner.room.process
+    kept = told.memory.activations
+    assert own - told.memory.total == pytest.approx(0, abs=0.1 * kept)
 
 
 def test_blocks_that_a_cut_leaves_unfused_are_counted_so(tmp_path: Path) -> None:

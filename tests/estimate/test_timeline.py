@@ -66,6 +66,12 @@ def test_a_pass_begins_when_what_it_reads_is_there() -> None:
     assert [(start, end) for _, start, end in found[1]] == [(2, 5), (5, 10)]
 
 
+def test_a_message_is_on_its_way_once_its_reader_is_free() -> None:
+    order = [[Step("F", 0, 0), Step("F", 0, 1)], [Step("F", 1, 0), Step("F", 1, 1)]]
+    found = timed(order, 1, lambda step: (2.0, 3.0)[step.stage], lambda source, target: 0.5)
+    assert [(start, end) for _, start, end in found[1]] == [(2.5, 5.5), (6, 9)]
+
+
 def test_an_order_in_which_ranks_wait_for_one_another_is_told() -> None:
     with pytest.raises(RuntimeError, match="for ever"):
         timed([[Step("B", 0, 0)], [Step("F", 1, 0)]], 1, lambda step: 1.0)
