@@ -29,8 +29,9 @@ Memory is the most that tensors took on a GPU in a step, beside what the planner
 
 With --every, the plan found is run beside all others of its backend that give the first device half or more:
 of rows (dp), of stages (pp), or of heads (tp and galaxy), with MLP columns in the same ratio, as found, or by
-a tenth more or less; or beside the --most of these that are nearest to it. Everything that was measured goes
-to unequal.json in the folder $OUT, where there is one.
+a tenth more or less, and of galaxy those found with tokens cut evenly and like heads; or beside the --most of
+these that are nearest to it. Everything that was measured goes to unequal.json in the folder $OUT, where
+there is one.
 """
 
 from __future__ import annotations
@@ -407,8 +408,10 @@ def _cuts(config: Any, plan: ParallelPlan) -> list[tuple[float, dict[str, Any]]]
         near = [columns * part / 10 for part in (9, 11)] if k == own else []
         for many in dict.fromkeys(round(one / 8) * 8 for one in (inner * k / heads, columns, *near)):
             far = abs(k - own) / heads + abs(many - columns) / inner
-            if many < inner:
+            if 0 < many < inner:
                 made.append((far, {"heads": (k, heads - k), "columns": (many, inner - many)}))
+    if plan.cut.sequence:  # evenly, and as heads: near, whatever was found
+        made += [(0.0, {"sequence": one}) for one in ((1, 1), reduced((own, heads - own)))]
     return made
 
 

@@ -59,7 +59,9 @@ def _ways(link: Link, device: torch.device, size: int) -> Iterator[tuple[str, Wa
     yield "gradients", (2 * ring, 2 * size * ring / ranks, partial(dist.all_reduce, whole))
     apart = link.engines is not None and ranks > 2
     for hidden, by in (("", link), (HIDDEN, replace(link, hidden=True)))[: 1 + apart]:
-        yield f"{hidden}all-reduce", (2 * ring, 2 * size * ring / ranks, partial(by.all_reduce, whole, True))
+        if link.engines is not None:  # else they are sums like those of gradients
+            way = partial(by.all_reduce, whole, own=True)
+            yield f"{hidden}all-reduce", (2 * ring, 2 * size * ring / ranks, way)
         for uneven, shares in (("", (1,) * ranks), (UNEVEN, (FIRST, *(1,) * ring))):
             sizes = apportion(tokens * ranks, shares)
             sent, part = ring * size * max(sizes) / sum(sizes), whole[:, : sizes[own]].contiguous()
