@@ -23,11 +23,8 @@ from petune.models.tuned_linear import bottleneck_of, linear_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
 
-# What a block hands its core, by name, beside arguments that it does not know itself
-_READ = {
-    True: ("attention_mask",),  # of attention without scores
-    False: ("attention_mask", "position_ids", "position_embeddings"),
-}
+# What a block hands its core by name, and attention with scores besides, beside arguments unknown to itself
+_READ, _PLACED = ("attention_mask",), ("position_ids", "position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,9 @@ class CalledCore:
 
     def arguments(self, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
         """What a block hands it of its own arguments `given`. known: those that the block has names for."""
-        read = _READ[isinstance(self.table, LinearAttention)]
+        placed = () if isinstance(self.table, LinearAttention) else _PLACED
         others = {name: value for name, value in given.items() if name not in known}
-        return {name: given.get(name) for name in read} | others
+        return {name: given.get(name) for name in (*_READ, *placed)} | others
 
 
 @dataclass
@@ -89,7 +86,7 @@ class CoreCall:
         # a cache would hold weights that were rounded without a graph
         rounding = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
         with self._drawn_alike(x.device), drawing(self.here), rounding:
-            hidden = x.view(self.batch, -1, x.shape[-1])
+            hidden = x.reshape(self.batch, -1, x.shape[-1])
             given = {"hidden_states": hidden, **self.arguments}
             found = functional_call(self.core.module, dict(tensors), (), given)
         y: Tensor = found[0] if isinstance(found, tuple) else found
