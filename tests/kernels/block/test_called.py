@@ -150,7 +150,9 @@ def test_beside_experts_it_trains_as_the_models_own_blocks_on_every_rung(name: s
     made, inputs = fused(plain), packed()
     expected, wanted = gradients(plain, inputs)
     for keep in LEVELS:
-        stand_on(made, Rung(keep), tile=None if keep == "all" else 4)
+        stand_on(
+            made, Rung(keep, "input" if keep == "attention" else "none"), tile=None if keep == "all" else 4
+        )
         loss, found = gradients(made, inputs)
         assert float(loss) == pytest.approx(float(expected), rel=1e-6)
         assert_same_gradients(found, wanted, 2e-6)
@@ -218,7 +220,7 @@ PLANS: dict[str, ParallelPlan] = {
     "pp-zero-bubble": LOOPED["pp-zero-bubble"](NAME, 2),
     **{name: COMPOSED[name](NAME) for name in ("dp x tp", "tp x pp", "shard x tp")},
 }
-SHORT = [("shard", 0), ("pp-1f1b", 3)]  # tp is a cell of the matrix
+SHORT = [("shard", 0)]  # tp is a cell of the matrix
 
 
 @pytest.mark.slow
@@ -315,7 +317,6 @@ def test_attention_that_hides_its_communication_leaves_blocks_unfused() -> None:
     own = replace(case(NAME, "lora", OVERLAPPED["tp"](NAME, 2), steps=1), blocks=KEPT[0])
     with pytest.raises(Exception, match="hides what it says to other ranks in its own way"):
         check(own)
-    check(replace(own, blocks=None))
 
 
 def test_padding_is_computed_and_the_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
