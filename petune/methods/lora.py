@@ -29,7 +29,7 @@ from petune.methods.targets import by_layer, in_blocks, refuse_unreached, select
 from petune.models import family_of
 from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
-from petune.models.fused import FusedLinear, part_at
+from petune.models.joined import JoinedLinear, part_at
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedLinear
 
@@ -297,14 +297,14 @@ def put(
     """Put tuned forms in the place of the layers, the experts of the weights and the linears of the parts of
     these names, with their settings. saved: as `LoraLayer.around`, by full name."""
     experts: dict[str, dict[str, LoraConfig]] = {}
-    fused: dict[str, tuple[FusedLinear, dict[str, LoraConfig]]] = {}
+    joined: dict[str, tuple[JoinedLinear, dict[str, LoraConfig]]] = {}
     for name, config in configs.items():
         path, _, leaf = name.rpartition(".")
         if weight_at(model, name) is not None:
             experts.setdefault(path, {})[leaf] = config
             continue
         if (part := part_at(model, family_of(model), name)) is not None:
-            fused.setdefault(path, (part[0], {}))[1][leaf] = config
+            joined.setdefault(path, (part[0], {}))[1][leaf] = config
             continue
         layer = model.get_submodule(name)
         form = cast("type[LoraLayer]", forms[type(layer)])
@@ -312,7 +312,7 @@ def put(
     for name, own in experts.items():
         module = model.get_submodule(name)
         model.set_submodule(name, LoraExperts.around(module, own, factor_dtype(module), _inside(name, saved)))
-    for name, (whole, own) in fused.items():
+    for name, (whole, own) in joined.items():
         parts = lora_parts.FORMS[type(whole.module)]
         made = parts.around(whole, own, factor_dtype(whole.module), _inside(name, saved))
         model.set_submodule(name, made)

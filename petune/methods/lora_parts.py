@@ -22,15 +22,15 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import FileError
 from petune.methods.configs import LoraConfig
-from petune.models.fused import FusedLinear
+from petune.models.joined import JoinedLinear
 from petune.models.spec import CutKind, Member, Split
 from petune.models.tuned_linear import KeptFeatures, TunedLinear, tuned_layers
 
 
-def shapes(fused: FusedLinear, role: str, r: int) -> dict[str, tuple[int, ...]]:
+def shapes(joined: JoinedLinear, role: str, r: int) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor that trains beside a part, by its name in the layer."""
-    inputs = cast("Tensor", fused.module.weight).shape[0 if isinstance(fused.module, Conv1D) else 1]
-    return {f"{role}_lora_A": (r, inputs), f"{role}_lora_B": (fused.lengths[role], r)}
+    inputs = cast("Tensor", joined.module.weight).shape[0 if isinstance(joined.module, Conv1D) else 1]
+    return {f"{role}_lora_A": (r, inputs), f"{role}_lora_B": (joined.lengths[role], r)}
 
 
 class LoraParts(TunedLinear):
@@ -45,21 +45,21 @@ class LoraParts(TunedLinear):
     @classmethod
     def around(
         cls,
-        fused: FusedLinear,
+        joined: JoinedLinear,
         configs: Mapping[str, LoraConfig],
         dtype: torch.dtype,
         saved: Mapping[str, Tensor] | None = None,
     ) -> Self:
         """The tuned form of a linear, sharing its parameters; `configs` by part, the rest as
         `LoraLayer.around`. dtype: of the factors."""
-        tuned = cls.of(fused.module)
-        tuned.lengths = dict(fused.lengths)
-        tuned.scales = {role: configs[role].scale for role in fused.lengths if role in configs}
+        tuned = cls.of(joined.module)
+        tuned.lengths = dict(joined.lengths)
+        tuned.scales = {role: configs[role].scale for role in joined.lengths if role in configs}
         first = next(iter(configs.values()))
         tuned.dropout, tuned.lr_ratio = first.dropout, first.lr_ratio
         place: Any = {"dtype": dtype, "device": tuned.weight.device}
         for role in tuned.scales:
-            for name, shape in shapes(fused, role, configs[role].r).items():
+            for name, shape in shapes(joined, role, configs[role].r).items():
                 value = torch.empty(shape, **place) if saved is None else saved[name].to(**place)
                 setattr(tuned, name, nn.Parameter(value))
         for name in tuned.tuned() if saved is None else ():
@@ -226,7 +226,7 @@ def in_one_form(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 def from_one_form(
     factors: tuple[Tensor, Tensor],
     scale: float,
-    fused: FusedLinear,
+    joined: JoinedLinear,
     configs: Mapping[str, LoraConfig],
     where: str,
 ) -> dict[str, Tensor]:
@@ -237,10 +237,10 @@ def from_one_form(
     such parts.
     """
     a, b = factors
-    ranks = {role: configs[role].r for role in fused.lengths if role in configs}
+    ranks = {role: configs[role].r for role in joined.lengths if role in configs}
     found: dict[str, Tensor] = {}
     rest, at, first = b.clone(), 0, 0
-    for role, length in fused.lengths.items():
+    for role, length in joined.lengths.items():
         if role in ranks and at + ranks[role] <= len(a):
             own, ratio = slice(at, at + ranks[role]), scale / configs[role].scale
             block = rest[first : first + length, own]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.models import family_of
-from petune.models.fused import part_at
+from petune.models.joined import part_at
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 
 START = ("start_A", "start_B")  # A and B as they were before anything trained

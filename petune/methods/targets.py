@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import Problem, UsageError, nearest
 from petune.files.patterns import compile_pattern
 from petune.models.experts import ROLES, is_experts, weights_of
-from petune.models.fused import FusedLinear, fused_linears, split_name
+from petune.models.joined import JoinedLinear, joined_linears, split_name
 from petune.models.sites import find_sites
 from petune.models.spec import Family
 
@@ -36,15 +36,15 @@ def select_layers(
 ) -> dict[str, nn.Module]:
     """The layers named by `targets` less `exclude`, by full name, in model order; of experts each weight, by
     the name of its parameter; of a linear that is several, where a list names them, parts (see
-    petune.models.fused).
+    petune.models.joined).
 
     `taken` are modules trained whole; nothing inside them is a target. parts: whether the method tunes parts.
     Raises UsageError naming each entry of a list that matches nothing, with the nearest module names and how
     often they occur, and for parts that it does not tune or that are asked for beside the whole.
     """
     whole = {name: module for name, module in _layers(model) if name and not within(name, taken)}
-    fused = {name: one for name, one in fused_linears(model, family).items() if name in whole}
-    layers, roles = _with_parts(whole, fused), _roles(model, family, fused)
+    joined = {name: one for name, one in joined_linears(model, family).items() if name in whole}
+    layers, roles = _with_parts(whole, joined), _roles(model, family, joined)
     by_word = isinstance(targets, str)
     chosen = (
         _by_word(model, family, str(targets), whole, roles)
@@ -52,27 +52,27 @@ def select_layers(
         else _by_list(targets, layers, roles, "targets")
     )
     left_out = [*_by_list(exclude, layers, roles, "exclude")]
-    _refuse_parts(list(chosen), left_out, fused, parts)
-    left_out += [f"{name}.{role}" for name in left_out if name in fused for role in fused[name].lengths]
+    _refuse_parts(list(chosen), left_out, joined, parts)
+    left_out += [f"{name}.{role}" for name in left_out if name in joined for role in joined[name].lengths]
     return {name: module for name, module in chosen.items() if name not in left_out}
 
 
-def _with_parts(layers: Mapping[str, nn.Module], fused: Mapping[str, FusedLinear]) -> dict[str, nn.Module]:
+def _with_parts(layers: Mapping[str, nn.Module], joined: Mapping[str, JoinedLinear]) -> dict[str, nn.Module]:
     """`layers`, and behind each that is several its parts, with the module of the whole."""
     found: dict[str, nn.Module] = {}
     for name, module in layers.items():
         found[name] = module
-        if name in fused:
-            found |= {f"{name}.{role}": module for role in fused[name].lengths}
+        if name in joined:
+            found |= {f"{name}.{role}": module for role in joined[name].lengths}
     return found
 
 
 def _refuse_parts(
-    chosen: Sequence[str], left_out: Sequence[str], fused: Mapping[str, FusedLinear], parts: bool
+    chosen: Sequence[str], left_out: Sequence[str], joined: Mapping[str, JoinedLinear], parts: bool
 ) -> None:
     """Raise UsageError for parts of a linear where the method has none, or where the whole of it is tuned."""
     for name in chosen:
-        if (at := split_name(name, fused)) is None:
+        if (at := split_name(name, joined)) is None:
             continue
         layer, role = at
         if not parts:
@@ -85,11 +85,11 @@ def _refuse_parts(
             raise UsageError(
                 f"targets names both this linear and {role}, which is a part of it",
                 where=layer,
-                remedy=f"name {', '.join(fused[layer].lengths)}, or the whole",
+                remedy=f"name {', '.join(joined[layer].lengths)}, or the whole",
             )
     for name in left_out:
-        if (at := split_name(name, fused)) is not None and at[0] in chosen and at[0] not in left_out:
-            rest = [role for role in fused[at[0]].lengths if f"{at[0]}.{role}" not in left_out]
+        if (at := split_name(name, joined)) is not None and at[0] in chosen and at[0] not in left_out:
+            rest = [role for role in joined[at[0]].lengths if f"{at[0]}.{role}" not in left_out]
             raise UsageError(
                 f"exclude names {at[1]}, a part of this linear, which is tuned whole",
                 where=at[0],
@@ -132,10 +132,10 @@ def by_layer(
     Raises UsageError for an entry that decides nothing.
     """
     found: dict[str, _T] = {}
-    fused = fused_linears(model, family) if values else {}
-    parts = {name: at[0] for name in layers if (at := split_name(name, fused)) is not None}
+    joined = joined_linears(model, family) if values else {}
+    parts = {name: at[0] for name in layers if (at := split_name(name, joined)) is not None}
     known = {**layers, **{whole: layers[name] for name, whole in parts.items()}}
-    roles = _roles(model, family, fused)
+    roles = _roles(model, family, joined)
     for entry, value in values.items():
         meant = _by_list([entry], known, roles, setting).keys()
         hits = [name for name in layers if name in meant or parts.get(name) in meant]
@@ -194,13 +194,13 @@ def refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def _roles(
-    model: nn.Module, family: Family | None, fused: Mapping[str, FusedLinear]
+    model: nn.Module, family: Family | None, joined: Mapping[str, JoinedLinear]
 ) -> Mapping[str, list[str]]:
     roles: dict[str, list[str]] = {}
     for site in find_sites(model, family) if family else ():
         if site.role != "experts":
             roles.setdefault(site.role, []).append(site.name)
-            for role in fused[site.name].lengths if site.name in fused else ():
+            for role in joined[site.name].lengths if site.name in joined else ():
                 roles.setdefault(role, []).append(f"{site.name}.{role}")
             continue
         for role, weights in ROLES.items():

@@ -94,7 +94,7 @@ class Pieces(NamedTuple):
 
 class Member(NamedTuple):
     """A dim with the outputs of one part of a linear that is several, whose number this is (see
-    petune.models.fused)."""
+    petune.models.joined)."""
 
     dim: int
     number: int

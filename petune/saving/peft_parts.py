@@ -12,7 +12,7 @@ from petune.methods import lora
 from petune.methods.configs import LoraConfig, MethodConfig
 from petune.methods.lora_parts import from_one_form
 from petune.models import family_of
-from petune.models.fused import fused_linears, split_name
+from petune.models.joined import joined_linears, split_name
 from petune.saving.fingerprint import plain_name
 from petune.saving.peft import Adapter
 
@@ -23,12 +23,12 @@ def parts_named(
     """The settings of each part that a tuning of `model` with `config` has, by plain name of the linear and
     role. also_train: modules trained whole, by full name."""
     family = family_of(model)
-    fused = fused_linears(model, family)
-    if not fused or type(config) is not LoraConfig or isinstance(config.targets, str):
+    joined = joined_linears(model, family)
+    if not joined or type(config) is not LoraConfig or isinstance(config.targets, str):
         return {}
     found: dict[str, dict[str, LoraConfig]] = {}
     for name, own in lora.settings_of(model, family, config, also_train).items():
-        if (at := split_name(name, fused)) is not None:
+        if (at := split_name(name, joined)) is not None:
             found.setdefault(plain_name(at[0]), {})[at[1]] = own
     return found
 
@@ -43,14 +43,14 @@ def in_parts(
     """
     if not parts:
         return adapter
-    fused = {plain_name(name): one for name, one in fused_linears(model, family_of(model)).items()}
+    joined = {plain_name(name): one for name, one in joined_linears(model, family_of(model)).items()}
     layers, state = dict(adapter.layers), dict(adapter.state)
     for name, own in parts.items():
         whole = layers.pop(name, None)
         if whole is None:  # which `check_tensors` has said already
             continue
         factors = state.pop(f"{name}.lora_A"), state.pop(f"{name}.lora_B")
-        made = from_one_form(factors, whole.scale, fused[name], own, f"{where}  {name}")
+        made = from_one_form(factors, whole.scale, joined[name], own, f"{where}  {name}")
         state |= {f"{name}.{leaf}": value for leaf, value in made.items()}
         layers |= {f"{name}.{role}": one for role, one in own.items()}
     return replace(adapter, layers=layers, state=state)

@@ -21,7 +21,7 @@ from petune.files.manifest import seal_folder
 from petune.methods import tune, tuned_parameters, tuned_state, without_tuning
 from petune.methods.configs import LoraConfig
 from petune.methods.lora_parts import LoraParts
-from petune.models.fused import fused_linears
+from petune.models.joined import joined_linears
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.export import save_merged, write_peft
 from tests.methods.peft_twins import read_by_peft
@@ -63,8 +63,8 @@ class Separate(nn.Module):
 def apart(name: str) -> Any:
     """The model with separate linears, in float64."""
     model = tiny(name).double()
-    for path, fused in fused_linears(model, table(name)).items():
-        model.set_submodule(path, Separate(fused.module, dict(fused.lengths)))
+    for path, joined in joined_linears(model, table(name)).items():
+        model.set_submodule(path, Separate(joined.module, dict(joined.lengths)))
     return model
 
 
@@ -171,14 +171,14 @@ def test_merging_gives_the_same_logits_and_leaves_other_rows_alone(name: str, tm
     save_merged(ours, tmp_path / "merged")
     assert torch.equal(ours(**inputs).logits, before)
     torch.testing.assert_close(petune.merge(ours)(**inputs).logits, before, rtol=1e-10, atol=1e-10)
-    for path, fused in fused_linears(base, table(name)).items():
-        lengths = [*fused.lengths.values()]
+    for path, joined in joined_linears(base, table(name)).items():
+        lengths = [*joined.lengths.values()]
         changed = [
             bool((one != other).any())
             for one, other in zip(
                 *(
-                    (weight.T if isinstance(fused.module, Conv1D) else weight).split(lengths)
-                    for weight in (ours.get_submodule(path).weight, fused.module.weight)
+                    (weight.T if isinstance(joined.module, Conv1D) else weight).split(lengths)
+                    for weight in (ours.get_submodule(path).weight, joined.module.weight)
                 ),
                 strict=True,
             )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.models import experts
 from petune.models.frozen_weight import QuantisedWeight
-from petune.models.fused import MEMBERS
+from petune.models.joined import MEMBERS
 from petune.models.spec import CutKind, Family, Member, Pieces, Region, Shape, Split, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
 from petune.models.tuned_linear import TunedLayer, TunedLinear

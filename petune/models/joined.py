@@ -23,19 +23,19 @@ MEMBERS: Mapping[str, tuple[Role, ...]] = {
 }  # in their order
 
 
-class FusedLinear(NamedTuple):
+class JoinedLinear(NamedTuple):
     """A linear that is several: the outputs of each part, by role, in their order."""
 
     module: nn.Module
     lengths: Mapping[str, int]
 
 
-def fused_linears(model: nn.Module, family: Family | None) -> dict[str, FusedLinear]:
+def joined_linears(model: nn.Module, family: Family | None) -> dict[str, JoinedLinear]:
     """Every linear of a whole model that is several, by full name, but for those of mixers.
 
     Raises UsageError where the parts do not add up to its outputs: the table and the model disagree.
     """
-    found: dict[str, FusedLinear] = {}
+    found: dict[str, JoinedLinear] = {}
     for site in find_sites(model, family) if family is not None else ():
         if site.role not in MEMBERS or site.region.kind == "mixer":
             continue
@@ -51,28 +51,28 @@ def fused_linears(model: nn.Module, family: Family | None) -> dict[str, FusedLin
                 expected=" + ".join(map(str, sizes)),
                 found=str(outputs),
             )
-        found[site.name] = FusedLinear(site.module, dict(zip(MEMBERS[site.role], sizes, strict=True)))
+        found[site.name] = JoinedLinear(site.module, dict(zip(MEMBERS[site.role], sizes, strict=True)))
     return found
 
 
 def lengths_of(role: Role, outputs: int, shape: Shape) -> tuple[int, ...]:
-    """Outputs of each member of a fused role, of a whole linear with so many."""
+    """Outputs of each member of a joined role, of a whole linear with so many."""
     if role == "gate_up":
         return outputs // 2, outputs // 2
     keys = shape.kv_heads * shape.head_dim
     return shape.heads * shape.head_dim, keys, keys
 
 
-def split_name(name: str, fused: Mapping[str, FusedLinear]) -> tuple[str, str] | None:
+def split_name(name: str, joined: Mapping[str, JoinedLinear]) -> tuple[str, str] | None:
     """The layer and the role of the part that a name means; None for any other name."""
     layer, _, role = name.rpartition(".")
-    return (layer, role) if layer in fused and role in fused[layer].lengths else None
+    return (layer, role) if layer in joined and role in joined[layer].lengths else None
 
 
-def part_at(model: nn.Module, family: Family | None, name: str) -> tuple[FusedLinear, str] | None:
+def part_at(model: nn.Module, family: Family | None, name: str) -> tuple[JoinedLinear, str] | None:
     """The linear of a whole model, and the role in it, of the part that a name means; None for others."""
     layer, _, role = name.rpartition(".")
     if not any(role in members for members in MEMBERS.values()) or child_of(model, name):
         return None
-    found = fused_linears(model, family).get(layer)
+    found = joined_linears(model, family).get(layer)
     return None if found is None or role not in found.lengths else (found, role)
