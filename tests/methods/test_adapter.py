@@ -353,6 +353,19 @@ def test_pfeiffers_adapters_stand_at_sums_and_start_as_the_base(name: str, kerne
         assert torch.equal(model(**inputs).loss, expected)
 
 
+def test_norms_learn_as_without_them_where_adapters_of_sums_are_passed_by() -> None:
+    found, name = [], "bert-classify"
+    for kernels in ("off", "reference"):
+        model = wrap(tiny(name), "adapter", **PFEIFFER, kernels=kernels, also_train=LAYER_NORMS).train()
+        stir(model, std=0.1)
+        with without_tuning(model):
+            found.append(gradients(model, batch(name)))
+    trained = [{key: own for key, own in one.items() if "adapter_" not in key} for _, one in found]
+    assert sum(".LayerNorm." in key for key in trained[0]) == 10
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
+    assert_same_gradients(trained[1], trained[0], 1e-5)
+
+
 def test_fused_adapters_of_sums_start_as_the_base_in_bf16_too() -> None:
     for name in ("bert-classify", "llama-causal"):
         inputs, base = batch(name), frozen(tiny(name).bfloat16()).train()

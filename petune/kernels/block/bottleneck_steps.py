@@ -74,11 +74,9 @@ class Bottleneck(Step):
         part, dn = run.bottlenecks[self.at][0], run.grads.pop(self.n)
         if part.tensors is None:
             run.give(self.total or self.y, dn)
-            if self.x is not None and self.total not in (
-                None,
-                self.x,
-            ):  # the norm behind the sum waits for it
-                run.give(self.x, torch.zeros_like(dn))
+            normed = self.x if self.total not in (None, self.x) else None
+            if normed is not None:  # whose norm waits for a gradient
+                run.give(normed, torch.zeros_like(dn))
             return
         (down, _, up, _), z = part.tensors, v[self.z]
         dinner = self._dropped(run, dn @ up)
@@ -148,11 +146,8 @@ class AddWide(Add):
     wide: str = ""
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (
-            (self.branch, self.x),
-            (self.y, self.wide),
-            {self.y: "projections"},
-        )
+        self.takes, self.gives = (self.branch, self.x), (self.y, self.wide)
+        self.keeps = {self.y: "projections"}
 
     def fits(self, norm: Normalize) -> bool:
         """See Add. The kernel of both gives no wide sum."""
