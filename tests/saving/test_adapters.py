@@ -214,9 +214,10 @@ def test_what_the_layout_has_no_place_for_is_refused(tmp_path: Path) -> None:
         write_adapters(model, tmp_path / "a")
 
 
+@pytest.mark.parametrize("kind", ["houlsby", "pfeiffer"])
 @pytest.mark.parametrize("name", ["mbart-seq2seq", "mistral-causal"])
-def test_kin_of_these_models_go_round(name: str, tmp_path: Path) -> None:
-    model = petune.wrap(tiny(name), "adapter", reduction=4)
+def test_kin_of_these_models_go_round(name: str, kind: str, tmp_path: Path) -> None:
+    model = petune.wrap(tiny(name), "adapter", kind=kind, reduction=4)
     stir(model)
     expected = model(**batch(name)).logits
     again = petune.load(tiny(name), write_adapters(model, tmp_path / "here"))
