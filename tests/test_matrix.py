@@ -120,6 +120,14 @@ def test_adapters_of_sums_train_under_composed_plans(composed: str, name: str, k
     check(case(name, "adapter", plan, steps=1, tuning=(("kind", "pfeiffer"),), blocks=blocks))
 
 
+@pytest.mark.parametrize("backend", ["pp-1f1b", *(pytest.param(one, marks=long) for one in ("tp", "shard"))])
+def test_a_tied_table_that_trains_beside_trains_on_every_stage_with_an_end_of_it(backend: str) -> None:
+    """The last stage has its other ends alone: the decoder's table and the head."""
+    own = (("also_train", ("model.shared",)),)
+    plan = BACKENDS[backend]("bart-seq2seq", 2)
+    check(case("bart-seq2seq", "adapter", plan, tuning=own))
+
+
 @pytest.mark.parametrize("backend", [pytest.param(backend, marks=long) for backend in BACKENDS])
 def test_adapters_of_an_activation_without_a_kernel_train_as_in_one_process(backend: str) -> None:
     kind = (("activation", "quick_gelu"),)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,13 @@ from petune.errors import FileError, Problem, UsageError, nearest
 from petune.files.safetensors import check_dtypes, read_json, write_json, write_tensors
 from petune.methods.configs import method_of
 from petune.methods.pissa import started
-from petune.methods.trainable import frozen_tensors, mark_only_trainable, tuned_names, tuned_state
+from petune.methods.trainable import (
+    frozen_tensors,
+    mark_only_trainable,
+    tied_ends,
+    tuned_names,
+    tuned_state,
+)
 from petune.methods.wrapped import Tuning
 
 TUNED = "tuned"  # the folder, inside the one that `save_pretrained` is given, that `petune.load` reads
@@ -146,6 +153,7 @@ def _blank(kind: Any) -> Any:
 def remember(model: nn.Module, record: Tuning) -> None:
     """Note on a model how it is tuned, let exactly that train, and give a transformers model its way of
     saving."""
+    record = replace(record, ends=tied_ends(model, record.also_train))
     setattr(model, "petune_tuning", record)  # noqa: B010 - mypy's Module has no such attribute
     kind: Any = type(model)
     if (

@@ -36,17 +36,32 @@ def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
     }
     modules = dict(model.named_modules(remove_duplicate=False))
     here = [head for head in record.also_train if head in modules]  # a pipeline's stage has them or not
-    return (
-        found
-        | _biases_here(model, record.biases)
-        | {f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()}
-    )
+    whole = {f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()}
+    return found | _biases_here(model, record.biases) | whole | _ends_here(model, record.ends, whole)
 
 
 def _biases_here(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
     """Those of the biases that train which this rank has: another stage, or the first rank, may have them."""
     here = dict(model.named_parameters()) if names else {}
     return {name: here[name] for name in names if name in here}
+
+
+def _ends_here(
+    model: nn.Module, ends: Mapping[str, str], whole: Mapping[str, nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """What a pipeline's stage has of tensors trained whole whose own module lies on another one: the other
+    ends of a tie, by their own names."""
+    here = dict(model.named_parameters(remove_duplicate=False)) if ends else {}
+    return {end: here[end] for end, name in ends.items() if name not in whole and end in here}
+
+
+def tied_ends(model: nn.Module, also_train: Iterable[str]) -> dict[str, str]:
+    """Every other name of the tensors of modules that are trained whole, of which they are tied to others,
+    and their own."""
+    owners = [(head, model.get_submodule(head)) for head in also_train]
+    own = {id(value): f"{head}.{name}" for head, one in owners for name, value in one.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: own[id(value)] for name, value in every if own.get(id(value), name) != name}
 
 
 def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict[str, Tensor]:

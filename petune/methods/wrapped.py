@@ -16,8 +16,9 @@ class Tuning:
     """How a model is tuned: the method, its config, the family's name if it has one, the modules trained
     whole beside it, and by name the values in the base of the single biases that train.
 
-    held: the same values as this rank holds them, where a plan may have cut them. adapters: how each of
-    several is, by name, where there are several; the rest is then the last one's.
+    held: the same values as this rank holds them, where a plan may have cut them. ends: other names of
+    tensors of modules trained whole, to which they are tied, and theirs. adapters: how each of several is, by
+    name, where there are several; the rest is then the last one's.
     """
 
     method: str
@@ -26,6 +27,7 @@ class Tuning:
     also_train: tuple[str, ...]
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     held: Mapping[str, Tensor] = field(default_factory=dict)
+    ends: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, Tuning] = field(default_factory=dict)
 
 
