@@ -1,17 +1,18 @@
 """Epochs of ladder side-tuning with and without the activation cache, random weights, in turn.
 
     PYTHONPATH=. python3 benchmarks/activation_cache.py [--models bert t5 llama] [--rows 32] [--tokens 64]
+                                                           [--width 768]
 
     PYTHONPATH=. python3 benchmarks/activation_cache.py --memory [--width 768] [--blocks 12] [--bf16]
 
-    PYTHONPATH=. python3 benchmarks/activation_cache.py --shapes bert-large t5-large 8b    one GPU
+    PYTHONPATH=. python3 benchmarks/activation_cache.py --shapes bert-large t5-large 8b demo-t5   one GPU
 
-    PYTHONPATH=.:cli python3 benchmarks/activation_cache.py --demo [--kernels reference]
+    PYTHONPATH=.:cli python3 benchmarks/activation_cache.py --demo [NAMES] [--kernels reference]
 
 Prints seconds of an epoch without a cache (median), of the first and of a later one with it, what three and
 ten epochs with it take of those without, the largest relative difference of a step's loss, and the step of a
 loss's dtype: transformers gives that of a bf16 T5 or BERT in bf16, which tells no two losses apart that are
-nearer than 0.4 to 0.8 %.
+nearer than 0.4 to 0.8 %. On the CPU seconds are of the processor, so that other programs do not count.
 
 With --memory: runs of a Llama of random weights by full fine-tuning, by the ladder, and by the ladder with
 its cache, each in a process of its own; what is held in the first epoch and in the last. On a GPU that is the
@@ -58,25 +59,41 @@ VOCABULARY = 4096
 BATCH = 8
 
 
-def model_of(name: str, device: str, dtype: torch.dtype) -> Any:
-    """A model of width 768: BERT and Llama of 12 blocks, T5 of 8 and 8."""
+def inner_of(width: int) -> int:
+    """The columns of a gated MLP: 2048 beside 768."""
+    return width * 8 // 3 // 64 * 64
+
+
+def model_of(name: str, device: str, dtype: torch.dtype, width: int) -> Any:
+    """A model with heads of 64: BERT and Llama of 12 blocks, T5 of 8 and 8."""
     torch.manual_seed(0)
     made: nn.Module
     if name == "bert":
         made = BertForSequenceClassification(
             BertConfig(
-                vocab_size=VOCABULARY, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+                vocab_size=VOCABULARY,
+                hidden_size=width,
+                intermediate_size=4 * width,
+                num_attention_heads=width // 64,
+                num_labels=3,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
             )
         )
     elif name == "t5":
-        sizes = {"d_model": 768, "d_ff": 2048, "num_layers": 8, "num_heads": 12, "dropout_rate": 0.0}
-        sizes["decoder_start_token_id"] = 0
+        sizes = {"d_model": width, "d_ff": inner_of(width), "num_layers": 8, "num_heads": width // 64}
         made = T5ForConditionalGeneration(
-            T5Config(vocab_size=VOCABULARY, feed_forward_proj="gated-gelu", **sizes)
+            T5Config(
+                vocab_size=VOCABULARY,
+                feed_forward_proj="gated-gelu",
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+                **sizes,
+            )
         )
     else:
-        sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-        made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=12, **sizes))
+        sizes = {"hidden_size": width, "intermediate_size": inner_of(width), "num_hidden_layers": 12}
+        made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=width // 64, **sizes))
     return petune.wrap(made.to(device, dtype), "side", reduction=8)
 
 
@@ -113,7 +130,9 @@ def measure(name: str, options: argparse.Namespace, stored: Stored) -> str:
     """One line of the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if options.bf16 else torch.float32
-    plain, cached = (model_of(name, device, dtype).train() for _ in range(2))
+    plain, cached = (model_of(name, device, dtype, options.width).train() for _ in range(2))
+    # of the processor on the CPU, where other programs do not count then
+    now = time.perf_counter if device == "cuda" else time.process_time
     steps = [
         torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-3)
         for model in (plain, cached)
@@ -128,9 +147,9 @@ def measure(name: str, options: argparse.Namespace, stored: Stored) -> str:
             losses = []
             for model, step, took in zip((plain, cached), steps, times, strict=True):
                 rows = batches_of(name, options.rows, options.tokens, epoch, device)
-                began = time.perf_counter()
+                began = now()
                 losses.append(epoch_of(model, step, rows))
-                took.append(time.perf_counter() - began)
+                took.append(now() - began)
             worst = max(
                 worst, *(abs(a - b) / abs(a) for a, b in zip(*(one.tolist() for one in losses), strict=True))
             )
@@ -170,7 +189,7 @@ class Held(petune.Callback):
 def written(folder: Path, options: argparse.Namespace) -> Path:
     """A checkpoint of random weights, with the tokenizer of the demo."""
     if not folder.exists():
-        sizes = {"hidden_size": options.width, "intermediate_size": options.width * 8 // 3 // 64 * 64}
+        sizes = {"hidden_size": options.width, "intermediate_size": inner_of(options.width)}
         heads = {"num_hidden_layers": options.blocks, "num_attention_heads": options.width // 64}
         model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
         model.to(torch.bfloat16 if options.bf16 else torch.float32).save_pretrained(folder)
@@ -256,7 +275,7 @@ def demo_epochs(options: argparse.Namespace) -> None:
         + "|---" * 7
         + "|"
     )
-    for name in ("bert_side", "bart_side", "t5_side", "llama_side"):
+    for name in options.demo or ("bert_side", "bart_side", "t5_side", "llama_side"):
         took, losses = {}, []
         for cache in ("false", "true"):
             with tempfile.TemporaryDirectory() as out:
@@ -288,9 +307,11 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="what runs hold instead of their seconds")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--shapes", nargs="+", choices=["bert-large", "t5-large", "8b", "tiny"])
+    shapes = ["bert-large", "t5-large", "8b", "demo-t5", "demo-bart", "demo-llama", "tiny"]
+    parser.add_argument("--shapes", nargs="+", choices=shapes, help="steps of these on a GPU")
     parser.add_argument("--later", type=int, default=8, help="with --shapes: later epochs that are timed")
-    parser.add_argument("--demo", action="store_true", help="the shipped ladders of the demo")
+    ladders = ["bert_side", "bart_side", "t5_side", "llama_side"]
+    parser.add_argument("--demo", nargs="*", choices=ladders, help="the shipped ladders of the demo")
     parser.add_argument("--demo-rows", type=int, default=128)
     parser.add_argument("--kernels", default="auto", help="with --demo: auto, reference, triton or off")
     options = parser.parse_args()
@@ -298,7 +319,7 @@ def main() -> None:
         large(options)
         return
     torch.set_num_threads(1)
-    if options.demo:
+    if options.demo is not None:
         demo_epochs(options)
         return
     if options.memory:

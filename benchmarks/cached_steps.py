@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -27,6 +29,7 @@ from transformers import (
 )
 
 import petune
+from petune import demo
 from petune.kernels.block.module import FusedBlock
 from petune.methods.stack_levels import StackLevels
 from petune.models.stack import stacks_in
@@ -72,10 +75,25 @@ def _tiny() -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
 
 
+def _demo_t5() -> Any:
+    return AutoModelForSeq2SeqLM.from_pretrained(demo.model_path("tiny-t5"))
+
+
+def _demo_bart() -> Any:
+    return AutoModelForSeq2SeqLM.from_pretrained(demo.model_path("tiny-bart"))
+
+
+def _demo_llama() -> Any:
+    return AutoModelForCausalLM.from_pretrained(demo.model_path("tiny-llama"))
+
+
 SHAPES = {
     "bert-large": Shape(_bert, 32, 128),
     "t5-large": Shape(_t5, 8, 512, 128),
     "8b": Shape(_llama, 4, 1024),  # 12 of its 32 blocks
+    "demo-t5": Shape(_demo_t5, 16, 128, 64),
+    "demo-bart": Shape(_demo_bart, 16, 128, 64),
+    "demo-llama": Shape(_demo_llama, 16, 128),
     "tiny": Shape(_tiny, 2, 16),  # to try this on a CPU
 }
 
@@ -88,10 +106,11 @@ class Steps:
         torch.manual_seed(0)
         before = torch.get_default_dtype()
         # full fine-tuning trains float32 weights, as recipes have it
-        torch.set_default_dtype(torch.bfloat16 if method == "side" else torch.float32)
+        dtype = torch.bfloat16 if method == "side" else torch.float32
+        torch.set_default_dtype(dtype)
         try:
             with device:
-                made = shape.make()
+                made = shape.make().to(device, dtype)
         finally:
             torch.set_default_dtype(before)
         settings = {"reduction": 8} if method == "side" else {}
@@ -234,6 +253,7 @@ def measure(name: str, epochs: int) -> str:
     steps = Steps(shape, "side", device)
     steps.run(steps.on_device(1))
     uncached = steps.run(steps.on_device(2))
+    steps.model.eval()  # without dropout, for the numbers
     with torch.no_grad():
         before = [float(steps.loss(batch)) for batch in steps.on_device()]
     with tempfile.TemporaryDirectory() as folder:
@@ -241,25 +261,27 @@ def measure(name: str, epochs: int) -> str:
             for batch in steps.on_device():
                 steps.loss(batch)
             after = [float(steps.loss(batch)) for batch in steps.on_device()]
+        steps.model.train()
         differs = max(abs(one - other) / abs(one) for one, other in zip(before, after, strict=True))
     with tempfile.TemporaryDirectory() as folder:
         with petune.ActivationCache(steps.model, folder) as cache:
             first = steps.run(cache.ahead(steps.batches, device))
             steps.run(cache.ahead(steps.batches * 3, device))
             later = steps.run(cache.ahead(steps.batches * epochs, device))
-            size, held = cache.nbytes, cache.held_bytes
+            size, held, base = cache.nbytes, cache.held_bytes, cache.folder.name
             with alone(cache, steps) as ready:
                 steps.run(ready(2))
                 ladder = steps.run(ready(epochs))
-        with petune.ActivationCache(steps.model, folder, room=0) as cache:
+            del ready  # which has all levels
+        with petune.ActivationCache(steps.model, folder, room=0, identity=base) as cache:
             read_rate(cache, steps, 1)
             rate = read_rate(cache, steps, 2)
             from_files = steps.run(cache.ahead(steps.batches * epochs, device))
-        with petune.ActivationCache(steps.model, folder) as cache:
+        with petune.ActivationCache(steps.model, folder, identity=base) as cache:
             steps.run(cache.ahead(steps.batches * 2, device))
             away = send_away(steps.model)
             peak = steps.peak(cache.ahead(steps.batches * 2, device))
-        with petune.ActivationCache(steps.model, folder, room=0) as cache:
+        with petune.ActivationCache(steps.model, folder, room=0, identity=base) as cache:
             lean = steps.peak(cache.ahead(steps.batches * 2, device))
     del steps
     _tidy()

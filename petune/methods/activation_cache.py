@@ -185,7 +185,10 @@ class ActivationCache:
         """Whether rows come from their files while a device computes: on a GPU that has no room for all of
         them. The stages of a pipeline, which see parts of a call, read when they are asked."""
         device = next(value.device for value in self.models[0].parameters() if not value.is_meta)
-        return len(self.models) == 1 and waits_for_files(device) and not self.room.on(device)
+        whole = len(self.models) == 1 and all(
+            stack.wire is None for stack in self.levels.get(self.models[0], {})
+        )
+        return whole and waits_for_files(device) and not self.room.on(device)
 
     def expect(self, calls: Iterable[Mapping[str, Any]]) -> None:
         """Say with which arguments the model is called next, in order: where it `reads_ahead`, rows that were
