@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from petune.errors import MachineError, RecipeError, UsageError
@@ -30,9 +30,11 @@ from petune.estimate.halves import may_pay
 from petune.estimate.layouts import kind_of, layouts, overlapped, plain
 from petune.estimate.rank_shares import (
     beside_regions,
+    even_tokens,
     numbers_of,
     span,
     spread_of,
+    stacked,
     tokens_by_speed,
 )
 from petune.estimate.room import Rest, Room
@@ -40,7 +42,7 @@ from petune.estimate.step_time import Clock
 from petune.estimate.workload import Part, Place, line_of, seconds_at, workload
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
-from petune.parallel.plan import ALONE, Cut, apportion, columns_together, grain, in_flight
+from petune.parallel.plan import ALONE, apportion, columns_together, grain, in_flight
 from petune.recipe import load_recipe
 
 NEAR = 0.95  # of what a layout takes at best by a rough rule: one beyond it is not looked at
@@ -80,7 +82,7 @@ class Planner:
             whole = replace(layout, dp=layout.dp and replace(layout.dp, shard=False, replicas=1))
             try:
                 if whole not in known:
-                    plans = (self.plan(one) for one in self._hidden_or_not(whole))
+                    plans = (plan for _, plan in self._hidden_or_not(whole))
                     known[whole] = min(map(self.clocks[False].at_best, plans))
                 even.append((known[whole], layout))
             except UsageError as error:
@@ -118,20 +120,22 @@ class Planner:
 
     def _that_fit(self, layout: ParallelConfig, even: ParallelPlan, again: bool) -> list[Choice]:
         """The plans of a layout that fit, if blocks are computed `again`."""
-        found = []
-        shared = self.shared(layout, again) if self._could_fit(even, again) else ()
-        for parallel in (one for lists in shared for one in self._hidden_or_not(lists)):
-            plan = self.plan(parallel)
-            if not math.isinf(fullest := self.fullest(plan, again)):
-                time, fused = self.clocks[again].of(plan), self.room.fuses(plan)
-                found.append(Choice(parallel, plan, again, time, fullest, fused))
+        found, clock = [], self.clocks[again]
+        for lists in self.shared(layout, again) if self._could_fit(even, again) else ():
+            plans = [(one, plan, clock.of(plan)) for one, plan in self._hidden_or_not(lists)]
+            for parallel, plan, time in sorted(plans, key=lambda one: one[2].total):
+                if not math.isinf(fullest := self.fullest(plan, again)):
+                    found.append(Choice(parallel, plan, again, time, fullest, self.room.fuses(plan)))
+                    break  # the other one is slower
         return found
 
-    def _hidden_or_not(self, parallel: ParallelConfig) -> list[ParallelConfig]:
-        """These axes, and the same with `overlap: true` where that may pay."""
-        plan, work = self.plan(parallel), self.work
-        tried = work.overlaps and may_pay(plan, work) and self.room.fuses(plan)
-        return list(dict.fromkeys([parallel, overlapped(parallel)])) if tried else [parallel]
+    def _hidden_or_not(self, parallel: ParallelConfig) -> Iterator[tuple[ParallelConfig, ParallelPlan]]:
+        """The plan of these axes, and that with `overlap: true` where that may pay."""
+        plan = self.plan(parallel)
+        yield parallel, plan
+        tried = self.work.overlaps and may_pay(plan, self.work) and self.room.fuses(plan)
+        if tried and (other := overlapped(parallel)) != parallel:
+            yield other, self.plan(other)
 
     def _refusal(self, parallel: ParallelConfig) -> str:
         """Why a recipe may not have such axes, by its rules; empty where it may."""
@@ -200,11 +204,11 @@ class Planner:
         plan = self.plan(layout)
         seen = {layout}
         yield layout
-        for parts, even in [(Counter[Part](), False)] if plan.cut is None else self._stacked(plan.cut):
-            with suppress(
-                MachineError, UsageError
-            ):  # too little memory, or too few rows or blocks for these lists
-                found = self._cut(self._over_experts(layout, plan, again), plan, again, parts, even)
+        for parts in (Counter[Part](),) if plan.cut is None else stacked(self.work):
+            with suppress(MachineError, UsageError):  # too little memory, or too few rows or blocks
+                found = self._over_experts(layout, plan, again)
+                ways = [self._cut(found, plan, again, parts, even) for even in even_tokens(plan.cut)]
+                found = min(ways, key=partial(self._pace, again)) if len(ways) > 1 else ways[0]
                 for _ in range(2 if plan.pp > 1 and plan.dp > 1 else 1):  # stages suit rows, and rows stages
                     found = self._staged(found, self.plan(found), again)
                     found = self._rowed(found, self.plan(found), again)
@@ -212,13 +216,14 @@ class Planner:
                     seen.add(found)
                     yield found
 
-    def _stacked(self, cut: Cut) -> list[tuple[Counter[Part], bool]]:
-        """The parts of all blocks, and where there are several stacks those of each, each with whether tokens
-        stay even beside them: what is gathered is on its way as long as its longest part."""
-        ends = accumulate(self.work.depth.values(), initial=0)
-        ranges = dict.fromkeys([(0, len(self.work.blocks)), *pairwise(ends)])
-        ways = (False, True) if cut.sequence and (cut.heads or cut.columns) else (False,)
-        return [(self.work.of_blocks(*one), even) for one in ranges for even in ways]
+    def _pace(self, again: bool, parallel: ParallelConfig) -> float:
+        """Seconds of all blocks in the slowest group of ranks that share them."""
+        plan, clock = self.plan(parallel), self.clocks[again]
+        piece = self.work.rows / plan.dp / plan.microbatches
+        whole = (
+            clock.stretch(one, plan.cut, 0, len(self.work.blocks), piece) for _, one in self._groups(plan)
+        )
+        return max(computing.total + saying.total for computing, saying in whole)
 
     def _groups(self, plan: ParallelPlan) -> set[tuple[int, Group]]:
         """The different groups of ranks that share blocks, each with its place in the pipeline."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from petune.estimate.balance import partition
 from petune.estimate.footprint import routed
@@ -88,6 +90,19 @@ def by_tokens(part: Part, cut: Cut) -> bool:
     if part.place in ("connection", "ladder"):
         return True
     return cut.layout("mlp" if part.place in ("mlp", "experts") else "attention") == "sequence"
+
+
+def stacked(work: Workload) -> list[Counter[Part]]:
+    """The parts of all blocks, and where there are several stacks those of each."""
+    ends = accumulate(work.depth.values(), initial=0)
+    ranges = dict.fromkeys([(0, len(work.blocks)), *pairwise(ends)])
+    return [work.of_blocks(*one) for one in ranges]
+
+
+def even_tokens(cut: Cut | None) -> tuple[bool, ...]:
+    """Whether tokens may stay even beside unlike heads or columns: not, or that too, as what is gathered is
+    on its way as long as its longest part."""
+    return (False, True) if cut is not None and cut.sequence and (cut.heads or cut.columns) else (False,)
 
 
 def tokens_by_speed(
