@@ -29,7 +29,8 @@ def rms_offset(module: nn.Module) -> float | None:
 
 def computes(module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0.0) -> bool:
     """Whether a module's own forward is `reference.rms_norm` or `reference.layer_norm` with its epsilon and
-    its weight + offset: tried in float32, on the CPU, with weights of the probe's own.
+    its weight + offset, and its bias if it has one: tried in float32, on the CPU, with weights of the probe's
+    own.
 
     One of the rows is so small that half of what its square is added to is the epsilon; another is far from
     centred. How a norm rounds in a narrower dtype is not asked.
@@ -39,11 +40,14 @@ def computes(module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0
         return False
     width = len(cast("Tensor", module.weight))
     numbers = torch.arange(3 * width, dtype=torch.float32, device="cpu").view(3, width)
-    weight, bias, rows = (1 + numbers[0]).sin(), numbers[1].sin(), (0.7 * numbers).cos()
+    weight, rows = (1 + numbers[0]).sin(), (0.7 * numbers).cos()
+    bias = None if module._parameters.get("bias") is None else numbers[1].sin()
     x = torch.stack([rows[0], rows[1] * max(eps, 1e-12) ** 0.5, rows[2] * 30 + 20])
-    own = {"weight": weight, "bias": bias} if kind == "layer" else {"weight": weight}
+    own = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     probe = copy(module)
-    probe.__dict__["_parameters"] = {name: nn.Parameter(value) for name, value in own.items()}
+    probe.__dict__["_parameters"] = dict.fromkeys(module._parameters) | {
+        name: nn.Parameter(value) for name, value in own.items()
+    }
     with torch.no_grad():
         found = forward(probe, x)
         if kind == "layer":
@@ -64,8 +68,8 @@ def clamps(experts: nn.Module) -> bool:
 
 
 def _is_scale(module: nn.Module, biased: bool) -> bool:
-    """Whether a module holds a weight [n], where `biased` a bias [n] too, and nothing else."""
+    """Whether a module holds a weight [n], where `biased` a bias [n] or none too, and nothing else."""
     own = module._parameters
     if set(own) != ({"weight", "bias"} if biased else {"weight"}) or module._modules or module._buffers:
         return False
-    return {None if value is None else value.dim() for value in own.values()} == {1}
+    return own["weight"] is not None and all(one.dim() == 1 for one in own.values() if one is not None)

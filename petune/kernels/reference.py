@@ -91,19 +91,20 @@ def rms_norm_backward(
 def layer_norm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """((total - mean) / std * weight + bias, mean, 1 / std, total); total and out as for `rms_norm` (Ba et
-    al. 2016, arXiv:1607.06450)."""
+    """((total - mean) / std * weight + bias, or without one, mean, 1 / std, total); total and out as for
+    `rms_norm` (Ba et al. 2016, arXiv:1607.06450)."""
     total = x if residual is None else (wide(residual) + wide(x)).to(x.dtype)
     values = wide(total)
     mean = values.mean(-1)
     centred = values - mean[:, None]
     rstd = torch.rsqrt(centred.square().mean(-1) + eps)
-    return written(centred * rstd[:, None] * wide(weight) + wide(bias), x.dtype, out), mean, rstd, total
+    scaled = centred * rstd[:, None] * wide(weight)
+    return written(scaled if bias is None else scaled + wide(bias), x.dtype, out), mean, rstd, total
 
 
 def layer_norm_backward(

@@ -1,4 +1,5 @@
-"""ModernBERT: pre-norm encoder with packed projections; attention to all, or to a window both ways."""
+"""ModernBERT: pre-norm encoder with packed projections, whose first block has no norm before attention;
+attention to all, or to a window both ways, each with rotary angles of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ BLOCK = (
             groups=(linears(qkv="attn.Wqkv"),),
             out="attn.Wo",
             rotary=True,
+            scale="head_dim",
             drop="attn.attention_dropout",
         ),
         norm_in=Norm("attn_norm", "layer"),
@@ -29,6 +31,5 @@ RULE = StackRule(
     BLOCK,
     tail="final_norm",
     rotary="rotary_emb",
-    unfused="its windows reach to both sides, and its first block has no norm before attention",
 )
 FAMILY = replace(bert.FAMILY, name="modernbert", stacks={"encoder": RULE}, fresh=("head",))

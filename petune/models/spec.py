@@ -46,9 +46,10 @@ class Attention:
 
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
     keys are turned by their positions, or the attribute of `at` that says whether they are. window: the keys
-    up to its own that a query of causal attention sees, None for all; softcap: of the scores, None for none;
-    exchange: how it sees other ranks' tokens of its sequence, None where all are here; no table says any of
-    them, each block does. scale: of the scores; None for the `scaling` of `at`.
+    up to its own that a query sees and, where attention is not causal, as many from its own on, None for all;
+    softcap: of the scores, None for none; exchange: how it sees other ranks' tokens of its sequence, None
+    where all are here; no table says any of them, each block does. scale: of the scores; None for the
+    `scaling` of `at`, a name for the attribute of it over whose root it is one.
     bias: the table of relative positions below `at`, which block 0 has. sinks: the attribute of `at` with the
     score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
     its probabilities, a module or a number that is an attribute of one. head_counts, kv_counts: see Region.
@@ -67,7 +68,7 @@ class Attention:
     softcap: float | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    scale: float | None = None
+    scale: float | str | None = None
     bias: str | None = None
     sinks: str | None = None
     positions: Positions | None = None
@@ -261,7 +262,7 @@ class StackRule:
     def sublayers_in(self, block: nn.Module) -> tuple[SubLayer, ...]:
         """The sub-layers that `block` has: with a dense MLP where it has no experts, with attention that has
         scores where it is that one's turn, without cross-attention where there is none, with the norm before
-        the core where the block has it there."""
+        the core where the block has it there, without it where it is an identity."""
         here = []
         for one in self.sublayers:
             if isinstance(one.core, LinearAttention) and one.core.full and not child_of(block, one.core.at):
@@ -270,6 +271,8 @@ class StackRule:
                 one = replace(one, core=one.core.dense)
             if one.norm_first is not None and getattr(block, one.norm_first):
                 one = replace(one, norm_in=one.norm_after_sum, norm_after_sum=None, norm_first=None)
+            if one.norm_in is not None and _passes(block, one.norm_in.path):
+                one = replace(one, norm_in=None)
             if child_of(block, one.core.at) or not one.core.region.cross:
                 here.append(one)
         return tuple(here)
@@ -369,6 +372,11 @@ def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:
 def tail_of(around: nn.Module, rule: StackRule) -> nn.Module | None:
     """The norm after the last block, beside the stack in `around`; None where a model leaves it out."""
     return None if rule.tail is None else cast("nn.Module | None", getattr(around, rule.tail))
+
+
+def _passes(block: nn.Module, path: str) -> bool:
+    found = child_of(block, path)
+    return found is not None and isinstance(found[1], nn.Identity)
 
 
 def child_of(block: nn.Module, path: str) -> tuple[str, nn.Module] | None:

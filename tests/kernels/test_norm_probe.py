@@ -36,6 +36,8 @@ PROBED = {
     "another epsilon": (OtherEpsilon(8), None),
     "halved": (Halved(8), None),
     "a LayerNorm": (nn.LayerNorm(8), None),
+    "a LayerNorm without a bias": (nn.LayerNorm(8, bias=False), None),
+    "a LayerNorm without a weight": (nn.LayerNorm(8, elementwise_affine=False), None),
     "a linear": (nn.Linear(8, 8, bias=False), None),
 }
 
@@ -45,5 +47,5 @@ def test_a_norm_is_known_by_what_it_computes(what: str) -> None:
     module, offset = PROBED[what]
     before = [value.clone() for value in module.parameters() if not value.is_meta]
     assert rms_offset(module) == offset
-    assert computes(module, "layer") == (what == "a LayerNorm")
+    assert computes(module, "layer") == (what in ("a LayerNorm", "a LayerNorm without a bias"))
     assert all(torch.equal(*both) for both in zip(before, module.parameters(), strict=False))

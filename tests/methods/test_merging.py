@@ -60,7 +60,7 @@ def merged(name: str, method: str, past: str) -> Any:
     settings: dict[str, Any] = (
         {"r": 4, "targets": [first, "o"] if past == "q alone" else "auto"} if method == "lora" else {}
     )
-    bare = method == "full" and name in ("modernbert-classify", "dinov2-classify")  # nothing is fused
+    bare = method == "full" and name == "dinov2-classify"  # nothing is fused
     unfused = bare or past in ("kernels: off", "stacks of its own")
     model = wrap(tiny(name), method, kernels="off" if unfused else "reference", **settings)
     if past == "stacks of its own":

@@ -19,7 +19,7 @@ from petune.models.sites import find_sites
 from tests.methods.family_cells import QUANTISED
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, stir, tiny
 
-BARE = ("deberta-classify", "modernbert-classify", "dinov2-classify")  # nothing is fused, no norm either
+BARE = ("deberta-classify", "dinov2-classify")  # nothing is fused, no norm either
 
 
 def held_by(name: str, base_dtype: str) -> nn.Module:

@@ -108,7 +108,7 @@ class NormHeads(Step):
         self.trained = (self.first, self.first + 1)
 
     def _weights(self, run: Run) -> tuple[Tensor, Tensor]:
-        (q,), (k,) = run.norms[self.at : self.at + 2]
+        (q, *_), (k, *_) = run.norms[self.at : self.at + 2]
         return q, k
 
     def forward(self, run: Run, v: Values) -> None:

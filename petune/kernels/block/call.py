@@ -18,7 +18,7 @@ from petune.kernels.block.mixture import OF_MIXTURE, Mixture, MixturePart
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program
 from petune.kernels.block.rows import Sink
-from petune.kernels.block.steps import Dropping, Run, Values
+from petune.kernels.block.steps import Dropping, NormTensors, Run, Values
 from petune.kernels.block.turns import InTurns, Turns
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
@@ -315,7 +315,7 @@ class Call:
         self, groups: Sequence[Group], tensors: Sequence[Tensor | None], turns: Turns | None = None
     ) -> Run:
         """A pass of these groups."""
-        own, norms = iter(tensors[TENSORS * sum(map(len, self.parts.groups)) :]), list[tuple[Tensor, ...]]()
+        own, norms = iter(tensors[TENSORS * sum(map(len, self.parts.groups)) :]), list[NormTensors]()
         behind = [
             (part.with_tensors([next(own) for _ in range(4)], self.dtype), self._dropping(draw))
             for part, draw in zip(self.parts.bottlenecks, self.draws.bottlenecks, strict=True)
@@ -328,7 +328,7 @@ class Call:
         called = [BoundCore(one, [cast("Tensor", next(own)) for _ in one.core.names]) for one in self.called]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))
-            norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
+            norms.append((weight,) if norm.kind == "rms" else (weight, next(own)))
         norms = _shifted(norms, [norm.offset for norm in self.spec.program.norms])
         drops = [self._dropping(draw) for draw in self.draws.drops]
         return Run(
@@ -378,7 +378,7 @@ def factors_of(groups: Sequence[Group]) -> list[Tensor | None]:
     return [value for group in groups for value in group.factors]
 
 
-def _shifted(norms: list[tuple[Tensor, ...]], offsets: Sequence[float]) -> list[tuple[Tensor, ...]]:
+def _shifted(norms: list[NormTensors], offsets: Sequence[float]) -> list[NormTensors]:
     """What norms multiply by: a weight, or weight + offset, in float32 or wider, which are the digits that
     Gemma's own norms multiply by. All of them are made by three kernels."""
     at = [place for place, offset in enumerate(offsets) if offset]

@@ -342,7 +342,7 @@ class _Build:
     def attend(self, name: str, sources: list[str], core: Attention) -> str:
         """What attention gives, all heads of own tokens."""
         sizes, exchange, a = self.sizes, core.exchange, f"{name}.a"
-        assert core.scale is not None, "the scale of the scores is read off the block before"
+        assert isinstance(core.scale, float), "the scale of the scores is read off the block before"
         how = sum(isinstance(step, Attend) for step in self.steps)
         whole = sizes.heads, sizes.kv_heads, sizes.head_dim
         turned, own = bool(core.rotary) or core.q_norm is not None, whole

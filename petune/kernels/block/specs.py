@@ -163,16 +163,25 @@ def _mixture(block: nn.Module, core: RoutedMlp) -> Mixture:
     return Mixture(block.get_submodule(core.router), block.get_submodule(core.experts), gate)
 
 
-def _window(attention: Any) -> int | None:
+def _window(attention: Any, causal: bool) -> int | None:
     """Tokens of the sliding window: of this attention, where it says so, else of its config, which says of
-    some that they have none; 0 is none too."""
+    some that they have none; 0 is none too. To both sides transformers' masks reach as many tokens as the
+    config says, whatever an attention says of itself: ModernBERT's counts its own token, T5Gemma's does
+    not."""
     config: Any = getattr(attention, "config", None)
     if hasattr(attention, "sliding_window"):
-        return attention.sliding_window or None
+        own = attention.sliding_window or None
+        return own if causal or own is None else config.sliding_window + 1
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[attention.layer_idx] == "full_attention":
         return None
     return getattr(config, "sliding_window", None) or None
+
+
+def _scale(attention: Any, core: Attention) -> float:
+    if isinstance(core.scale, str):
+        return float(getattr(attention, core.scale) ** -0.5)
+    return float(attention.scaling) if core.scale is None else core.scale
 
 
 def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | None:
@@ -275,9 +284,11 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     connection = None if boundary is None else boundary.connection
     scale = getattr(block, sublayer.scale) if isinstance(sublayer.scale, str) else sublayer.scale
     features = 0 if part is None else part.features
+    drop = None if sublayer.drop is None or _is_none(block, sublayer.drop) else sublayer.drop
     scaled, entries = _scaled_roles(block, core)
     sublayer = replace(
         sublayer,
+        drop=drop,
         scale=scale,
         bottleneck=features,
         beside=part is not None and part.beside,
@@ -296,10 +307,8 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
         own = replace(core, normed=normed, chosen=int(router.top_k), held=held, index=index)
         return replace(sublayer, core=own)
     attention = block.get_submodule(core.at)
-    scale = float(cast("Any", attention).scaling) if core.scale is None else core.scale
-    window = None if core.memory is not None else _window(attention)
-    if window is not None and not core.causal:
-        window += 1  # to both sides transformers' windows reach as many tokens as they are long
+    scale = _scale(attention, core)
+    window = None if core.memory is not None else _window(attention, core.causal)
     rotary = core.rotary if isinstance(core.rotary, bool) else bool(getattr(attention, core.rotary))
     softcap = getattr(attention, "attn_logit_softcapping", None)
     q_norm, k_norm = (
@@ -394,6 +403,12 @@ def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
         if eps_of(module) != eps_of(norms[0][1]):
             return "its norms have different epsilons"
     return None
+
+
+def _is_none(block: nn.Module, path: str) -> bool:
+    """Whether an identity stands in the place of a dropout, of which nothing ever drops out."""
+    owner, name = _where(block, path)
+    return isinstance(getattr(owner, name), nn.Identity)
 
 
 def _where(block: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -41,6 +41,7 @@ _MIDDLE: Level = "projections"
 Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs
 # the same elements at every call; rows of the whole, None for all
 Dropping = Callable[[Tensor, "slice | None"], Tensor]
+NormTensors = tuple[Tensor, *tuple[Tensor | None, ...]]  # weight; of a LayerNorm then bias or None
 Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
 
 
@@ -48,18 +49,18 @@ Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
 class Run:
     """One pass of a block: its operations and tensors as they are at this moment.
 
-    norms: weight, or weight and bias, of each norm. drops: of each dropout of the block, None where nothing
-    drops out. hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m.
-    wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
-    rows: those of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each
-    sub-layer that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut.
-    sinks: of each attention that has some. turns: where another pass goes in turns with this one. called: the
-    cores that are called as they are. kept: the values that are kept for the way back; None on it.
+    norms: of each norm, see NormTensors. drops: of each dropout of the block, None where nothing drops out.
+    hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m. wants: the
+    values whose gradient somebody needs. grads: gradients found so far, by the name of the value. rows: those
+    of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each sub-layer
+    that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut. sinks: of
+    each attention that has some. turns: where another pass goes in turns with this one. called: the cores
+    that are called as they are. kept: the values that are kept for the way back; None on it.
     """
 
     ops: Ops
     groups: Sequence[Group]
-    norms: Sequence[tuple[Tensor, ...]]
+    norms: Sequence[NormTensors]
     drops: Sequence[Dropping | None]
     hows: Sequence[How]
     angles: tuple[Tensor, Tensor] | None

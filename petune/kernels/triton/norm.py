@@ -121,7 +121,7 @@ def rms_norm(
 def layer_norm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     residual: Tensor | None = None,
     out: Tensor | None = None,
@@ -257,7 +257,8 @@ def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]
     for columns in (128, 1024, 4096, 8192, 16_384, WIDEST):
         rows, block, warps = _tile(columns)
         tile = {"ROWS": rows, "BLOCK": block}
-        for absent in ({"mean": None}, {}):  # RMSNorm, LayerNorm
-            yield _forward, forward, tile | absent | ({"bias": None} if absent else {}), warps, 1
+        for absent in ({"mean": None, "bias": None}, {"bias": None}, {}):  # RMSNorm, LayerNorm without a bias
+            yield _forward, forward, tile | absent, warps, 1
+        for absent in ({"mean": None}, {}):
             yield _backward, backward, tile | absent | ({"dbias": None} if absent else {}), warps, 1
             yield _backward, backward, tile | absent | {"dweight": None, "dbias": None}, warps, 1

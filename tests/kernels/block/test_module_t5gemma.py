@@ -61,16 +61,6 @@ def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], 
     assert len(blocks) == 4 and not any(block.spec.said for block in blocks)
 
 
-@pytest.fixture
-def hows(monkeypatch: pytest.MonkeyPatch) -> list[How]:
-    """How blocks attend, in the order of their calls."""
-    seen: list[How] = []
-    monkeypatch.setattr(
-        FusedBlock, "hows", lambda *args, own=FusedBlock.hows: (seen.extend(made := own(*args)), made)[1]
-    )
-    return seen
-
-
 @pytest.mark.parametrize("padded", [True, False])
 def test_windows_need_no_mask_and_padding_is_left_out(padded: bool, hows: list[How]) -> None:
     """A window of 4 reaches 4 tokens to both sides of the encoder, and to the token itself and 3 before it in

@@ -175,6 +175,13 @@ def test_a_result_is_written_where_it_is_wanted_and_nowhere_else(kind: str, modu
     assert bool((whole[:, 40:] == 7).all())
 
 
+def test_a_layer_norm_may_have_no_bias() -> None:
+    x, weight = (operands(11, 64, torch.float32)[name] for name in ("x", "weight"))
+    expected = torch.nn.functional.layer_norm(x, (64,), weight, None, EPS)
+    for module in (norm, reference):
+        torch.testing.assert_close(module.layer_norm(x, weight, None, EPS)[0], expected)
+
+
 def test_without_a_residual_the_total_is_the_input_itself() -> None:
     given = operands(2, 64, torch.float32)
     assert norm.rms_norm(given["x"], given["weight"], EPS)[-1] is given["x"]
