@@ -528,6 +528,7 @@ def variants() -> Iterator[Variant]:
         (torch.bfloat16, 256, 2048, True, alone + drawn, {"CAP": 50.0}),
         (torch.float32, 64, 512, False, ("others", *drawn), {}),
         (torch.bfloat16, 64, 2048, True, alone + drawn, {"WINDOW": 128, "sinks": True}),
+        (torch.bfloat16, 64, 1024, False, alone + drawn, {"WINDOW": 65}),
     ]
     for dtype, d, longest, causal, missing, own in cases:
         block, warps = _tile(dtype, d, longest, "bias" not in missing)
