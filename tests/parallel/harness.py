@@ -65,7 +65,6 @@ DROPOUTS = {
     "t5": ("dropout_rate",),
     "llama": ("attention_dropout",),
     "t5gemma": ("dropout_rate", "attention_dropout"),
-    "modernbert": ("attention_dropout", "mlp_dropout"),
     "gemma3": ("attention_dropout",),
     "phi3": ("attention_dropout", "resid_pdrop"),
     "glm4": ("attention_dropout",),

@@ -22,8 +22,8 @@ from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, Sizes, compiled
-from petune.kernels.block.specs import read_sublayers
 from petune.kernels.block.steps import Run
+from petune.kernels.block.sublayers import read_sublayers
 from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import reference_ops
