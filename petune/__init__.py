@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from petune.methods import mark_only_trainable as mark_only_side_as_trainable
     from petune.methods.activation_cache import ActivationCache
     from petune.methods.several import active, alone, per_row
+    from petune.models.multimodal import text_model
     from petune.recipe import Recipe, load_recipe
     from petune.run.callbacks import Callback
     from petune.run.finished import Run, load_run
@@ -49,6 +50,7 @@ __all__ = [
     "per_row",
     "save",
     "save_base",
+    "text_model",
     "train",
     "tuned_state",
     "wrap",
@@ -66,6 +68,7 @@ _ROOMS = {
     **dict.fromkeys(("Run", "load_run"), "run.finished"),
     **dict.fromkeys(("active", "alone", "per_row"), "methods.several"),
     "add": "saving.several",
+    "text_model": "models.multimodal",
     "train": "run.train",
 }
 _SAME_FOR_EVERY_METHOD = {

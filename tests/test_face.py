@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 SHOWN = (
     *("load_recipe", "PetuneError", "train", "load_run", "Run", "Run.history", "Callback"),
     *("wrap", "mark_only_trainable", "tuned_state", "save", "load", "save_base", "merge", "merged_weights"),
+    "text_model",
     *("add", "alone", "active", "per_row", "ActivationCache"),
 )
 FUNCTIONS = [name for name in petune.__all__ if inspect.isfunction(getattr(petune, name))]
@@ -52,6 +53,7 @@ WRONG: dict[str, tuple[Callable[[Any], object], type[PetuneError]]] = {
     "merged_weights": (lambda model: petune.merged_weights(model).__enter__(), UsageError),
     "save": (lambda model: petune.save(model, "tuned"), UsageError),
     "save_base": (lambda model: petune.save_base(model, "base"), UsageError),
+    "text_model": (petune.text_model, UsageError),
     "load": (lambda model: petune.load(model, "nowhere"), FileError),
     "add": (lambda model: petune.add(model, "a/b"), UsageError),
     "alone": (lambda model: petune.alone(model, "poet").__enter__(), UsageError),

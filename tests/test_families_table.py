@@ -85,7 +85,8 @@ COLUMNS = tuple(column for column in MIXED if column != "ep")
 HEAD = """# Families
 
 Written by `python -m tests.test_families_table`, which asks the code; a test compares. A row is the
-`model_type` of a config, with any head that transformers has for it. `fused`: blocks under LoRA on one
+`model_type` of a config, with any head that transformers has for it; a [checkpoint of several
+modalities](how-to/multimodal.md) has the row of its text model. `fused`: blocks under LoRA on one
 device; elsewhere LoRA's linears are fused one by one. `sp`, `ulysses` and `ring` are the three exchanges of
 sequence parallelism. `packed`: samples joined in a row, decoders alone. `nf4`, `int8`, `fp8`: LoRA over a
 base in that `base_dtype`, in fused blocks or not. `export`: LoRA in files that peft computes the same with.

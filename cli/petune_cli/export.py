@@ -64,8 +64,8 @@ def export(
 def tell_place(run: Run, place: Path, reader: str | None = None) -> None:
     """Where the files are, what merging cost in precision if it was done, and how they are read: by
     transformers, or by `reader`."""
-    from petune.run.readme import auto_class
+    from petune.run.readme import class_of
 
-    reader = reader or f"{auto_class(run.summary)}.from_pretrained("
+    reader = reader or f"{class_of(place, run.summary)}.from_pretrained("
     report = [f"   {run.merge_report}"] if run.merge_report else []
     echo("\n".join([str(place), *report, f"   load it with {reader}{str(place)!r})"]))

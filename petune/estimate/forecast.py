@@ -38,6 +38,7 @@ from petune.methods.targets import head_modules
 from petune.models import FAMILIES
 from petune.models.experts import is_experts
 from petune.models.loading import Head, kind_of, outline, packs, quiet, read_config
+from petune.models.multimodal import whole_at
 from petune.models.quantise import quantise_blocks
 from petune.models.source import resolve_model
 from petune.models.spec import Family, StackName
@@ -195,7 +196,9 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
         # what is read whole is not read again
         leaves=bool(recipe.cache) and not (recipe.init_adapter or recipe.method.reads_weights),
     )
-    return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)
+    holder = whole_at(source)
+    note = source.note if holder is None else f"{source.note}, its text model (of a {holder.kind})"
+    return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, note)
 
 
 def placed(error: UsageError, recipe: Recipe) -> UsageError:

@@ -28,6 +28,7 @@ from petune.methods.trainable import base_biases, describe, untouched
 from petune.methods.wrapped import Tuning, is_wrapped, refuse_no_model, tuning
 from petune.models import FAMILIES, family_of
 from petune.models.linear_attention import tell_samples
+from petune.models.multimodal import refuse_whole
 from petune.models.quantise import check_base_dtype, quantise_blocks
 from petune.models.tuned_linear import tuned_modules
 
@@ -121,6 +122,9 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
     name = name_of(config)
     method = METHODS[name]
     refuse_tuned(model)
+    if method.needs_family or (not method.trains_base and getattr(config, "targets", "auto") == "auto"):
+        remedy = "petune.wrap(petune.text_model(model), ...), which shares its modules; or name the targets"
+        refuse_whole(model, remedy)
     family = family_of(model)
     if method.needs_family and family is None:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)

@@ -41,13 +41,7 @@ def model_class(config: Any, head: Head) -> Any:
 
 
 def refuse_headless(config: Any, head: Head) -> None:
-    """Raise UsageError for a type of model without such a head or with a faulty one, and for one that is more
-    than its text model."""
-    inner = getattr(getattr(config, "text_config", None), "model_type", None)
-    if inner in FAMILIES:
-        what = f"a model of type {config.model_type} holds more than the text model that petune tunes"
-        remedy = f"save its text model by itself, as type {inner}, and train that"
-        raise UsageError(what, where="model", expected=inner, found=config.model_type, remedy=remedy)
+    """Raise UsageError for a type of model without such a head or with a faulty one."""
     if head == "classify" and config.model_type == "t5gemma" and config.is_encoder_decoder:
         what = (
             "transformers' head of classes for t5gemma reads the longest text of a batch one token early, so"

@@ -43,9 +43,19 @@ from petune.models.damage import (
 )
 from petune.models.heads import AUTO as AUTO
 from petune.models.heads import Head as Head
-from petune.models.heads import model_class, refuse_headless
+from petune.models.heads import model_class
 from petune.models.load_errors import asking, first_line, hub_errors, room_for
 from petune.models.moe import refuse_llama_moe
+from petune.models.multimodal import (
+    OUTSIDE,
+    as_text,
+    note_of,
+    read_part,
+    refuse_other_head,
+    remember_whole,
+    settle_ties,
+    whole_at,
+)
 from petune.models.mxfp4_files import Mxfp4, held_in, mxfp4_weights
 from petune.models.read_plan import ReadPlan, plan_reads
 from petune.models.source import Source, check_weights, local_folder, weight_files
@@ -84,8 +94,8 @@ def read_whole(model: nn.Module, contents: Contents) -> None:
 
 
 def read_config(source: Source) -> Any:
-    """The transformers config of `source`. Raises FileError when it is missing or unreadable, and for an
-    object, which no file holds."""
+    """The transformers config of `source`, of several modalities that of the text model. Raises FileError
+    when it is missing or unreadable, and for an object, which no file holds."""
     if source.kind == "object":
         remedy = "give it again: petune.load_run(folder, base=model), petune.train(..., model=model)"
         raise FileError(
@@ -96,7 +106,7 @@ def read_config(source: Source) -> Any:
             fields = read_json(Path(source.place), links=True)
             refuse_settings(fields, str(Path(source.place).parent))
             refuse_llama_moe(fields, source.place)
-            return AutoConfig.for_model(**fields)
+            return read_part(AutoConfig.for_model(**fields), fields)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(
                 f"not a model config: {first_line(error)}",
@@ -110,7 +120,7 @@ def read_config(source: Source) -> Any:
         refuse_llama_moe(fields, f"{source.place}/config.json")
         config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     vars(config).pop("quantization_config", None)  # of the files: how the model is held a recipe says
-    return config
+    return read_part(config, fields)
 
 
 def _check_folder(source: Source) -> None:
@@ -193,7 +203,7 @@ def load_model(
     whole.
     """
     config = read_config(source) if config is None else config
-    refuse_headless(config, head)
+    refuse_other_head(source, config, head)
     _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)
     if source.kind == "config":
@@ -211,21 +221,30 @@ def load_model(
         files = weight_files(source)
         headers = {path: read_header(path, links=True) for path in files}
         config.name_or_path = source.place
+        if (whole := whole_at(source)) is not None:
+            headers = as_text(headers)
+            settle_ties(whole, config, sources(headers))
         model = outline(source, config, head, dtype)
         found, four_bit = four_bit_weights(sources(headers))
         found, packed = mxfp4_weights(found)
         apart = {name for name in found if beside(four_bit, name) or held_in(packed, name)}
-        named = {name: one for name, one in found.items() if name not in apart}
+        named = {
+            name: one for name, one in found.items() if name not in apart and not name.startswith(OUTSIDE)
+        }
         # where a class keeps tensors in float32 whatever the dtype, transformers is asked
         plan = None if model._get_dtype_plan(dtype) else plan_reads(model, named)
     held: dict[str, FourBit | Mxfp4] = {**four_bit, **packed}
     if held:
         say(f"{source.place}: {len(held)} weights are held in four bits there, and so have those values")
-    if plan is None and held:
+    if plan is None and (held or whole):
+        why = "in four bits" if held else "inside another model"
+        remedy = (
+            "give the model as it was before it was quantised" if held else "give its text model by itself"
+        )
         raise FileError(
-            "transformers computes tensors of this model of several, which in four bits cannot be",
+            f"transformers computes tensors of this model of several, which {why} cannot be",
             where=source.place,
-            remedy="give the model as it was before it was quantised",
+            remedy=remedy,
         )
     if plan is None:
         return _load_whole(source, head, dtype, config, headers, seed)
@@ -236,6 +255,10 @@ def load_model(
     make_buffers(model, contents)
     with hub_errors(source):
         _as_transformers_leaves_it(model, source, plan)
+    if whole is not None:
+        remember_whole(model, whole)
+        own = note_of(whole, {name: one for name, one in found.items() if name not in apart})
+        note = "; ".join(filter(None, (own, note)))
     return Loaded(model.eval(), family, new, note, contents)
 
 
@@ -293,7 +316,7 @@ def outline(
 ) -> PreTrainedModel:
     """The model of a config with the task's head on the meta device: its modules and shapes without a weight;
     on another its weights are drawn. Raises as `load_model`."""
-    refuse_headless(config, head)
+    refuse_other_head(source, config, head)
     with hub_errors(source), torch.device(device), quiet():
         made = model_class(config, head).from_config(config, dtype=dtype, trust_remote_code=False)
         return cast("PreTrainedModel", _unpooled(made) if head == "embed" else made)

@@ -21,6 +21,7 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 from petune.errors import UsageError
 from petune.methods.registry import refuse_tuned
 from petune.models.heads import reads
+from petune.models.multimodal import refuse_whole
 from petune.recipe import Recipe
 from petune.saving.fingerprint import fingerprint
 from petune.tasks import OBJECT, DataObject, take_rows
@@ -155,6 +156,7 @@ def _refuse_other(model: nn.Module) -> None:
             remedy=remedy,
         )
     refuse_tuned(model)
+    refuse_whole(model, "give model=petune.text_model(model), which shares its modules")
     if getattr(model, "is_quantized", False):
         raise UsageError("this model is quantised", where="model", remedy="load it in float32 or bfloat16")
     devices = {str(value.device) for value in model.parameters()}

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from petune.methods.configs import method_of
 from petune.models.heads import AUTO_OF, Head
-from petune.models.source import resolve_model
+from petune.models.multimodal import whole_at
+from petune.models.source import Source, resolve_model
 from petune.recipe import Recipe
 from petune.run.build import choose_place
 from petune.tasks import TASKS
@@ -17,11 +18,11 @@ from petune.tasks.media import read_in
 
 _LOADING = {  # by the layout of the method's files, or by what the base is
     "peft": (
-        'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel'
+        'base = {auto}.from_pretrained({base})\nmodel = petune.load({name}, "{out}/tuned")   # peft.PeftModel'
         " reads it too"
     ),
     "transformers": 'model = {auto}.from_pretrained("{out}/tuned")',
-    "petune": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
+    "petune": 'base = {auto}.from_pretrained({base})\nmodel = petune.load({name}, "{out}/tuned")',
     "object": (
         '# base: the model that petune.train was given, untouched\nmodel = petune.load(base, "{out}/tuned")'
     ),
@@ -30,6 +31,8 @@ _LOADING = {  # by the layout of the method's files, or by what the base is
         ' petune.load_run("{out}").speaker.model'
     ),
 }
+# reads a checkpoint of several modalities, of which a text model is a part
+OF_WHOLE = "transformers.AutoModelForImageTextToText"
 _LAYOUTS = {"peft": "peft's layout", "transformers": "a Hugging Face folder", "petune": "petune's layout"}
 
 
@@ -45,12 +48,13 @@ def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
             *(f"{name}={json.dumps(value)}" for name, value in options.items() if value),
         ]
     )
-    auto = auto_class(summary)
     files = method_of(recipe.method).files
     form = (
         files if files == "transformers" else {"config": "random", "object": "object"}.get(source.kind, files)
     )
-    code = _LOADING[form].format(auto=auto, out=out, base=base)
+    whole = whole_at(source) is not None and form != "transformers"
+    auto, name = (OF_WHOLE, "petune.text_model(base)") if whole else (auto_class(summary), "base")
+    code = _LOADING[form].format(auto=auto, out=out, base=base, name=name)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)
     warned = "".join(f"\n**Note:** {line}.\n" for line in summary.get("notes", ()))
@@ -82,3 +86,9 @@ def auto_class(summary: Mapping[str, Any]) -> str:
     of Python. Runs from before pictures could be read say nothing of the format of their rows."""
     kind, head = read_in(str(summary.get("format", "text"))), cast(Head, TASKS[summary["task"]].head)
     return f"transformers.{AUTO_OF[kind][head].__name__}"
+
+
+def class_of(folder: Path, summary: Mapping[str, Any]) -> str:
+    """The class of transformers that reads the merged model of such a run in `folder`."""
+    whole = whole_at(Source(str(folder), "folder", str(folder), None, ""))
+    return auto_class(summary) if whole is None else OF_WHOLE

@@ -29,7 +29,8 @@ from petune.methods.saving import remember
 from petune.models import family_of
 from petune.models.experts import weight_at
 from petune.saving.fingerprint import bare, plain_name
-from petune.saving.peft import CONFIG, TENSORS, Adapter, from_peft
+from petune.saving.multimodal import in_text
+from petune.saving.peft import CONFIG, TENSORS, Adapter, check_config, from_peft
 from petune.saving.peft_parts import parts_named
 from petune.saving.tuning_record import origin_files, read_record
 
@@ -100,7 +101,9 @@ def read_adapter(
     else:
         check_folder(folder)
     config = read_json(folder / CONFIG, links=True)
-    adapter = from_peft(model, config, read_tensors(folder / TENSORS, links=True), folder)
+    check_config(config, folder / CONFIG)  # before its patterns are read
+    config, tensors = in_text(model, config, read_tensors(folder / TENSORS, links=True))
+    adapter = from_peft(model, config, tensors, folder)
     beside = (*adapter.also_train, *adapter.biases, *adapter.token_rows)
     if beside or type(adapter.config) is not LoraConfig:
         what = f"{beside[0]} is trained beside the factors" if beside else "dora has no sum of updates"

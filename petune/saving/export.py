@@ -35,11 +35,13 @@ from petune.methods.wrapped import sole_tuning
 from petune.models import family_of
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
+from petune.models.multimodal import whole_of
 from petune.models.read_plan import names_in_model, plan_reads
 from petune.models.tuned_linear import TunedLayer, tuned_layers
 from petune.saving.adapters import to_adapters
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.saving.load import TUNED, kinds_of
+from petune.saving.multimodal import in_whole, read_again, refuse_apart, refuse_part, write_whole
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
 from petune.saving.peft import (
     CONFIG,
@@ -199,6 +201,7 @@ def write_adapters(
     model = bare(model)
     sole_tuning(model)
     refuse_merged(model)
+    refuse_part(model, "AdapterHub's layout has no names of it")
     state = {plain_name(own): value for own, value in tuned_state(model).items()}
     files = to_adapters(model, state, base_name or origin(model), name)
 
@@ -226,7 +229,7 @@ def _write_model(
     tensors = {plain_name(name): value for name, value in tensors.items()}
     if method.files == "peft":
         to_files = to_one_tensor if name_of(config) in LAYOUTS else to_peft
-        fields, keyed = to_files(model, tensors, name)
+        fields, keyed = in_whole(model, *to_files(model, tensors, name))
         write_tensors(work / TENSORS, keyed, {"format": "pt"})
         write_json(work / CONFIG, fields)
         warn_of_conversion(model)
@@ -359,15 +362,15 @@ def save_merged(
     overwrite: bool = False,
     beside: Mapping[str, Any] = {},
 ) -> MergeReport:
-    """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it
-    was.
+    """Write the merged model as a plain Hugging Face folder, the text model of a checkpoint of several
+    modalities with the rest of it, copied; `model` itself stays tuned, bit by bit as it was.
 
     dtype: of every floating tensor that is written, each rounded once; None: the model's own. seed: rounds
     stochastically, by it and by their names, the bfloat16 weights that the tuning has changed; the rest, and
     without a seed everything, is rounded to nearest. beside: JSON files that lie there too, by path.
     Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers',
-    for a tied weight the model class would tie again on loading, and for a seed where nothing is rounded by
-    it; otherwise as `save`.
+    for a tied weight the model class would tie again on loading, for a seed where nothing is rounded by
+    it, and as `write_whole`; otherwise as `save`.
     """
     model = bare(model)
     refuse_unmergeable(model)
@@ -385,7 +388,8 @@ def save_merged(
     warn_of_quantised(model)
     cost = cost_of(named, dtype, seed)
     before = logits_of(model, batch) if batch is not None else None
-    config, unties = model.config, _unties(model, layers)
+    config, unties, whole = model.config, _unties(model, layers), whole_of(model)
+    refuse_apart(whole, unties)
     tied = getattr(config, "tie_word_embeddings", None)
     kept = dtype in (None, model.dtype)
     with merged_weights(model, dtype, seed=seed):
@@ -400,13 +404,17 @@ def save_merged(
         def fill(work: Path) -> None:
             # a config that ties nothing is read without tying anything: whatever is still shared is then
             # written under each of its names
-            whole = {name: dense_of(value.detach()) for name, value in state.items()}
-            own = {name: value.clone() for name, value in whole.items()} if unties else whole
-            write_hugging_face(model, own if kept else _cast(own, cast("torch.dtype", dtype)), work)
-            if not kept:
-                written = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
-                write_json(work / "config.json", written)
-            check_complete(model, own, kinds_of(work))
+            own = {name: dense_of(value.detach()) for name, value in state.items()}
+            own = {name: value.clone() for name, value in own.items()} if unties else own
+            cast_to = own if kept else _cast(own, cast("torch.dtype", dtype))
+            if whole is not None:
+                write_whole(model, whole, cast_to, dtype or model.dtype, work)
+            else:
+                write_hugging_face(model, cast_to, work)
+                if not kept:
+                    written = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+                    write_json(work / "config.json", written)
+                check_complete(model, own, kinds_of(work))
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
             for path, facts in beside.items():
@@ -421,8 +429,10 @@ def save_merged(
             if unties:
                 config.tie_word_embeddings = tied
     if before is not None and after is None:
-        written_model = plain_class(model).from_pretrained(place, dtype=dtype).to(model.device)
-        after = logits_of(written_model, cast("Mapping[str, Tensor]", batch))
+        written_model: Any = (
+            read_again(place, dtype) if whole else plain_class(model).from_pretrained(place, dtype=dtype)
+        )
+        after = logits_of(written_model.to(model.device), cast("Mapping[str, Tensor]", batch))
     logits = (
         float((before.double() - after.double()).abs().max())
         if before is not None and after is not None

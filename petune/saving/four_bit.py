@@ -24,6 +24,7 @@ from petune.models.nf4 import Nf4
 from petune.models.tuned_linear import TunedLayer
 from petune.saving.export import OURS, Processor, check_complete, write_hugging_face
 from petune.saving.fingerprint import bare, base_tensors, plain_name, refuse_merged
+from petune.saving.multimodal import refuse_part
 
 
 def save_base(
@@ -59,6 +60,7 @@ def save_base(
             where=components,
             remedy="wrap the model with another init",
         )
+    refuse_part(model, "files of bitsandbytes would hold it without the rest")
     state = _base(model)
     held = {name: value for name, value in state.items() if isinstance(value, QuantisedWeight)}
     _refuse(model, held)

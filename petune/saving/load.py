@@ -30,6 +30,7 @@ from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
 from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters, refuse_pickle
 from petune.saving.fingerprint import bare, plain_name
+from petune.saving.multimodal import in_text
 from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
 from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft
 from petune.saving.peft_parts import in_parts, parts_named
@@ -193,7 +194,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         load_adapters(model, fields, folder)
         return
     _check_peft(fields, folder / CONFIG)
-    tensors = read_tensors(folder / TENSORS, links=True)
+    fields, tensors = in_text(model, fields, read_tensors(folder / TENSORS, links=True))
     if _is_one_tensor(fields):
         load_one_tensor(model, fields, tensors, folder)
         if record is not None:

@@ -665,14 +665,15 @@ def is_named(name: str, entries: Any) -> bool:
 
 def _own_config(name: str, config: Mapping[str, Any]) -> LoraConfig:
     """Rank and alpha of one module after its patterns."""
-    r = _by_pattern(name, config.get("rank_pattern") or {}, config.get("r", 8))
-    alpha = _by_pattern(name, config.get("alpha_pattern") or {}, config.get("lora_alpha", 8))
+    r = by_pattern(name, config.get("rank_pattern") or {}, config.get("r", 8))
+    alpha = by_pattern(name, config.get("alpha_pattern") or {}, config.get("lora_alpha", 8))
     kind, _ = _METHODS[bool(config.get("use_dora"))]
     dropout, rslora = float(config.get("lora_dropout") or 0.0), bool(config.get("use_rslora"))
     return kind(r=r, alpha=alpha, rslora=rslora, dropout=dropout)
 
 
-def _by_pattern(name: str, patterns: Mapping[str, Any], default: Any) -> Any:
+def by_pattern(name: str, patterns: Mapping[str, Any], default: Any) -> Any:
+    """What the first of peft's patterns says that fits a name."""
     return next(
         (value for pattern, value in patterns.items() if _pattern(rf"(.*\.)?({pattern})").fullmatch(name)),
         default,

@@ -32,6 +32,7 @@ from petune.methods.saving import plain_class
 from petune.methods.targets import within
 from petune.methods.wrapped import sole_tuning
 from petune.models.experts import weights_of
+from petune.models.multimodal import name_in_whole, whole_of
 from petune.saving.export import logits_of, probe
 from petune.saving.fingerprint import bare, plain_name, refuse_merged
 from petune.saving.gguf import ADAPTER, need_gguf, write_gguf
@@ -86,6 +87,8 @@ def write_for(
     if gguf:
         need_gguf(server.title)
     renames = _renames(model, base_name, server)
+    if gguf:  # which has numbers of blocks in the place of names
+        renames = {name: name for name in renames}
     factors, rank, alpha = _folded(model, server)
     before, found = logits_of(model, probe(model)), 0.0
     place = Path(folder).absolute()
@@ -146,6 +149,10 @@ def _refuse(model: nn.Module, server: Server) -> None:
             raise UsageError(
                 what, where=where, found=server.refuses.get(feature, "its files are no LoRA"), remedy=remedy
             )
+    if (whole := whole_of(model)) is not None and whole.kind not in server.wholes:
+        what = f"{server.title} is not known to load LoRA for the text model of a {whole.kind}"
+        known = ", ".join(server.wholes) or "a text model by itself"
+        raise UsageError(what, where="model", expected=known, remedy=_MERGE)
     if kind not in server.models:
         what = f"{server.title} is not known to load LoRA for a {kind}"
         raise UsageError(what, expected=", ".join(server.models), remedy=_MERGE)
@@ -174,6 +181,8 @@ def _renames(model: PreTrainedModel, base_name: str | None, server: Server) -> d
     UsageError for a class in which a tuned or wholly trained module is not found with its shape.
     """
     mine = {plain_name(name): module for name, module in model.named_modules() if name}
+    if whole_of(model) is not None:
+        return _with_experts({name: name_in_whole(name) for name in mine}, model, server)
     file = Path(base_name or "") / "config.json"
     fields = read_json(file, links=True) if base_name and file.is_file() else model.config.to_dict()
     architecture = (fields.get("architectures") or [plain_class(model).__name__])[0]
@@ -181,8 +190,8 @@ def _renames(model: PreTrainedModel, base_name: str | None, server: Server) -> d
         return _with_experts({name: name for name in mine}, model, server)
     served = _outline(architecture, file.parent if file.is_file() else None, model)
     ways = [
-        {name: name.replace(old, new, 1) if name.startswith(old) else name for name in mine}
-        for old, new in _MOVES
+        {name: name for name in mine},
+        {name: name_in_whole(name) for name in mine},
     ]
     tuned = [*layers_in(model), *tuned_experts(model), *map(plain_name, tuning(model).also_train)]
     for way in ways:
@@ -190,9 +199,6 @@ def _renames(model: PreTrainedModel, base_name: str | None, server: Server) -> d
             return _with_experts(way, model, server)
     what = f"{server.title} would serve this base as {architecture}, which has no such module"
     raise UsageError(what, where=", ".join(tuned[:3]), found=plain_class(model).__name__, remedy=_MERGE)
-
-
-_MOVES = (("", ""), ("model.", "model.language_model."))
 
 
 def _with_experts(renames: dict[str, str], model: PreTrainedModel, server: Server) -> dict[str, str]:

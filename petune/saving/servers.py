@@ -54,6 +54,7 @@ class Server:
     experts: Mapping[str, ExpertNames] = field(default_factory=dict)  # by model_type
     architectures: Mapping[str, str] = field(default_factory=dict)  # gguf's name, by model_type
     peft_for: tuple[str, ...] = ()  # of these it reads peft's two files though others come as GGUF
+    wholes: tuple[str, ...] = ()  # checkpoints of several modalities whose text model it loads LoRA for
 
 
 _GGUF = {
@@ -88,6 +89,7 @@ SERVERS: Mapping[str, Server] = {
             "qwen3_moe": ExpertNames("mlp.experts", "gate_proj", "up_proj", "down_proj"),
             "mixtral": ExpertNames("block_sparse_moe.experts", "w1", "w3", "w2"),
         },
+        wholes=("gemma3", "mistral3"),
     ),
     "sglang": Server(
         "SGLang",
@@ -129,6 +131,7 @@ SERVERS: Mapping[str, Server] = {
             "experts": "petune writes LoRA of linears alone as GGUF",
         },
         architectures=_GGUF,
+        wholes=("gemma3",),
     ),
     "ollama": Server(
         "Ollama",

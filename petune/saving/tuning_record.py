@@ -36,6 +36,7 @@ from petune.log import say, warn
 from petune.methods import Tuning
 from petune.methods.configs import METHODS, MethodConfig, make_config
 from petune.models import family_of
+from petune.models.multimodal import is_whole
 from petune.models.source import is_weights, model_files
 from petune.saving.fingerprint import compare, fingerprint, full_hash, plain_name
 
@@ -126,9 +127,9 @@ class Record:
                 "expected": f"{expected} (family {self.facts['family']})",
                 "found": f"{found} (family {family})",
             }
-            raise FileError(
-                f"this {self.method} tuning is of another kind of model", where=str(self.file), **sides
-            )
+            remedy = "petune.load(petune.text_model(model), folder)" if is_whole(model) else None
+            what = f"this {self.method} tuning is of another kind of model"
+            raise FileError(what, where=str(self.file), remedy=remedy, **sides)
         names = {name for name, _ in model.named_modules()}
         if lost := [head for head in self.also_train if head not in names]:
             remedy = "load the base with the head of the same task"

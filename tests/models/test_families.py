@@ -8,12 +8,11 @@ from collections import Counter
 from functools import cache, lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertModel, Gemma3Config, Gemma4Config, LlamaModel, Qwen3_5Config, T5EncoderModel
+from transformers import BertModel, LlamaModel, T5EncoderModel
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
@@ -21,9 +20,7 @@ from petune.methods import merge, wrap
 from petune.methods.targets import LINEAR
 from petune.models import FAMILIES, family_of
 from petune.models.heads import refuse_headless
-from petune.models.loading import outline
 from petune.models.sites import find_sites
-from petune.models.source import Source
 from petune.models.spec import Family, child_of, linears, stack_paths
 from tests.methods.zoo import (
     ADAPTED,
@@ -278,20 +275,3 @@ def test_t5gemmas_head_of_classes_which_reads_a_token_early_is_refused() -> None
     refuse_headless(config, "seq2seq")
     config.is_encoder_decoder = False
     refuse_headless(config, "classify")
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "name"),
-    [
-        (Gemma3Config, "gemma3-causal"),
-        (Gemma4Config, "gemma4-causal"),
-        (Qwen3_5Config, "qwen3_5-causal"),
-    ],
-)
-def test_a_model_that_holds_more_than_a_text_model_is_refused_with_what_to_do(
-    wrapper: Any, name: str
-) -> None:
-    config = wrapper(text_config=tiny(name).config)
-    held = f"type {config.model_type} holds more than the text model"
-    with pytest.raises(UsageError, match=rf"{held}(.|\n)*save its text model by itself"):
-        outline(Source("config:g.json", "config", "g.json", None, ""), config, "causal", torch.float32)

@@ -22,7 +22,8 @@ petune export RUN --to vllm          # the last line says what to type there
 DIR`. Files hold plain LoRA whatever trained it (rank-stabilised, ranks and alphas by layer, PiSSA): one
 rank, grown by zeros to a legal one where the server has such, a whole number for alpha, every other factor
 in B. Names are those of the class that the base's `config.json` asks for: a decoder that was tuned alone is
-found in the checkpoint of several modalities that it came from. Experts are written one by one, each as
+found in the checkpoint of several modalities that it came from, and the [text
+model](how-to/multimodal.md) of one has its names there. Experts are written one by one, each as
 three linears by the names of the checkpoint (Mixtral's are `block_sparse_moe.experts.0.w1`); with one
 expert of a block all of it are in the file, with zeros for a weight that has no update. Before the folder
 appears the server is played on its files, as these rules say it reads them: each layer's update must be
@@ -59,6 +60,7 @@ ROWS: dict[str, Callable[[Server], str]] = {
         + (f"; peft's two for {said(server.peft_for)}" if server.peft_for else "")
     ),
     "bases": lambda server: said(server.models),
+    "text models inside": lambda server: said(server.wholes) if server.wholes else "-",
     "ranks": lambda server: said(server.ranks),
     "modules": lambda server: said(server.only),
     "all or none in the file": lambda server: "; ".join(map(said, server.together)) or "-",
