@@ -558,7 +558,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--every", action="store_true", help="beside the plan found, others of its backend")
     parser.add_argument("--most", type=int, help="of these, the nearest: all on a CPU, 11 on GPUs")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.link and given.device == "cuda":
+        parser.error("--link slows what goes through gloo: copy engines of GPUs do not")
+    return given
 
 
 def asked_by(given: argparse.Namespace, folder: str) -> Asked:
