@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from petune.estimate.durations import Both
 from petune.estimate.workload import Workload
 from petune.parallel.plan import ParallelPlan, apportion
+from petune.recipe import Recipe
 
 # of the time of what copy engines carry, that which products beside it lose: of three gathers of 384 MiB, 4.6
 # ms long, 0.6 (benchmarks/RESULTS.md)
@@ -59,12 +60,13 @@ def added(operation: str, ranks: int, sent: float) -> float:
     return terms * (ranks + 1)
 
 
-def may_pay(plan: ParallelPlan, work: Workload) -> bool:
+def may_pay(plan: ParallelPlan, work: Workload, recipe: Recipe) -> bool:
     """Whether a search tries overlap for a plan, if its blocks are fused: where halves may go through all
     blocks in turns, and what is said is large. Not what ulysses trades: hiding that has made steps longer
     (benchmarks/RESULTS.md)."""
     cut, family = plan.cut, work.family
-    if cut is None or "heads" not in (cut.attention, cut.mlp) or work.shape.experts:
+    if cut is None or "heads" not in (cut.attention, cut.mlp) or work.shape.experts or recipe.data.packing:
         return False
-    plain = family.kind != "encoder-decoder" and not any(stack.bias for stack in family.stacks.values())
+    rules = family.stacks.values()
+    plain = family.kind != "encoder-decoder" and not any(rule.bias or rule.positions for rule in rules)
     return plain and min(apportion(work.rows, plan.shares)) // plan.microbatches > 1

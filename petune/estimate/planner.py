@@ -133,8 +133,8 @@ class Planner:
         """The plan of these axes, and that with `overlap: true` where that may pay."""
         plan = self.plan(parallel)
         yield parallel, plan
-        tried = self.work.overlaps and may_pay(plan, self.work) and self.room.fuses(plan)
-        if tried and (other := overlapped(parallel)) != parallel:
+        tried = self.work.overlaps and may_pay(plan, self.work, self.drawn.recipe)
+        if tried and self.room.fuses(plan) and (other := overlapped(parallel)) != parallel:
             yield other, self.plan(other)
 
     def _refusal(self, parallel: ParallelConfig) -> str:

@@ -127,6 +127,7 @@ def test_a_search_tries_overlap_where_halves_go_through_fused_blocks(tmp_path: P
     assert tried("llama-causal", tp) and tried("llama-causal", cut_by("galaxy", 2, False))
     assert not tried("llama-causal", tp, batch_size=1), "one row has no halves"
     assert not tried("llama-causal", tp, kernels="off")
+    assert not tried("llama-causal", tp, data={"path": "nowhere", "packing": True}), "rows are one"
     assert not tried("llama-causal", cut_by("sp", 2, False, exchange="ulysses"))
     assert not tried("t5-seq2seq", tp) and not tried("mixtral-causal", tp)
 
