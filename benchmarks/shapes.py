@@ -64,6 +64,7 @@ class Shape:
     linears: tuple[str, ...]
     heads: Any = AutoModelForCausalLM
     experts: tuple[str, ...] = ()
+    least: int = 1  # blocks of which it has one of every kind
 
     @property
     def task(self) -> str:
@@ -182,6 +183,33 @@ SHAPES: Mapping[str, Shape] = {
         ("query", "key", "value", "dense"),
         AutoModelForSequenceClassification,
     ),
+    "modernbert-large": Shape(
+        "modernbert",
+        {
+            "vocab_size": 50368,
+            "hidden_size": 1024,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "intermediate_size": 2624,
+            "pad_token_id": 0,
+        },
+        ("Wqkv", "Wo", "Wi"),
+        AutoModelForSequenceClassification,
+    ),
+    "qwen3.5-4b": Shape(  # three mixers, then attention
+        "qwen3_5_text",
+        {
+            "vocab_size": 248320,
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+        },
+        (*_GATED, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
+        least=4,
+    ),
 }
 TINY: Sizes = {
     "vocab_size": 300,
@@ -245,6 +273,8 @@ class Case:
         """transformers' config of the model, with those of `sizes` that it has in place of its own."""
         shape = SHAPES[self.shape]
         own = {name: sizes.get(name, size) for name, size in shape.sizes.items()}
+        if shape.least > 1:
+            own["num_hidden_layers"] = max(shape.least, own["num_hidden_layers"])
         config = AutoConfig.for_model(shape.family, **own)
         config.num_hidden_layers = self.layers or config.num_hidden_layers
         if getattr(config, "attn_logit_softcapping", None):

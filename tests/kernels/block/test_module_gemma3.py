@@ -20,8 +20,7 @@ from petune.kernels.block import call
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, unfuse
-from petune.kernels.graphs import replay
-from petune.kernels.graphs.replay import Graphs
+from petune.kernels.graphs.replay import ungraph
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.kernels.triton import norm
@@ -154,6 +153,8 @@ def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(keep: Any) -
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petune.kernels.fuse.select", lambda *args: triton_ops())
     fused, plain = pair("gemma3-causal", "full", torch.float32, final_logit_softcapping=None)
+    if DEVICE == "cpu":  # which records nothing
+        ungraph(fused)
     inputs = {name: value.to(DEVICE) for name, value in batch("gemma3-causal", rows=2, length=7).items()}
     (loss, found), (expected, wanted) = (gradients(model.to(DEVICE), inputs) for model in (fused, plain))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
@@ -256,24 +257,6 @@ def test_what_the_table_does_not_say_is_not_fused_and_computed_as_it_was(what: s
     )
     torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
     assert_same_gradients(found, wanted, 2e-6)
-
-
-def test_graphs_take_blocks_of_one_kind_of_attention_and_say_why_not_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(replay, "say", lines.append)
-    monkeypatch.setattr(Graphs, "__call__", lambda *args: lines.append("asked"))
-    for types, mixed in ((["sliding_attention", "full_attention"], True), (["sliding_attention"] * 2, False)):
-        fused, plain = pair("gemma3-causal", dtype=torch.float32, layer_types=types)
-        (stack,) = own_stacks(fused, family_of(fused)).values()  # type: ignore[arg-type]
-        stack.whole = Graphs()
-        lines.clear()
-        assert_same_gradients(
-            gradients(fused, batch("gemma3-causal"))[1], gradients(plain, batch("gemma3-causal"))[1], 2e-6
-        )
-        assert any("only some of its blocks have a sliding window" in line for line in lines) is mixed
-        assert ("asked" in lines) is not mixed
 
 
 # ------------------------------------------------------------------ what it costs

@@ -21,6 +21,7 @@ from petune.kernels.block.attention import How
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse
+from petune.kernels.graphs.replay import ungraph
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models import attention, family_of
@@ -162,13 +163,14 @@ def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(keep: Any) -
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petune.kernels.fuse.select", lambda *args: triton_ops())
     fused, plain = pair("full", num_hidden_layers=2)
+    if DEVICE == "cpu":  # which records nothing
+        ungraph(fused)
     inputs = {name: value.to(DEVICE) for name, value in batch(NAME, rows=2, length=6).items()}
     assert_alike(fused.to(DEVICE), plain.to(DEVICE), inputs, 1e-5)
 
 
-@pytest.mark.parametrize("every", ["full_attention", "sliding_attention"])
-def test_blocks_of_one_kind_are_replayed_though_the_first_has_no_norm(every: str) -> None:
-    fused, plain = pair(layer_types=[every] * 3)
+def test_blocks_are_replayed_though_the_first_has_no_norm() -> None:
+    fused, plain = pair()
     recorder = replayed(fused)
     for rows in ("padded", "whole rows", "padded"):
         assert_alike(fused, plain, rows_of(rows))
