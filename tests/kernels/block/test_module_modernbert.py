@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import petune
+from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.dispatch import triton_ops
@@ -162,7 +163,11 @@ def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(keep: Any) -
 
 
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.kernels.fuse.select", lambda *args: triton_ops())
+    """Attention in windows among them, which a CPU would leave to plain torch."""
+    monkeypatch.setattr(
+        "petune.kernels.fuse.select", lambda name, *_: None if name == "off" else triton_ops()
+    )
+    monkeypatch.setattr(attending, "choose", lambda *args, **more: attending.Choice("triton", "asked for"))
     fused, plain = pair("full", num_hidden_layers=2)
     if DEVICE == "cpu":  # which records nothing
         ungraph(fused)
