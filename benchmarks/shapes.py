@@ -349,7 +349,7 @@ def batches(case: Case, vocabulary: int) -> list[tuple[dict[str, Tensor], int]]:
         ids = torch.randint(4, min(2000, vocabulary), (case.rows, width), generator=draw)
         mask = (torch.arange(width)[None] < lengths[:, None]).long()
         batch = {"input_ids": ids * mask, "attention_mask": mask}
-        if family == "bert":
+        if SHAPES[case.shape].task == "classify":
             batch["labels"] = torch.randint(0, 2, (case.rows,), generator=draw)
         else:
             batch["labels"] = ids.masked_fill(mask == 0, -100)
