@@ -428,6 +428,11 @@ def test_other_models_fused_in_stages(name: str) -> None:
     check(case(name, "lora", BACKENDS["pp-1f1b"](name, 2), steps=1, blocks=PARKED[2]))
 
 
+def test_a_stage_has_fused_blocks_of_an_encoder_of_sounds_that_begins_on_another_one() -> None:
+    plan = BACKENDS["pp-gpipe"]("whisper-seq2seq", 2)  # one block on the first
+    check(case("whisper-seq2seq", "lora", plan, steps=1, passes=(4,), blocks=PARKED[2]))
+
+
 @pytest.mark.parametrize(
     ("composed", "name"),
     [

@@ -27,10 +27,11 @@ class Ready:
         blocks = stack.blocks
         embeddings = cast("Any", owner).get_input_embeddings().weight
         alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.dtype
+        # what makes states of sounds stands on the meta device in later stages of a pipeline
+        device = next(blocks[0].parameters()).device if embeddings.is_meta else embeddings.device
         beside = [] if stack.ladder is None else [block for _, block in stack.ladder.numbered]
         return alike and all(
-            isinstance(block, FusedBlock) and block.unready(embeddings.device) is None
-            for block in (*blocks, *beside)
+            isinstance(block, FusedBlock) and block.unready(device) is None for block in (*blocks, *beside)
         )
 
 
