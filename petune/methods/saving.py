@@ -153,7 +153,8 @@ def _blank(kind: Any) -> Any:
 def remember(model: nn.Module, record: Tuning) -> None:
     """Note on a model how it is tuned, let exactly that train, and give a transformers model its way of
     saving."""
-    record = replace(record, ends=tied_ends(model, record.also_train))
+    ends = tied_ends(model, record.also_train)
+    record = record if ends == record.ends else replace(record, ends=ends)
     setattr(model, "petune_tuning", record)  # noqa: B010 - mypy's Module has no such attribute
     kind: Any = type(model)
     if (

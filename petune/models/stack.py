@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
-from petune.models.port import Call, Elsewhere, Found, Given, Pass, Port, Recorded, alike, names_of
+from petune.models.port import OWN, Call, Elsewhere, Found, Given, Pass, Port, Recorded, alike, names_of
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack_protocols import Beneath, Carried, Edges, Ladder, Levels, Whole, Wire
 from petune.rng.context import Running, running
@@ -313,8 +313,11 @@ class Stack(nn.ModuleList):
         now = cast("Pass", self.now)
         call = self._inside(now, waiting[0].call) | now.carry
         if all(alike(waiting[0].call, one.call) for one in waiting[1:]):
-            others = [self._inside(now, one.call) | now.carry for one in waiting[1:]]
-            advanced = self._advanced(waiting, [call, *others], now)
+            inside = {id(waiting[0].call.get(OWN)): call}  # most stacks have one such argument for all
+            for one in waiting[1:]:
+                if id(one.call.get(OWN)) not in inside:
+                    inside[id(one.call.get(OWN))] = self._inside(now, one.call) | now.carry
+            advanced = self._advanced(waiting, [inside[id(one.call.get(OWN))] for one in waiting], now)
             if advanced is not None:
                 return self._finish(self._handed_on(advanced))
         output: Any = None

@@ -55,7 +55,7 @@ def test_overlap_is_recommended_where_it_pays(
     told: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = SimpleNamespace(program=SimpleNamespace(inputs=inputs), mixtures=())
+    spec = SimpleNamespace(program=SimpleNamespace(inputs=inputs), mixtures=(), called=())
     monkeypatch.setattr(fusing, "fused_blocks", lambda model: [SimpleNamespace(spec=spec)])
     cut = SimpleNamespace(attention="heads", mlp="heads", overlap=overlap, columns=(), heads=(1,) * ranks)
     said = told_of(cut, "cpu", monkeypatch, linked)

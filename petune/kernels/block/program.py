@@ -84,7 +84,7 @@ class Program:
     def __post_init__(self) -> None:
         self.schedules = Schedules(self.inputs, self.steps, self.y)
 
-    @property
+    @cached_property
     def attends(self) -> list[Attend]:
         """Its attentions, in order."""
         return [step for step in self.steps if isinstance(step, Attend)]

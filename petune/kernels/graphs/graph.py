@@ -89,19 +89,13 @@ class Arrival:
 
 
 def _forms(blocks: Sequence[FusedBlock], hidden: Tensor, layout: Layout) -> tuple[tuple[Backend, ...], ...]:
-    """The form of each attention of each block; blocks that attend alike are asked once."""
-    found: dict[tuple[object, ...], tuple[Backend, ...]] = {}
-    kinds = [
-        (
-            *((own.window, own.causal, own.softcap) for own in one.spec.program.attends),
-            one.training and tuple(one.spec.probabilities),
-        )
-        for one in blocks
-    ]
-    for block, kind in zip(blocks, kinds, strict=True):
-        if kind not in found:
-            found[kind] = block.forms(hidden, layout)
-    return tuple(found[kind] for kind in kinds)
+    """The form of each attention of each block; blocks of one program, which drop out alike, are asked
+    once."""
+    found: dict[int, tuple[Backend, ...]] = {}
+    for block in blocks:
+        if id(block.spec.program) not in found:
+            found[id(block.spec.program)] = block.forms(hidden, layout)
+    return tuple(found[id(block.spec.program)] for block in blocks)
 
 
 def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segments | None, Segments | None]:

@@ -184,10 +184,13 @@ class Graphs:
         """The recording to replay and what enters it, which lies where the recording reads it but for the
         inputs; None where blocks have to run one by one."""
         numbered, name = self._numbered(stack), self._name(stack)
-        blocks, calls = [block for _, block in numbered], [memory_in_autocast(call) for call in calls]
+        blocks = [block for _, block in numbered]
+        once = {id(call): memory_in_autocast(call) for call in calls}  # most blocks share theirs
+        calls = [once[id(call)] for call in calls]
         # which the first one hands on
         bias = calls[0].get(BIAS) if blocks[0].distances is None else blocks[0].distances
-        given = [call | {BIAS: bias} if at else call for at, call in enumerate(calls)]
+        later = {id(call): call | {BIAS: bias} for call in once.values()}
+        given = [calls[0], *(later[id(call)] for call in calls[1:])]
         hidden, rows = calls[0]["hidden_states"], len(calls[0]["hidden_states"])
         with bound_to(here):
             if any(block.declines(hidden, call) for block, call in zip(blocks, given, strict=True)):
