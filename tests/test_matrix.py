@@ -99,8 +99,7 @@ def test_norms_of_single_heads_train_as_in_one_process() -> None:
 SUMS = list(product(BACKENDS, (*FOUR, "gemma3-causal"), (None, *range(4))))
 SHORT_SUMS = [
     *(("tp", "bert-classify", 2), ("galaxy", "bart-seq2seq", 3), ("galaxy2", "llama-causal", None)),
-    *(("shard", "llama-causal", 1), ("pp-1f1b", "bart-seq2seq", 0), ("cut", "gemma3-causal", 1)),
-    *(("sp-ring", "t5-seq2seq", None), ("galaxy", "bert-classify", None), ("sp-ulysses", "bert-classify", 3)),
+    *(("shard", "llama-causal", 1), ("pp-1f1b", "bart-seq2seq", 0), ("sp-ring", "t5-seq2seq", None)),
 ]
 
 
