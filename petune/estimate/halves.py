@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from petune.estimate.durations import Both
 from petune.estimate.workload import Workload
+from petune.methods.configs import SideConfig
+from petune.models.spec import Attention, LinearAttention
 from petune.parallel.plan import ParallelPlan, apportion
 from petune.recipe import Recipe
 
@@ -60,13 +62,25 @@ def added(operation: str, ranks: int, sent: float) -> float:
     return terms * (ranks + 1)
 
 
+def takes_halves(work: Workload) -> bool:
+    """Whether halves of rows may go through the blocks of such a model in turns: of hidden states alone, by
+    steps, without experts."""
+    family = work.family
+    cores = [one.core for rule in family.stacks.values() for one in rule.sublayers]
+    called = any(
+        isinstance(core, Attention) and (core.gated or isinstance(core, LinearAttention)) for core in cores
+    )
+    given = any(rule.bias or rule.positions for rule in family.stacks.values())
+    return not (work.shape.experts or family.kind == "encoder-decoder" or called or given)
+
+
 def may_pay(plan: ParallelPlan, work: Workload, recipe: Recipe) -> bool:
     """Whether a search tries overlap for a plan, if its blocks are fused: where halves may go through all
     blocks in turns, and what is said is large. Not what ulysses trades: hiding that has made steps longer
     (benchmarks/RESULTS.md)."""
-    cut, family = plan.cut, work.family
-    if cut is None or "heads" not in (cut.attention, cut.mlp) or work.shape.experts or recipe.data.packing:
+    cut = plan.cut
+    if cut is None or "heads" not in (cut.attention, cut.mlp) or recipe.data.packing:
         return False
-    rules = family.stacks.values()
-    plain = family.kind != "encoder-decoder" and not any(rule.bias or rule.positions for rule in rules)
-    return plain and min(apportion(work.rows, plan.shares)) // plan.microbatches > 1
+    if isinstance(recipe.method, SideConfig):  # whose blocks have no way back
+        return False
+    return takes_halves(work) and min(apportion(work.rows, plan.shares)) // plan.microbatches > 1

@@ -279,14 +279,14 @@ class Room:
         return self._slice(None)
 
     def _slice(self, cut: Cut | None, fused: bool = False) -> _Slice:
-        """The model, or what one of two ranks holds that share it evenly. fused: as blocks keep it that would
-        be."""
+        """The model, or what one of two ranks holds that share it evenly. fused: as fused blocks keep it."""
         return self._slices(cut)[fused]
 
     def _slices(self, cut: Cut | None) -> tuple[_Slice, _Slice, _Slice]:
         """As unfused and as fused blocks keep it; and the model as a rank of the cut would have it, fused,
         that did all of it."""
-        key = cut and (cut.attention, cut.mlp, cut.connection, cut.exchange, bool(cut.vocabulary))
+        kind = () if cut is None else (cut.attention, cut.mlp, cut.connection, cut.exchange, cut.overlap)
+        key = (*kind, bool(cut and cut.vocabulary))
         if key not in self.slices:
             plan = ALONE if cut is None else ParallelPlan(tp=2, cut=self._halved(cut))
             held = held_by(self.drawn.model, self.family, plan, Coordinate())

@@ -29,7 +29,7 @@ from petune.estimate.comm_cost import (
     transitions,
 )
 from petune.estimate.durations import Both, Group, StepTime
-from petune.estimate.halves import Turn, added, in_turns
+from petune.estimate.halves import Turn, added, in_turns, takes_halves
 from petune.estimate.rank_shares import Weighed, held_experts, held_of, numbers_of, segments, share_of, span
 from petune.estimate.timeline import end_of
 from petune.estimate.workload import Part, Region, Workload, line
@@ -106,7 +106,7 @@ class Clock:
     def halved(self, cut: Cut | None, rows: float) -> bool:
         """Whether so many rows of a pass go through blocks in two halves, and one hides what the other
         says."""
-        return cut is not None and cut.overlap and self.work.overlaps and rows > 1
+        return cut is not None and cut.overlap and self.work.overlaps and rows > 1 and takes_halves(self.work)
 
     def turns(
         self, stack: StackName, kind: int, back: bool, group: Group, cut: Cut | None, rows: float

@@ -124,8 +124,8 @@ class Line:
 @dataclass(frozen=True)
 class Workload:
     """A forward and a backward pass of all replicas: blocks in the order of the stages, each by its stack and
-    its number among `kinds`, and what stands before the first and behind the last of them. overlaps: weights
-    are gathered while blocks compute; weighed: see petune.parallel.fsdp."""
+    its number among `kinds`, and what stands before the first and behind the last of them. overlaps: what
+    ranks say goes on while blocks compute; weighed: see petune.parallel.fsdp."""
 
     family: Family
     shape: Shape

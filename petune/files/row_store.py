@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -68,6 +69,7 @@ class RowStore:
         self.added: set[bytes] = set()  # by this process
         self.damaged = 0
         self._open: dict[Path, int] = {}
+        self._opening = threading.Lock()
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             claimed: tuple[int | None, int] = self._claim() if writes else (None, -1)
@@ -197,9 +199,10 @@ class RowStore:
         return None
 
     def _descriptor(self, path: Path) -> int:
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        return self._open[path]
+        with self._opening:  # several threads read
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return self._open[path]
 
     # ------------------------------------------------------------ reading and writing
 

@@ -27,7 +27,7 @@ from petune.kernels.block.specs import spec_of
 from petune.kernels.block.unpad import leave_padding_out, owner_of
 from petune.kernels.configs import KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
-from petune.kernels.graphs.beneath import Beneath
+from petune.kernels.graphs.beneath import BeneathGraphs
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.graphs.ways import way_through
 from petune.kernels.head.hooks import fuse_head, unfuse_head
@@ -292,7 +292,8 @@ def _fuse_ladder(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> 
     if alone and ladder.reads(ladder.numbered[0][0]) and _recordable(model, specs, plan):
         stack.whole = Graphs(beside=True)
         below = [cast("FusedBlock", block).spec for block in stack.blocks]
-        stack.beneath = Beneath() if _recordable(model, below, plan) else None
+        shared = any(spec.peers is not None for spec in below)
+        stack.beneath = BeneathGraphs() if not shared and _recordable(model, below, plan) else None
     return None
 
 

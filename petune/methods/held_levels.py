@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from petune.kernels.memory.private_pools import private_bytes
 from petune.methods.row_keys import Row
 
 _WORDS = (torch.int64, torch.int32, torch.int16)
@@ -47,7 +48,8 @@ def free_bytes(device: torch.device) -> int | None:
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     granted = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
-    return min(granted, free + torch.cuda.memory_reserved(device) - allocated)
+    idle = torch.cuda.memory_reserved(device) - allocated - private_bytes(device)
+    return min(granted, free + idle)
 
 
 class HeldLevels:

@@ -29,7 +29,7 @@ from petune.methods.targets import by_layer, in_blocks, refuse_unreached, select
 from petune.models import family_of
 from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
-from petune.models.joined import JoinedLinear, part_at
+from petune.models.joined import JoinedLinear, joined_linears, part_at, split_name
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedLinear
 
@@ -298,13 +298,14 @@ def put(
     these names, with their settings. saved: as `LoraLayer.around`, by full name."""
     experts: dict[str, dict[str, LoraConfig]] = {}
     joined: dict[str, tuple[JoinedLinear, dict[str, LoraConfig]]] = {}
+    linears = joined_linears(model, family_of(model))
     for name, config in configs.items():
         path, _, leaf = name.rpartition(".")
         if weight_at(model, name) is not None:
             experts.setdefault(path, {})[leaf] = config
             continue
-        if (part := part_at(model, family_of(model), name)) is not None:
-            joined.setdefault(path, (part[0], {}))[1][leaf] = config
+        if split_name(name, linears) is not None:
+            joined.setdefault(path, (linears[path], {}))[1][leaf] = config
             continue
         layer = model.get_submodule(name)
         form = cast("type[LoraLayer]", forms[type(layer)])

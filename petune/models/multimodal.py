@@ -37,7 +37,7 @@ _SAVE = "save its text model by itself, as type {}, and train that"
 
 
 @dataclass(frozen=True)
-class Whole:
+class Composite:
     """A checkpoint that a text model is a part of. kind: its model_type; source: where it lies, None for a
     model that was given in memory; ties: whether its config says itself that the head is tied."""
 
@@ -74,7 +74,7 @@ def _says_ties(fields: Mapping[str, Any]) -> bool:
     return "tie_word_embeddings" in fields
 
 
-def whole_at(source: Source) -> Whole | None:
+def whole_at(source: Source) -> Composite | None:
     """What the files of `source` are the checkpoint of, where petune tunes its text model; None where they
     are a model by themselves, and for random weights and objects."""
     if source.kind in ("config", "object"):
@@ -87,7 +87,7 @@ def whole_at(source: Source) -> Whole | None:
     config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
     if text_part(config) is config:
         return None
-    return Whole(str(config.model_type), source, _says_ties(fields))
+    return Composite(str(config.model_type), source, _says_ties(fields))
 
 
 def refuse_other_head(source: Source, config: Any, head: Head) -> None:
@@ -152,14 +152,14 @@ def as_text(headers: Mapping[Path, Header]) -> dict[Path, Header]:
     return found
 
 
-def settle_ties(whole: Whole, config: Any, names: Iterable[str]) -> None:
+def settle_ties(whole: Composite, config: Any, names: Iterable[str]) -> None:
     """Where the whole's config says nothing of a tied head: it is tied where its files hold none, as
     transformers has it."""
     if not whole.ties:
         config.tie_word_embeddings = HEAD not in set(names)
 
 
-def note_of(whole: Whole, files: Mapping[str, Place]) -> str:
+def note_of(whole: Composite, files: Mapping[str, Place]) -> str:
     """What is read of the whole and what is not, in words. files: tensors by the names of `as_text`, each in
     the shape that it stands for."""
     others = {key.removeprefix(OUTSIDE): one for key, one in files.items() if key.startswith(OUTSIDE)}
@@ -172,15 +172,15 @@ def note_of(whole: Whole, files: Mapping[str, Place]) -> str:
 # ---------------------------------------------------------------- models
 
 
-def remember_whole(model: nn.Module, whole: Whole | None) -> None:
+def remember_whole(model: nn.Module, whole: Composite | None) -> None:
     """Note on a text model what it is a part of."""
     if whole is not None:
         setattr(model, _ATTRIBUTE, whole)
 
 
-def whole_of(model: nn.Module) -> Whole | None:
+def whole_of(model: nn.Module) -> Composite | None:
     """What a text model is a part of; None for a model by itself."""
-    found: Whole | None = model.__dict__.get(_ATTRIBUTE)
+    found: Composite | None = model.__dict__.get(_ATTRIBUTE)
     return found
 
 
@@ -215,7 +215,7 @@ def text_model(model: nn.Module) -> PreTrainedModel:
         text = model_class(config, "causal").from_config(config)
     text.model, text.lm_head = inner, outer.lm_head
     text.generation_config = outer.generation_config
-    remember_whole(text, Whole(str(outer.config.model_type), None))
+    remember_whole(text, Composite(str(outer.config.model_type), None))
     return cast("PreTrainedModel", text.train(model.training))
 
 

@@ -117,7 +117,7 @@ class Backbone:
         return {id(value) for one in modules for value in one.parameters(recurse=False)}
 
     def _settle(self) -> None:
-        """Let fused blocks know that their weights lie elsewhere."""
+        """Let fused blocks, and recordings of them, know that their weights lie elsewhere."""
         for stack in self._stacks.values():
             if stack.beneath is not None:
                 stack.beneath.forget()

@@ -36,7 +36,15 @@ from petune.methods.targets import within
 from petune.models.bitsandbytes_files import four_bit_weights
 from petune.models.fresh import box_of
 from petune.models.loading import load_model
-from petune.models.multimodal import INSIDE, OUTSIDE, Whole, as_text, name_in_whole, whole_of
+from petune.models.multimodal import (
+    INSIDE,
+    OUTSIDE,
+    Composite,
+    as_text,
+    name_in_text,
+    name_in_whole,
+    whole_of,
+)
 from petune.models.mxfp4_files import mxfp4_weights
 from petune.models.read_plan import plan_reads
 from petune.models.source import Source, local_folder, weight_files
@@ -119,19 +127,19 @@ def in_text(
             values = {name: by_pattern(there, own, None) for there, name in (here | weights).items()}
             found[field] = {name: value for name, value in values.items() if value is not None}
     if isinstance(rows := found.get("trainable_token_indices"), Mapping):
-        found["trainable_token_indices"] = {_in_text(name): ids for name, ids in rows.items()}
-    return found, {PREFIX + _in_text(key.removeprefix(PREFIX)): value for key, value in tensors.items()}
+        found["trainable_token_indices"] = {_inside(name): ids for name, ids in rows.items()}
+    return found, {PREFIX + _inside(key.removeprefix(PREFIX)): value for key, value in tensors.items()}
 
 
-def _in_text(name: str) -> str:
-    """A name of the whole's class, as the text model has it."""
-    return f"model{name.removeprefix(INSIDE)}" if name.startswith(f"{INSIDE}.") else name
+def _inside(name: str) -> str:
+    """A name as the text model has it, where it has such a one."""
+    return name_in_text(name) or name
 
 
 # ---------------------------------------------------------------- the whole again
 
 
-def refuse_apart(whole: Whole | None, unties: bool) -> None:
+def refuse_apart(whole: Composite | None, unties: bool) -> None:
     """Raise UsageError for a whole whose files cannot be written again: it is in memory alone, or the merge
     parts a head that its config ties."""
     if whole is not None and whole.source is None:
@@ -153,7 +161,7 @@ def refuse_part(model: nn.Module, why: str) -> None:
 
 
 def write_whole(
-    model: PreTrainedModel, whole: Whole, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path
+    model: PreTrainedModel, whole: Composite, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path
 ) -> None:
     """Write the files of `whole` again into `work`, under the names that they have, with `state` in the place
     of its text model's tensors; all else is copied byte by byte, its config but for `dtype`, that of `state`.
@@ -184,7 +192,7 @@ def write_whole(
 
 
 def _places(
-    model: PreTrainedModel, whole: Whole, found: Mapping[str, Place], state: Mapping[str, Tensor]
+    model: PreTrainedModel, whole: Composite, found: Mapping[str, Place], state: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, Piece]]:
     """By the name of each tensor of files in the text model, that of `state` which it is, or a part of."""
     if held := {**four_bit_weights(found)[1], **mxfp4_weights(found)[1]}:

@@ -130,6 +130,10 @@ def test_a_search_tries_overlap_where_halves_go_through_fused_blocks(tmp_path: P
     assert not tried("llama-causal", tp, data={"path": "nowhere", "packing": True}), "rows are one"
     assert not tried("llama-causal", cut_by("sp", 2, False, exchange="ulysses"))
     assert not tried("t5-seq2seq", tp) and not tried("mixtral-causal", tp)
+    assert not tried("qwen3_5-causal", tp), "cores that are called as they are have no halves"
+    assert not tried("llama-causal", tp, method={"name": "side", "reduction": 4}), (
+        "blocks beside a ladder have no way back"
+    )
 
 
 def test_what_is_proposed_is_overlapped_where_that_is_faster(tmp_path: Path) -> None:

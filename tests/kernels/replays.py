@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from petune.kernels.graphs.beneath import Beneath
+from petune.kernels.graphs.beneath import BeneathGraphs
 from petune.kernels.graphs.recorder import Run
 from petune.kernels.graphs.replay import Graphs
 from petune.models.stack import Stack
@@ -52,5 +52,5 @@ def replayed_beneath(model: nn.Module) -> Again:
     """The recorder of the blocks of a model beside ladders, which are replayed from now on."""
     recorder = Again()
     for stack in stacks(model):
-        stack.beneath = Beneath(lambda device: recorder)
+        stack.beneath = BeneathGraphs(lambda device: recorder)
     return recorder

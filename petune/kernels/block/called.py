@@ -112,7 +112,7 @@ class CoreCall:
 
 
 # What a graph is held by: what came out of it, the leaf that went in, and those of what trains
-Graph = tuple[Tensor, ...]
+Traced = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class BoundCore:
         """What it makes of hidden states [m, width], without a graph."""
         return self.call(x, {}).to(x.dtype)
 
-    def traced(self, x: Tensor) -> Graph:
+    def traced(self, x: Tensor) -> Traced:
         """The same with a graph, whose first tensor it is."""
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
@@ -140,7 +140,7 @@ class BoundCore:
             return self.call(leaf, dict(zip(names, own, strict=True))), leaf, *own
 
     def gradients(
-        self, graph: Graph, dy: Tensor, asked: bool, needs: Sequence[bool]
+        self, graph: Traced, dy: Tensor, asked: bool, needs: Sequence[bool]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """(the gradient of the hidden states, where it is `asked` for; those of its tensors that train and
         whose are needed, by their place), for that of what came out. The graph stays."""

@@ -26,7 +26,7 @@ from petune.models.stack import Stack
 from petune.rng.context import Running
 
 
-class Levels(Graph):
+class ForwardGraph(Graph):
     """A recording of the forward pass, whose outlet is what every block gives, [blocks, m, w]."""
 
     def calls(self, at: int, block: FusedBlock, parts: Parts) -> tuple[Call, ...]:
@@ -47,11 +47,11 @@ class Levels(Graph):
         return taken_levels(self.outlet, torch.Size((len(self.outlet), *inputs[0].shape)))
 
 
-class Beneath(Graphs):
+class BeneathGraphs(Graphs):
     """A way through the blocks below a ladder (stack_protocols.Beneath) by recordings; see Graphs for
     when."""
 
-    kind = Levels
+    kind = ForwardGraph
 
     def levels(self, stack: Stack, calls: Sequence[Arguments], here: Running) -> Tensor | None:
         """See stack_protocols.Beneath; the first call is one that `takes` took."""
@@ -70,6 +70,12 @@ class Beneath(Graphs):
         return arrival.refusal(blocks)
 
     def _rooms(self, arrival: Arrival) -> list[Tensor]:
-        inlet, _, *memory = super()._rooms(arrival)
         assert self.weights is not None
-        return [inlet, self._room("levels", arrival.hidden, arrival.inlet, len(self.weights.parts)), *memory]
+        memory, size = arrival.memory, arrival.bucket.memory
+        rooms = [
+            self._room("inlet", arrival.hidden, arrival.inlet),
+            self._room("levels", arrival.hidden, arrival.inlet, len(self.weights.parts)),
+        ]
+        return (
+            rooms if memory is None or size is None else [*rooms, self._room("memory", memory, size.tokens)]
+        )

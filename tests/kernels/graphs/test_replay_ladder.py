@@ -18,7 +18,7 @@ from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay
-from petune.kernels.graphs.beneath import Beneath
+from petune.kernels.graphs.beneath import BeneathGraphs
 from petune.kernels.graphs.replay import Graphs
 from petune.methods import without_tuning
 from petune.methods.activation_cache import ActivationCache
@@ -269,7 +269,7 @@ def test_a_device_gets_graphs_of_the_ladder_and_of_its_backbone(
     assert fuse(model, family_of(model), "auto")
     assert [cast("Graphs", stack.whole).beside for stack in stacks(model)] == [True, True]
     assert copy.deepcopy(stacks(model)[0].whole).beside  # type: ignore[union-attr]
-    assert [type(copy.deepcopy(stack.beneath)) for stack in stacks(model)] == [Beneath, Beneath]
+    assert [type(copy.deepcopy(stack.beneath)) for stack in stacks(model)] == [BeneathGraphs, BeneathGraphs]
 
 
 # heads of 16 columns, of which a ladder's have 8: the fewest that kernels take
@@ -310,4 +310,4 @@ def test_on_a_device_levels_at_once_train_as_one_by_one(
             for path, value in own.items():
                 assert float((value - wanted[path]).norm()) <= 0.1 * scale, path
     assert all(cast("Graphs", stack.whole).graphs for stack in stacks(model))
-    assert all(cast("Beneath", stack.beneath).graphs for stack in stacks(model))
+    assert all(cast("BeneathGraphs", stack.beneath).graphs for stack in stacks(model))
