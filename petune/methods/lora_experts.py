@@ -9,7 +9,6 @@ gradient needs no result of the product.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Self, cast
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.kernels.grouped import combine, dispatch, grouped
 from petune.methods.configs import LoraConfig
+from petune.methods.lora_factors import NamedFactors
 from petune.models.experts import TunedExperts, along, sizes_of, weights_of
 from petune.models.routes import Routes, routes_of
 from petune.models.spec import Split
@@ -31,15 +31,12 @@ def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]
     return {f"{weight}_lora_A": (experts, r, inputs), f"{weight}_lora_B": (experts, outputs, r)}
 
 
-class LoraExperts(TunedExperts):
+class LoraExperts(NamedFactors, TunedExperts):
     """Experts with a LoRA update of some of their weights.
 
     (x [tokens, width], index and weights [tokens, k] of the chosen) -> [tokens, width], in the dtype of x.
-    scales: of the update, by weight.
+    Names of its factors are those of the weights.
     """
-
-    scales: dict[str, float]
-    lr_ratio: float | None
 
     @classmethod
     def around(
@@ -55,10 +52,8 @@ class LoraExperts(TunedExperts):
         tuned.scales = {weight: configs[weight].scale for weight in weights_of(experts) if weight in configs}
         tuned.lr_ratio = next(iter(configs.values())).lr_ratio
         for weight in tuned.scales:
-            place: Any = {"dtype": dtype, "device": experts.get_parameter(weight).device}
-            for name, shape in shapes(experts, weight, configs[weight].r).items():
-                value = torch.empty(shape, **place) if saved is None else saved[name].to(**place)
-                setattr(tuned, name, nn.Parameter(value))
+            device = experts.get_parameter(weight).device
+            tuned.give(shapes(experts, weight, configs[weight].r), saved, dtype, device)
         for name in tuned.tuned() if saved is None else ():
             tuned.draw(name)
         return tuned
@@ -72,10 +67,6 @@ class LoraExperts(TunedExperts):
     def additions(self) -> tuple[str, ...]:  # type: ignore[override]  # they follow from the weights
         """See TunedLayer."""
         return ("scales", "lr_ratio", *self.tuned())
-
-    def factors(self, weight: str) -> tuple[Tensor, Tensor]:
-        """A [E, r, in] and B [E, out, r] of a weight."""
-        return getattr(self, f"{weight}_lora_A"), getattr(self, f"{weight}_lora_B")
 
     def low_ranks(self) -> dict[str, LowRank]:
         """See TunedExperts."""
@@ -94,25 +85,6 @@ class LoraExperts(TunedExperts):
             found[f"{weight}_lora_A"] = along(self, weight, 2) if down else None
             found[f"{weight}_lora_B"] = None if down else along(self, weight, 1)
         return found
-
-    def tuned(self) -> dict[str, nn.Parameter]:
-        """The factors of each weight."""
-        names = (f"{weight}_lora_{side}" for weight in self.scales for side in "AB")
-        return {name: self.get_parameter(name) for name in names}
-
-    @torch.no_grad()
-    def draw(self, name: str) -> None:
-        """Fill a factor anew; their product is zero."""
-        factor = self.get_parameter(name)
-        if name.endswith("A"):
-            bound = 1 / math.sqrt(factor.shape[2])
-            factor.uniform_(-bound, bound)
-        else:
-            factor.zero_()
-
-    def rates(self) -> dict[str, float]:
-        """Those of the factors B, where they have one, as LoraLayer's."""
-        return {} if self.lr_ratio is None else {f"{weight}_lora_B": self.lr_ratio for weight in self.scales}
 
     def kept_features(self) -> KeptFeatures:
         """For each copy of a token: the input, which A reads, and what it makes of it."""

@@ -11,9 +11,8 @@ nothing of parts compute the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import FileError
 from petune.methods.configs import LoraConfig
+from petune.methods.lora_factors import NamedFactors
 from petune.models.joined import JoinedLinear
 from petune.models.spec import CutKind, Member, Split
 from petune.models.tuned_linear import KeptFeatures, TunedLinear, tuned_layers
@@ -33,14 +33,12 @@ def shapes(joined: JoinedLinear, role: str, r: int) -> dict[str, tuple[int, ...]
     return {f"{role}_lora_A": (r, inputs), f"{role}_lora_B": (joined.lengths[role], r)}
 
 
-class LoraParts(TunedLinear):
-    """What the forms of both classes of linears share. lengths: outputs of every part, in order; scales: of
-    the update, by tuned part, in that order."""
+class LoraParts(NamedFactors, TunedLinear):
+    """What the forms of both classes of linears share. lengths: outputs of every part, in order; names of
+    its factors are those of tuned parts, in that order."""
 
     lengths: dict[str, int]
-    scales: dict[str, float]
     dropout: float
-    lr_ratio: float | None
 
     @classmethod
     def around(
@@ -57,11 +55,8 @@ class LoraParts(TunedLinear):
         tuned.scales = {role: configs[role].scale for role in joined.lengths if role in configs}
         first = next(iter(configs.values()))
         tuned.dropout, tuned.lr_ratio = first.dropout, first.lr_ratio
-        place: Any = {"dtype": dtype, "device": tuned.weight.device}
         for role in tuned.scales:
-            for name, shape in shapes(joined, role, configs[role].r).items():
-                value = torch.empty(shape, **place) if saved is None else saved[name].to(**place)
-                setattr(tuned, name, nn.Parameter(value))
+            tuned.give(shapes(joined, role, configs[role].r), saved, dtype, tuned.weight.device)
         for name in tuned.tuned() if saved is None else ():
             tuned.draw(name)
         return tuned
@@ -85,29 +80,6 @@ class LoraParts(TunedLinear):
     def scale(self) -> float:
         """Of that."""
         return next(iter(self.scales.values()))
-
-    def factors(self, role: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [outputs, r] of a tuned part."""
-        return getattr(self, f"{role}_lora_A"), getattr(self, f"{role}_lora_B")
-
-    def tuned(self) -> dict[str, nn.Parameter]:
-        """The factors of each part."""
-        names = (f"{role}_lora_{side}" for role in self.scales for side in "AB")
-        return {name: self.get_parameter(name) for name in names}
-
-    @torch.no_grad()
-    def draw(self, name: str) -> None:
-        """Fill a factor anew, as that of a linear of its own; their product is zero."""
-        factor = self.get_parameter(name)
-        if name.endswith("A"):
-            bound = 1 / math.sqrt(factor.shape[1])
-            factor.uniform_(-bound, bound)
-        else:
-            factor.zero_()
-
-    def rates(self) -> dict[str, float]:
-        """Those of the factors B, where they have one, as LoraLayer's."""
-        return {} if self.lr_ratio is None else {f"{role}_lora_B": self.lr_ratio for role in self.scales}
 
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """By columns each B follows the outputs of its part, and A is whole. No linear that is several is cut

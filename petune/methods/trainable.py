@@ -60,7 +60,7 @@ def tied_ends(model: nn.Module, also_train: Iterable[str]) -> dict[str, str]:
     and their own."""
     owners = [(head, model.get_submodule(head)) for head in also_train]
     own = {id(value): f"{head}.{name}" for head, one in owners for name, value in one.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
+    every = model.named_parameters(remove_duplicate=False) if own else ()
     return {name: own[id(value)] for name, value in every if own.get(id(value), name) != name}
 
 

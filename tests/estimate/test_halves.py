@@ -56,7 +56,7 @@ def of_gpus(number: int, link: Link = FOUR) -> Cluster:
 
 
 def cut_by(name: str, size: int, overlap: bool, **more: str) -> ParallelConfig:
-    return ParallelConfig(**{name: CutConfig(size=size, overlap=overlap, **more)})  # type: ignore[arg-type]
+    return ParallelConfig(**{name: CutConfig(size=size, overlap=overlap, **more)})  # type: ignore[arg-type]  # names are given
 
 
 @pytest.fixture(scope="module")

@@ -69,13 +69,7 @@ class BeneathGraphs(Graphs):
         """See Graphs; of what only a backward pass asks for, nothing."""
         return arrival.refusal(blocks)
 
-    def _rooms(self, arrival: Arrival) -> list[Tensor]:
+    def _outlet(self, arrival: Arrival) -> Tensor:
+        """Room for what every block gives."""
         assert self.weights is not None
-        memory, size = arrival.memory, arrival.bucket.memory
-        rooms = [
-            self._room("inlet", arrival.hidden, arrival.inlet),
-            self._room("levels", arrival.hidden, arrival.inlet, len(self.weights.parts)),
-        ]
-        return (
-            rooms if memory is None or size is None else [*rooms, self._room("memory", memory, size.tokens)]
-        )
+        return self._room("levels", arrival.hidden, arrival.inlet, len(self.weights.parts))

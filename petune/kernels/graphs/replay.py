@@ -171,7 +171,7 @@ class Graphs:
         turn = Turn(graph, self.weights)
         self.turn = weakref.ref(turn)
         inputs = [*graph.inputs_of(arrival, blocks[0]), *(() if meeting is None else meeting[:2])]
-        out = Node.apply(turn, len(inputs), *inputs, *self.weights.trained)  # type: ignore[no-untyped-call]
+        out = Node.apply(turn, len(inputs), *inputs, *self.weights.trained)  # type: ignore[no-untyped-call]  # torch's
         # the next stage has no table to make one of
         handed = (
             None if stack.wire is None or stack.wire.ends else blocks[0].bias(arrival.bias, arrival.longest)
@@ -347,13 +347,16 @@ class Graphs:
         """Inlet, outlet and, where there is one, the inlet of the memory; recordings of about the same size
         share them, as they share the rest of their memory."""
         bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
-        rooms = [self._room(name, hidden, arrival.inlet) for name in ("inlet", "outlet")]
+        rooms = [self._room("inlet", hidden, arrival.inlet), self._outlet(arrival)]
         if arrival.meeting is not None:
             below = arrival.meeting[0]
             rooms.append(self._room("levels", below, arrival.inlet, len(below)))
         if memory is not None and bucket.memory is not None:
             rooms.append(self._room("memory", memory, bucket.memory.tokens))
         return rooms
+
+    def _outlet(self, arrival: Arrival) -> Tensor:
+        return self._room("outlet", arrival.hidden, arrival.inlet)
 
     def _room(self, name: str, like: Tensor, tokens: int, *levels: int) -> Tensor:
         most = 1 << (tokens - 1).bit_length()

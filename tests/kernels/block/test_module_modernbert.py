@@ -4,6 +4,7 @@ norm before attention, norms without biases, packed linears, plans."""
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from tests.kernels.fused_pairs import BATCHES, blocks, stand_on
 from tests.kernels.replays import replayed
 from tests.methods.more_models import MODERNBERT
 from tests.methods.zoo import SETTINGS, assert_same_gradients, batch, gradients, stir
-from tests.parallel.cells import can_be_cut, case
+from tests.parallel.cells import can_be_cut, case, in_part
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS
 
@@ -150,7 +151,7 @@ def test_norms_and_linears_with_biases_and_a_pooled_mean_are_transformers_own() 
 @pytest.mark.parametrize("keep", ["all", "input"])
 def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(keep: Any) -> None:
     fused, plain = pair("lora", p=0.2, attention_dropout=0.3, mlp_dropout=0.2, embedding_dropout=0.1)
-    own_stacks(plain, family_of(plain))  # type: ignore[arg-type]
+    own_stacks(plain, family_of(plain))  # type: ignore[arg-type]  # it has one
     attention.use(plain)
     stand_on(fused, Rung(keep))
     found = []
@@ -217,14 +218,7 @@ SHORT = (("sp-gather", "full"), ("sp-ring", "lora"), ("pp-1f1b", "adapter"))
 
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("backend", "method"),
-    [
-        pytest.param(backend, method, marks=() if (backend, method) in SHORT else pytest.mark.long)
-        for backend in PLANS
-        for method in SETTINGS
-    ],
-)
+@pytest.mark.parametrize(("backend", "method"), in_part(list(product(PLANS, SETTINGS)), list(SHORT)))
 def test_fused_blocks_train_under_every_plan_as_in_one_process(
     backend: str, method: str, dropout: float
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from petune.kernels.memory.op_cost import attention
 from petune.methods import wrap
 from tests.methods.more_models import T5GEMMA
 from tests.methods.zoo import SETTINGS, assert_same_gradients, batch, gradients, stir
-from tests.parallel.cells import case
+from tests.parallel.cells import case, in_part
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS
 
@@ -146,14 +147,7 @@ SHORT = (("sp-gather", "lora"), ("sp-ulysses", "full"), ("tp", "side"))
 
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("backend", "method"),
-    [
-        pytest.param(backend, method, marks=() if (backend, method) in SHORT else pytest.mark.long)
-        for backend in PLANS
-        for method in SETTINGS
-    ],
-)
+@pytest.mark.parametrize(("backend", "method"), in_part(list(product(PLANS, SETTINGS)), list(SHORT)))
 def test_fused_blocks_train_under_every_plan_as_in_one_process(
     backend: str, method: str, dropout: float
 ) -> None:
