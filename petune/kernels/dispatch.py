@@ -18,6 +18,7 @@ import torch
 from petune.errors import UsageError
 from petune.kernels import reference
 from petune.kernels.configs import KernelsName
+from petune.models.form import DENSE_INTO
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -81,11 +82,14 @@ def reference_ops() -> Ops:
 
 @lru_cache
 def triton_ops() -> Ops:
-    """Triton's kernels. Raises ImportError where Triton is not there."""
+    """Triton's kernels, which from then on make quantised weights dense on GPUs outside fused blocks too.
+    Raises ImportError where Triton is not there."""
     files: dict[str, ModuleType] = {
         file: import_module(f"petune.kernels.triton.{file}") for file in set(_FILES.values())
     }
-    return Ops("triton", **{name: getattr(files[_FILES[name]], name) for name in NAMES})
+    ops = Ops("triton", **{name: getattr(files[_FILES[name]], name) for name in NAMES})
+    DENSE_INTO["cuda"] = ops.dense_into
+    return ops
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:

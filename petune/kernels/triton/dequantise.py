@@ -30,7 +30,9 @@ def dense_into(form: Form, out: Tensor) -> None:
     """`petune.kernels.reference.dense_into`."""
     if not out.numel():
         return
-    if isinstance(form, ExpertForm):
+    if out.dtype == torch.float64:  # in which plain torch multiplies
+        form.dense_into(out)
+    elif isinstance(form, ExpertForm):
         _of_experts(form, out)
     elif isinstance(form, Nf4):
         _nf4(form, out, len(out), form.nested.stride(0))

@@ -3,13 +3,17 @@ slices, into rows that lie apart."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from petune.kernels import reference
+from petune.kernels.dispatch import triton_ops
 from petune.kernels.triton.dequantise import COLUMNS, dense_into
-from petune.models.form import Form, ScaledRows
-from petune.models.frozen_weight import EXPERT_FORMS, FORMS
+from petune.models.form import DENSE_INTO, Form, ScaledRows
+from petune.models.frozen_weight import EXPERT_FORMS, FORMS, QuantisedWeight
 from petune.models.nf4 import Nf4
 from tests.kernels.exactness import DEVICE
 
@@ -30,6 +34,35 @@ def test_every_bit_is_the_references(name: str, n: int, k: int, dtype: torch.dty
     dense_into(form, found[:, :k])
     reference.dense_into(form, expected[:, :k])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_float64_is_left_to_plain_torch_which_multiplies_in_it(name: str) -> None:
+    form, found, expected = (
+        quantised(name, 5, 192),
+        *torch.empty(2, 5, 192, dtype=torch.float64, device=DEVICE),
+    )
+    dense_into(form, found)
+    reference.dense_into(form, expected)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])  # products of fp8 need nothing dense
+def test_layers_outside_blocks_have_their_weights_made_dense_by_the_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert triton_ops().dense_into is DENSE_INTO["cuda"]
+    form, x = quantised(name, 5, 192), torch.randn(3, 192).to(DEVICE).requires_grad_()
+    expected, made = x.detach() @ form.dense().T, Counter[str]()
+
+    def counted(given: Form, out: torch.Tensor) -> None:
+        made[given.name] += 1
+        dense_into(given, out)
+
+    monkeypatch.setitem(DENSE_INTO, torch.device(DEVICE).type, counted)
+    y = F.linear(x, QuantisedWeight(form))
+    y.sum().backward()
+    assert torch.equal(y, expected) and made == {name: 2}  # forward, and the gradient of x
 
 
 @pytest.mark.parametrize("name", FORMS)
