@@ -36,8 +36,7 @@ from transformers import (
 )
 
 from benchmarks.demo_corpus import order, split_summary
-from petune.demo import HERE, data_path
-from petune.demo.tokenizer import (
+from benchmarks.demo_tokenizer import (
     ASSISTANT,
     BOS,
     EOS,
@@ -50,6 +49,7 @@ from petune.demo.tokenizer import (
     for_family,
     train_bpe,
 )
+from petune.demo import HERE, data_path
 
 LENGTH = 256  # tokens of a packed sequence
 CHAT_SHARE, PAIR_SHARE = 0.2, 0.25  # rows shown as a chat turn (Llama), as body -> summary (BART, T5)

@@ -26,7 +26,7 @@ from petune.methods.coverage import coverage
 from petune.methods.targets import head_modules
 from petune.methods.trainable import hold_biases
 from petune.models import FAMILIES, family_of
-from petune.models.contents import attach, contents_of, detach
+from petune.models.contents import attach, contents_of
 from petune.models.fresh import draw_tuned
 from petune.models.heads import reads
 from petune.models.languages import speak
@@ -38,7 +38,6 @@ from petune.models.loading import (
     load_model,
     packs,
     read_config,
-    read_whole,
 )
 from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
@@ -253,15 +252,6 @@ def build(prepared: Prepared) -> nn.Module:
     elif recipe.init_adapter is None:
         draw_tuned(model, recipe.seed)
     torch.manual_seed(recipe.seed)  # whatever was drawn on the way
-    return model
-
-
-def build_whole(prepared: Prepared) -> nn.Module:
-    """`build`, and all of the model in memory, on the CPU."""
-    model = build(prepared)
-    if (contents := detach(model)) is not None:
-        with phase("reading the weights"):
-            read_whole(model, contents)
     return model
 
 

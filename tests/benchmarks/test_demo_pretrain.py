@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 from benchmarks import demo_pretrain as pretrain
 from benchmarks.demo_pretrain import LENGTH, Document, cut_out, general_rows, packed, rows_of, spans
-from petune.demo.tokenizer import BOS, EOS, MASK, SENTINELS
+from benchmarks.demo_tokenizer import BOS, EOS, MASK, SENTINELS
 
 
 @pytest.mark.parametrize("length", [4, 17, 254])

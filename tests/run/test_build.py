@@ -16,9 +16,11 @@ from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from petune.errors import DataError, FileError, MachineError, UsageError
 from petune.kernels.fuse import fused_blocks
 from petune.methods import tuned_state
+from petune.models.contents import detach
 from petune.models.frozen_weight import quantised_in
+from petune.models.loading import read_whole
 from petune.recipe import load_recipe
-from petune.run.build import build_whole, choose_place, prepare
+from petune.run.build import build, choose_place, prepare
 from petune.run.finished import rebuild
 from petune.saving.tuning_record import read_record
 from tests.methods.zoo import stir
@@ -38,7 +40,11 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def made(recipe: dict[str, Any]) -> Any:
-    return build_whole(prepare(load_recipe(recipe)))
+    """What a run makes of a recipe, all of it in memory."""
+    model = build(prepare(load_recipe(recipe)))
+    if (contents := detach(model)) is not None:
+        read_whole(model, contents)
+    return model
 
 
 @pytest.mark.parametrize(
