@@ -78,10 +78,8 @@ def in_files(name: str, form: Nf4) -> dict[str, Tensor]:
 def has_place_for(form: Nf4) -> bool:
     """Whether files can hold a weight: a whole one, which stands for one of a dtype that they know."""
     blocks = form.q.numel() * 2 // BLOCK
-    whole = (
-        not form.first and form.stride * len(form.q) == blocks and len(form.nested) == -(-blocks // NESTED)
-    )
-    return whole and form.dtype in _DTYPES.values()
+    whole = form.stride * len(form.q) == blocks and len(form.nested) == -(-blocks // NESTED)
+    return whole and not (form.first or form.skips) and form.dtype in _DTYPES.values()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ scale up on a grid of 65,536 points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
@@ -94,7 +94,8 @@ class Nf4(Form):
 
     q: uint8 [n, k / 2], two numbers a byte; scales: uint8 [n, k / 64]; nested: float32, the scale of each
     block of `scales`; mean: float32 [1], of the scales. A slice has both of the whole weight, in which its
-    first scale is number `first`, and each row is `stride` scales behind the one above.
+    first scale is number `first`, and each row is `stride` scales behind the one above; skips: (row, number),
+    that and all below are so many more behind, where rows of the whole are left out above it.
     """
 
     q: Tensor
@@ -104,6 +105,7 @@ class Nf4(Form):
     dtype: torch.dtype
     stride: int
     first: int = 0
+    skips: tuple[tuple[int, int], ...] = ()
     name: ClassVar[str] = "nf4"
     needs: ClassVar[str] = f"weights with a multiple of {BLOCK} inputs"
 
@@ -148,18 +150,32 @@ class Nf4(Form):
                 found=f"inputs {start} to {start + length} of {self.shape[1]}",
                 remedy="use base_dtype: int8, or shares of heads and columns that are",
             )
-        begin = self.first + (start // unit if dim else start * self.stride)
         q = self.q.narrow(dim, start // (1 + dim), length // (1 + dim))
         scales = self.scales.narrow(dim, start // unit, length // unit)
-        return replace(self, q=q, scales=scales, first=begin)
+        if dim:
+            return replace(self, q=q, scales=scales, first=self.first + start // unit)
+        return self.with_rows((q, scales), start)
 
     def picked(self, spans: Sequence[tuple[int, int]]) -> Nf4:
-        """Raises UsageError: which scale is whose follows from the number of a row."""
-        raise UsageError(
-            "base_dtype: nf4 counts scales through all rows, and a rank has some of each part of one linear",
-            where="base_dtype",
-            remedy="use base_dtype: int8, or dp, sp or pp",
-        )
+        """See Form; a scale keeps its number in the whole."""
+        runs = [run for span in spans for _, run in self.narrow(0, *span).runs()]
+        row, number, skips = 0, runs[0].first, list[tuple[int, int]]()
+        for run in runs:
+            if run.first != number:
+                skips.append((row, run.first - number))
+            row, number = row + len(run.q), run.first + len(run.q) * self.stride
+        return replace(super().picked(spans), first=runs[0].first, skips=tuple(skips))
+
+    def runs(self) -> Iterator[tuple[int, Nf4]]:
+        """(the first row, views of the rows) of each run of rows that are one behind the other in the
+        whole."""
+        begins = sorted({0, *(row for row, _ in self.skips if 0 < row < len(self.q))})
+        for begin, end in zip(begins, [*begins[1:], len(self.q)], strict=True):
+            own, left = (
+                self.narrow(0, begin, end - begin),
+                sum(more for row, more in self.skips if row <= begin),
+            )
+            yield begin, replace(own, first=own.first + left, skips=())
 
     @property
     def by_rows(self) -> tuple[Tensor, ...]:
@@ -169,12 +185,15 @@ class Nf4(Form):
     def with_rows(self, tensors: Sequence[Tensor], down: int = 0) -> Nf4:
         """See Form."""
         q, scales = tensors
-        return replace(self, q=q, scales=scales, first=self.first + down * self.stride)
+        skips = tuple((row - down, more) for row, more in self.skips)  # those above too: rows may come back
+        return replace(self, q=q, scales=scales, first=self.first + down * self.stride, skips=skips)
 
     def block_scales(self) -> Tensor:
         """The scale of each block as it multiplies, float32 [n, k / 64]."""
         rows, columns = self.scales.shape
         row = torch.arange(rows, device=self.q.device).unsqueeze(1) * self.stride + self.first
+        for begin, more in self.skips:
+            row[max(0, begin) :] += more
         block = (row + torch.arange(columns, device=self.q.device)) // NESTED
         level = dynamic_levels(self.q.device)[self.scales.int()]
         return (level * self.nested[block]).add_(self.mean)

@@ -95,6 +95,21 @@ def test_slices_of_slices_are_those_of_the_whole_and_share_its_memory() -> None:
     assert torch.equal(part.dlinear(dy), dy @ values[29:40, 192:512])
 
 
+def test_rows_that_are_picked_keep_the_scales_of_the_whole_wherever_they_are_taken() -> None:
+    whole = Nf4.of(torch.randn(120, 320) * torch.logspace(-2, 2, 120)[:, None])
+    spans = [(0, 3), (20, 30), (60, 0), (111, 9)]
+    rows = torch.tensor([at for first, length in spans for at in range(first, first + length)])
+    values, part = whole.dense()[rows], whole.picked(spans)
+    assert torch.equal(part.dense(), values) and part.nbytes < whole.nbytes
+    some = part.narrow(0, 1, 40)
+    assert torch.equal(some.narrow(1, 64, 192).narrow(0, 1, 35).dense(), values[2:37, 64:256])
+    assert torch.equal(some.with_rows(part.by_rows, -1).dense(), values)  # as shards are gathered
+    again = [(0, 10), (30, 8)]
+    assert torch.equal(some.picked(again).dense(), torch.cat([values[1:11], values[31:39]]))
+    found = torch.cat([run.dense() for _, run in part.runs()])
+    assert torch.equal(found, values) and all(not run.skips for _, run in part.runs())
+
+
 @pytest.mark.parametrize(("start", "length"), [(32, 64), (64, 96), (1, 64)])
 def test_a_slice_that_cuts_a_block_is_refused(start: int, length: int) -> None:
     with pytest.raises(UsageError, match="multiples of 64"):

@@ -35,7 +35,8 @@ def dense_into(form: Form, out: Tensor) -> None:
     elif isinstance(form, ExpertForm):
         _of_experts(form, out)
     elif isinstance(form, Nf4):
-        _nf4(form, out, len(out), form.nested.stride(0))
+        for row, run in form.runs():
+            _nf4(run, out[row : row + len(run.q)], len(out), form.nested.stride(0))
     elif isinstance(form, ScaledRows) and form.q.stride(1) == 1:
         _scaled_rows(form, out)
     else:
@@ -68,6 +69,8 @@ def _scaled_rows(form: ScaledRows, out: Tensor) -> None:
 def _nf4(form: Nf4, out: Tensor, each: int, apart: int) -> None:
     """Rows of weights of `each` rows, whose scales of scales are so far apart."""
     rows, columns = out.shape
+    if not rows:
+        return
     tables = levels(out.device), dynamic_levels(out.device)
     strides = form.q.stride(0), form.scales.stride(0), out.stride(0)
     _nf4_kernel[(rows, triton.cdiv(columns, COLUMNS))](

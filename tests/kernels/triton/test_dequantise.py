@@ -75,6 +75,16 @@ def test_slices_of_slices_are_those_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
+def test_rows_that_are_picked_are_those_of_the_whole(name: str) -> None:
+    whole = quantised(name, 48, 1024)
+    part = whole.picked([(3, 2), (9, 0), (40, 6)])
+    found = torch.full((8, 1032), 7.0, device=DEVICE)
+    dense_into(part, found[:, :1024])
+    assert torch.equal(found[:, :1024], whole.dense()[[3, 4, *range(40, 46)]])
+    assert bool((found[:, 1024:] == 7).all())
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_every_bit_of_experts_is_the_references(name: str) -> None:
     weight = torch.randn(3, 5, 64 * 60, generator=torch.Generator().manual_seed(3))  # 300 scales an expert
     whole = EXPERT_FORMS[name].of((weight * torch.logspace(-2, 2, 3)[:, None, None]).to(DEVICE))

@@ -12,6 +12,7 @@ import torch
 from petune.kernels.configs import MemoryConfig
 from petune.parallel.plan import ParallelPlan
 from tests.methods import zoo
+from tests.methods.zoo import of_64
 from tests.parallel.cells import case
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS, COMPOSED, OVERLAPPED
@@ -75,8 +76,22 @@ def test_dropout_and_recomputing_are_those_of_one_process(name: str) -> None:
     check(replace(one, tuning=tuple(PARTS.items())))
 
 
-@pytest.mark.parametrize("backend", ["tp", pytest.param("shard x tp", marks=long)])
-def test_a_quantised_base_trains_as_in_one_process(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "base_dtype"),
+    [
+        ("tp", "nf4"),
+        pytest.param("tp", "int8", marks=long),
+        pytest.param("galaxy", "nf4", marks=long),
+        pytest.param("shard x tp", "int8", marks=long),
+        pytest.param("shard x tp", "nf4", marks=long),
+    ],
+)
+def test_a_quantised_base_trains_as_in_one_process(backend: str, base_dtype: str) -> None:
     name = "phi3-causal"
-    one = case(name, "lora", plan_of(backend, name, 2), base_dtype="int8", steps=1, passes=(3,))
+    plan = plan_of(backend, name, 2)
+    assert plan.cut is not None
+    plan = replace(plan, cut=replace(plan.cut, heads=(4, 4), kv_heads=(2, 2), columns=(64, 64)))
+    one = case(name, "lora", plan, base_dtype=base_dtype, steps=1, passes=(3,))
+    changes = {**of_64(name), "hidden_size": 128}  # 512 scales, of which two scales of scales are
+    one = replace(one, settings=(*one.settings, *changes.items()))
     check(replace(one, blocks=MemoryConfig("all") if backend == "tp" else None))
