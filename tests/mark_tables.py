@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -54,13 +54,21 @@ def fresh(model: str, **changes: Any) -> Any:
     return copy.deepcopy(built(model, **changes))
 
 
-def of_blocks(model: str, method: str, base: str | None, notes: Notes, **changes: Any) -> str:
+def of_blocks(
+    model: str,
+    method: str,
+    base: str | None,
+    notes: Notes,
+    targets: Sequence[str] | None = None,
+    **changes: Any,
+) -> str:
     """Whether the blocks of a model are fused under a method, on one device; `changes` go over its config. A
     method may be followed by a comma and its kind."""
     made = fresh(model, **changes)
     name, _, kind = method.partition(", ")
+    settings = ({"kind": kind} if kind else {}) | ({"targets": targets} if targets else {})
     try:
-        tune(made, make_config(name, SETTINGS.get(name, {}) | ({"kind": kind} if kind else {})))
+        tune(made, make_config(name, SETTINGS.get(name, {}) | settings))
         if base is not None:
             quantise_blocks(made, family_of(made), base)
         done = fuse(made, family_of(made), "reference")

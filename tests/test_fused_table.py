@@ -17,6 +17,7 @@ from petune.models.acts import ACTS
 from petune.models.frozen_weight import FORMS
 from petune.recipe import load_recipe
 from tests.mark_tables import MODELS, Notes, of_blocks, rows
+from tests.methods.zoo import of_64
 from tests.parallel.plans import BACKENDS
 
 pytestmark = pytest.mark.slow  # it looks at every cell of the house
@@ -28,6 +29,13 @@ WIDE |= {"hidden_size": 64, "moe_intermediate_size": 64, "linear_value_head_dim"
 # every method, and kinds of adapters beside the usual one
 COLUMNS = [*list(METHODS)[:-1], "adapter, pfeiffer", "adapter, parallel", "side"]
 TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal", "gpt-oss": "gptoss-causal", "Qwen3.5": "qwen3_5-causal"}
+# models in which linears are several, and the parts of these
+PARTED: dict[str, tuple[str, list[str]]] = {
+    "Phi-3": ("phi3-causal", ["q", "k", "v", "gate", "up"]),
+    "ModernBERT": ("modernbert-classify", ["q", "k", "v", "gate", "up"]),
+    "GLM-4": ("glm4-causal", ["gate", "up"]),
+    "GPT-2": ("gpt2-causal", ["q", "k", "v"]),
+}
 PLANS: dict[str, Any] = {
     "one process": "none",
     "dp": {"dp": 2},
@@ -56,8 +64,6 @@ linears and RMS norms are fused one by one, and the header of the run says why. 
 
 Adapters here have the activation silu. Bottlenecks of {fused} are fused alike; of another activation blocks
 are not, and the header says which: {others}.
-
-LoRA by parts of one linear (`targets: [q, v]` where q, k and v are one, as in Phi-3) is not fused either.
 """
 HEAD = HEAD.format(
     fused=", ".join(name for name in ACTIVATIONS if name in ACTS),
@@ -72,6 +78,14 @@ def of_forms(model: str, method: str, notes: Notes, every: bool) -> str:
     forms = FORMS if every else [list(FORMS)[turn % len(FORMS)]]
     (found,) = {of_blocks(model, method, form, notes, **WIDE) for form in forms}
     return found
+
+
+def of_parts(model: str, column: str, notes: Notes) -> str:
+    """Whether they are with LoRA by parts of the linears that are several."""
+    name, targets = PARTED[model]
+    if column.endswith("parts"):
+        return ", ".join(targets)
+    return of_blocks(name, "lora", None if column == "fused" else "nf4", notes, targets, **of_64(name))
 
 
 def of_plan(plan: Any, asked: dict[str, Any], notes: Notes) -> str:
@@ -100,6 +114,8 @@ def tables(every: bool = True) -> str:
     lines += rows(TOLD, COLUMNS, lambda name, method: of_blocks(TOLD[name], method, None, notes))
     lines += ["", "The same with `base_dtype: nf4`, `int8` or `fp8`:", ""]
     lines += rows(TOLD, COLUMNS, lambda name, method: of_forms(TOLD[name], method, notes, every))
+    lines += ["", "LoRA by [parts of one linear](methods.md#parts-of-one-linear), `targets: [q, v]`:", ""]
+    lines += rows(PARTED, ["parts", "fused", "with `base_dtype`"], lambda *cell: of_parts(*cell, notes))
     lines += ["", "## Plans", ""]
     lines += rows(PLANS, ASKED, lambda name, column: of_plan(PLANS[name], ASKED[column], notes))
     return "\n".join([*lines, "", *notes.lines(), ""])

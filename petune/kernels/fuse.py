@@ -350,9 +350,9 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
     """
     if not bankable(layers):
         return None
-    parts = [cast("LowRank", linear_of(layer)) for layer in layers]
+    parts = [part for layer in layers for part in cast("LowRank", linear_of(layer)).each]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room else 0
-    rank = 0 if alone and len(layers) == 1 and rank <= FOLDED else rank
+    rank = 0 if alone and len(parts) == 1 and rank <= FOLDED else rank
     dense = not isinstance(layers[0].weight, QuantisedWeight)
     return None if dense and len(layers) == 1 and not rank else Bank(layers, plan.ops, rank)
 

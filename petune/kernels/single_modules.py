@@ -153,18 +153,26 @@ class FusedSite(nn.Module):
 
 
 class FusedLora(FusedSite):
-    """A linear with an update that says its parts."""
+    """A linear with an update, or one of each of its parts, which are then as many linears of one input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's own argument and result."""
-        part = cast("LowRank", cast("TunedLinear", self).low_rank())
-        p = part.dropout if self.training else 0.0
+        whole = cast("LowRank", cast("TunedLinear", self).low_rank())
+        drops = self.training and any(part.dropout > 0 for part in whole.each)
         if (
-            part.a is None
-            or _dtype(x, part.weight) is None
-            or (p and (torch.compiler.is_compiling() or x.dim() not in (2, 3)))
+            all(part.a is None for part in whole.each)
+            or _dtype(x, whole.weight) is None
+            or (drops and (torch.compiler.is_compiling() or x.dim() not in (2, 3)))
         ):
             return cast("Tensor", super().forward(x))
+        made = [self._of(x, part) for part in whole.apart]
+        return made[0] if len(made) == 1 else torch.cat(made, -1)
+
+    def _of(self, x: Tensor, part: LowRank) -> Tensor:
+        """What one of them gives."""
+        if part.a is None:
+            return F.linear(x, part.weight, part.bias)
+        p = part.dropout if self.training else 0.0
         return lora_linear(x, part, self.ops, _draw(x, p) if p else None)
 
 

@@ -22,7 +22,7 @@ from petune.methods import lora
 from petune.methods.configs import DoraConfig
 from petune.models.row_lengths import lengths_of, squares_of
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, LowRank
+from petune.models.tuned_linear import KeptFeatures, LowRank, parameter
 
 
 class DoraLinear(lora.LoraLayer, nn.Linear):
@@ -87,14 +87,14 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         """Weight, bias, factors and lengths."""
         if self.dropout:
             return None
-        base = LowRank(lora.own(self, "weight"), lora.own(self, "bias"), scaling="lengths")
+        base = LowRank(parameter(self, "weight"), parameter(self, "bias"), scaling="lengths")
         if self.passes_by():
             return base
         return base._replace(
-            a=lora.own(self, "lora_A"),
-            b=lora.own(self, "lora_B"),
+            a=parameter(self, "lora_A"),
+            b=parameter(self, "lora_B"),
             scale=self.scale,
-            by=lora.own(self, "lora_magnitude_vector"),
+            by=parameter(self, "lora_magnitude_vector"),
         )
 
     def _lengths(self) -> Tensor:

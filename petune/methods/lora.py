@@ -31,7 +31,7 @@ from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
 from petune.models.joined import JoinedLinear, joined_linears, part_at, split_name
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedLinear
+from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedLinear, parameter
 
 
 class LoraLayer(TunedLinear):
@@ -178,18 +178,11 @@ class LoraLinear(LoraLayer, nn.Linear):
     def low_rank(self) -> LowRank:
         """Weight, bias and both factors."""
         if self.passes_by():
-            return LowRank(own(self, "weight"), own(self, "bias"))
-        base = own(self, "weight"), own(self, "bias")
+            return LowRank(parameter(self, "weight"), parameter(self, "bias"))
+        base = parameter(self, "weight"), parameter(self, "bias")
         if not self.active:
-            return LowRank(*base, own(self, "start_A"), own(self, "start_B"), self.scale)
-        return LowRank(*base, own(self, "lora_A"), own(self, "lora_B"), self.scale, self.dropout)
-
-
-def own(layer: nn.Module, name: str) -> Any:
-    """A parameter past nn.Module's own look-up, which takes ten times as long; fused blocks ask for all of
-    them in every pass."""
-    found = layer._parameters.get(name)
-    return getattr(layer, name) if found is None else found
+            return LowRank(*base, parameter(self, "start_A"), parameter(self, "start_B"), self.scale)
+        return LowRank(*base, parameter(self, "lora_A"), parameter(self, "lora_B"), self.scale, self.dropout)
 
 
 class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says Parameter where torch says Tensor

@@ -24,7 +24,7 @@ from petune.methods.configs import LoraConfig
 from petune.methods.lora_factors import NamedFactors
 from petune.models.joined import JoinedLinear
 from petune.models.spec import CutKind, Member, Split
-from petune.models.tuned_linear import KeptFeatures, TunedLinear, tuned_layers
+from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear, parameter, tuned_layers
 
 
 def shapes(joined: JoinedLinear, role: str, r: int) -> dict[str, tuple[int, ...]]:
@@ -100,8 +100,11 @@ class LoraParts(NamedFactors, TunedLinear):
         return self
 
     def kept_features(self) -> KeptFeatures:
-        """The input, which every A reads, and what they make of it."""
-        return KeptFeatures(input=True, inner=self.rank)
+        """The input, one for every A but with dropout, which each draws for itself, and what they make of
+        it."""
+        factors = [self.factors(role)[0] for role in self.scales]
+        others = sum(a.shape[1] for a in factors[1:]) if self.dropout else 0
+        return KeptFeatures(input=True, inner=self.rank + others)
 
     def delta(self) -> Tensor:
         """The update of `weight`, rows of one part below those of another; zero where nothing is tuned."""
@@ -121,14 +124,22 @@ class LoraParts(NamedFactors, TunedLinear):
 
     def updated(self, x: Tensor, y: Tensor) -> Tensor:
         """y [..., out] with what the parts add for x [..., in], in the dtype of y."""
-        pieces = []
+        pieces, read = [], self._read(x)
         for (role, _), own in zip(self.lengths.items(), y.split([*self.lengths.values()], -1), strict=True):
             if role in self.scales:
                 a, b = self.factors(role)
-                low = F.linear(F.dropout(x.to(a.dtype), self.dropout, self.training), a)
+                low = F.linear(F.dropout(read, self.dropout, self.training), a)
                 own = (own + F.linear(low, b) * self.scales[role]).to(y.dtype)
             pieces.append(own)
         return torch.cat(pieces, -1)
+
+    def _read(self, x: Tensor) -> Tensor:
+        """x in the dtype that the products with each A are made in, so that one copy is kept for all; where
+        something drops out of it first, in the factors'."""
+        kind, drops = x.device.type, self.training and self.dropout > 0
+        rounds = torch.is_autocast_enabled(kind) and x.dtype != torch.float64 and not drops
+        dtype = self.factors(next(iter(self.scales)))[0].dtype
+        return x.to(torch.get_autocast_dtype(kind) if rounds else dtype)
 
     def extra_repr(self) -> str:
         """The base layer's own words and the parts with their ranks."""
@@ -137,10 +148,21 @@ class LoraParts(NamedFactors, TunedLinear):
 
 
 class LoraPartsLinear(LoraParts, nn.Linear):
-    """nn.Linear with LoRA by parts. x [..., in] -> [..., out], dtype of the base layer's output. It has no
-    fused form."""
+    """nn.Linear with LoRA by parts. x [..., in] -> [..., out], dtype of the base layer's output."""
 
     base = nn.Linear
+
+    def low_rank(self) -> LowRank:
+        """Weight and bias, of which each part has its rows, and the factors of those that are tuned."""
+        whole, passed = LowRank(parameter(self, "weight"), parameter(self, "bias")), self.passes_by()
+        parts: list[LowRank] = []
+        for role, rows in self.lengths.items():
+            part = whole._replace(rows=rows, leads=not parts)
+            if role in self.scales and not passed:
+                a, b = parameter(self, f"{role}_lora_A"), parameter(self, f"{role}_lora_B")
+                part = part._replace(a=a, b=b, scale=self.scales[role], dropout=self.dropout)
+            parts.append(part)
+        return whole._replace(parts=tuple(parts))
 
     def forward(self, x: Tensor) -> Tensor:
         """The base map plus the updates."""

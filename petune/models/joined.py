@@ -17,7 +17,7 @@ from petune.models.parts import Role, Shape
 from petune.models.sites import ends_of, find_sites
 from petune.models.spec import Family, child_of
 
-MEMBERS: Mapping[str, tuple[Role, ...]] = {
+MEMBERS: Mapping[Role, tuple[Role, ...]] = {
     "qkv": ("q", "k", "v"),
     "gate_up": ("gate", "up"),
 }  # in their order

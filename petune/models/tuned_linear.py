@@ -30,7 +30,9 @@ class LowRank(NamedTuple):
 
     weight [n, k], bias [n] or None; A [r, k] and B [n, r], both None without an update; scale and dropout are
     of the update. turned: b is B^T [r, n]. scaling: what `by`, a vector of n or k numbers of any shape,
-    multiplies, None for nothing; by is None while the tuning is passed by.
+    multiplies, None for nothing; by is None while the tuning is passed by. parts: of a linear that is
+    several, one behind the other, with no factors beside theirs; each has the weight and bias of all. rows:
+    of a part, how many of theirs are its own; leads: whether it is the first, which answers for them.
     """
 
     weight: Tensor
@@ -42,11 +44,35 @@ class LowRank(NamedTuple):
     by: Tensor | None = None
     scaling: Scaling | None = None
     turned: bool = False
+    parts: tuple[LowRank, ...] = ()
+    rows: int | None = None
+    leads: bool = True
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What autograd must know of, in the order `with_tensors` takes them."""
-        return self.weight, self.bias, self.a, self.b, self.by
+        base = (self.weight, self.bias) if self.leads else (None, None)
+        return *base, self.a, self.b, self.by
+
+    @property
+    def each(self) -> tuple[LowRank, ...]:
+        """Its parts, or itself where it is one."""
+        return self.parts or (self,)
+
+    @property
+    def apart(self) -> list[LowRank]:
+        """The same, each a linear of its own, whose weight and bias are views."""
+        if not self.parts:
+            return [self]
+        sizes = [part.outputs for part in self.parts]
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+        own = zip(self.parts, self.weight.split(sizes), biases, strict=True)
+        return [part._replace(weight=weight, bias=bias, rows=None, leads=True) for part, weight, bias in own]
+
+    @property
+    def outputs(self) -> int:
+        """How many it has, n."""
+        return len(self.weight) if self.rows is None else self.rows
 
     @property
     def scales_outputs(self) -> bool:
@@ -56,12 +82,14 @@ class LowRank(NamedTuple):
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> LowRank:
         """The same linear made of other tensors."""
         weight, bias, a, b, by = tensors
+        if not self.leads:
+            return self._replace(a=a, b=b, by=by)
         assert weight is not None
         return self._replace(weight=weight, bias=bias, a=a, b=b, by=by)
 
     def to(self, dtype: torch.dtype) -> LowRank:
         """The same with weight and bias in another dtype; A and B are rounded where they are stacked."""
-        if self.weight.dtype == dtype:
+        if self.weight.dtype == dtype or not self.leads:
             return self
         return self._replace(
             weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype)
@@ -325,8 +353,8 @@ class TunedLinear(TunedLayer):
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:
-    """`layer` as a linear with LoRA's update, or None where it is more than that (a bottleneck, a scale) or
-    its forward is not exactly known."""
+    """`layer` as a linear with LoRA's update, or with one of each part, or None where it is more than that (a
+    bottleneck, a scale) or its forward is not exactly known."""
     part = linear_of(layer)
     other = part is None or part.scaling is not None or part.turned
     return None if other or bottleneck_of(layer) is not None else part
@@ -347,6 +375,13 @@ def linear_of(layer: nn.Module) -> LowRank | None:
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
     return layer.low_rank() if isinstance(layer, TunedLinear) else None
+
+
+def parameter(layer: nn.Module, name: str) -> Any:
+    """A parameter past nn.Module's own look-up, which takes ten times as long; fused blocks ask for all of
+    them in every pass."""
+    found = layer._parameters.get(name)
+    return getattr(layer, name) if found is None else found
 
 
 def tuned_modules(model: nn.Module) -> Iterator[tuple[str, TunedModule]]:

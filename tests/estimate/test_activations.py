@@ -50,7 +50,8 @@ def model_of(name: str, method: str, depth: int, bf16: bool = False, r: int = 16
     model = made(config(**{**values, **wide, **layers, **changes})).train()
     name, _, kind = method.partition(", ")
     settings: dict[str, Any] = {"side": {"reduction": 8}, "lora": {"r": r}}.get(name, {})
-    settings |= {"kind": kind} if kind else {}
+    by_parts = {"targets": ["q", "k", "v", "gate", "up"]}
+    settings |= by_parts if kind == "by parts" else {"kind": kind} if kind else {}
     return wrap(model.bfloat16() if bf16 and method != "full" else model, name, **settings)
 
 
@@ -145,6 +146,15 @@ def test_under_bf16_autocast_it_is_near(name: str, method: str) -> None:
     assert estimated(model_of(name, method, 2, bf16=True), itemsize=2) == pytest.approx(
         saved[1] - saved[0], rel=0.2
     )
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", ["phi3-causal", pytest.param("modernbert-classify", marks=pytest.mark.long)])
+def test_parts_of_one_linear_save_its_input_once(name: str, bf16: bool) -> None:
+    models = [model_of(name, "lora, by parts", depth, bf16) for depth in (1, 2)]
+    saved = [saved_by_autograd(model, name, bf16) for model in models]
+    found = estimated(models[1], itemsize=2 if bf16 else 4)
+    assert found == pytest.approx(saved[1] - saved[0], rel=0.1)
 
 
 @pytest.mark.parametrize(

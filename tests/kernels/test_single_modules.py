@@ -34,6 +34,7 @@ from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
 from petune.models import attention, family_of
 from petune.models.stack import own_stacks
+from petune.models.tuned_linear import TunedLinear
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.methods import zoo
@@ -152,6 +153,33 @@ def test_every_tuned_linear_and_rms_norm_is_fused_and_counted(name: str) -> None
     )
     assert linears and bool(norms) == name.startswith("t5") and bool(gelus) == (name == "t5-gated")
     assert fuse_sites(plain, OPS) == 0
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_each_tuned_part_of_one_linear_is_fused_as_a_linear_of_its_own(p: float) -> None:
+    """GLM-4's gate and up are one, and its blocks are not fused."""
+    plain = zoo.tiny("glm4-causal").double()
+    settings: Any = {"rank_pattern": {"gate": 2}, "alpha_pattern": {"gate": 11.0}, "also_train": ()}
+    petune.wrap(plain, r=3, targets=["gate", "up", "q"], dropout=p, kernels="off", **settings)
+    zoo.stir(plain)
+    some = zoo.tiny("glm4-causal").double()
+    petune.wrap(some, r=3, targets=["up"], kernels="off", also_train=())
+    zoo.stir(some)
+    inputs = zoo.batch("glm4-causal")
+    for model in (plain, some):
+        fused, found = copy.deepcopy(model), []
+        fuse_sites(fused, OPS)
+        tuned = [one for one in fused.modules() if isinstance(one, TunedLinear)]
+        assert of(fused, FusedLora) == tuned and tuned
+        for one in (fused, model):
+            attention.use(one)
+            own_stacks(one, family_of(one))  # type: ignore[arg-type]  # it has one
+            with drawing(Running(rows=torch.arange(len(inputs["input_ids"])) + 5, key=step_key(7, 3))):
+                found.append(zoo.gradients(one.train(), inputs))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+        zoo.assert_same_gradients(found[0][1], found[1][1], 1e-6)
+        with without_tuning(fused), without_tuning(model):
+            torch.testing.assert_close(fused(**inputs).loss, model(**inputs).loss)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

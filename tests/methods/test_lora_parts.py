@@ -200,6 +200,34 @@ def test_a_copy_and_the_base_again_stand_alone() -> None:
     assert "k r=3" in repr(layer)
 
 
+@pytest.mark.parametrize("drops", [False, True], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("kind", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("name", ["phi3-causal", pytest.param("gpt2-causal", marks=pytest.mark.long)])
+def test_parts_keep_one_copy_of_their_input_but_with_dropout(name: str, kind: str, drops: bool) -> None:
+    model = tiny(name).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    dropout = 0.25 if drops else 0.0
+    petune.wrap(model, r=3, targets=["q", "k", "v"], dropout=dropout, kernels="off", also_train=())
+    layer: Any = next(layer for _, layer in tuned_layers(model.train()) if isinstance(layer, LoraParts))
+    tokens, inputs = 7, len(layer.factors("q")[0].T)
+    x = torch.randn(tokens, inputs, dtype=layer.weight.dtype).requires_grad_()
+    saved: dict[int, Tensor] = {}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda value: saved.setdefault(value.data_ptr(), value), lambda value: value
+        ),
+        torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"),
+    ):
+        assert layer(x * 1).requires_grad  # a leaf would be rounded once under autocast
+    # of the matrices with a row for each token, those that a product reads
+    read = torch.bfloat16 if kind == "autocast" else torch.float32
+    features = [value.shape[-1] for value in saved.values() if len(value) == tokens and value.dtype == read]
+    made = [size for size in features if size < inputs]
+    assert made == [3, 3, 3]
+    if kind == "autocast" or not drops:  # else the masks of what drops out are in that dtype too
+        assert sum(features) == inputs + layer.kept_features().inner
+        assert len(features) - len(made) == (3 if drops else 1)
+
+
 @pytest.mark.parametrize("base_dtype", ["int8", pytest.param("nf4", marks=pytest.mark.long)])
 def test_a_base_in_fewer_bytes_has_the_same_update(base_dtype: Any) -> None:
     name, changes = "phi3-causal", of_64("phi3-causal")
@@ -212,6 +240,8 @@ def test_a_base_in_fewer_bytes_has_the_same_update(base_dtype: Any) -> None:
     torch.testing.assert_close(layer(x), x @ (layer.weight.form.dense() + layer.delta()).T)
     ours(**batch(name)).loss.backward()
     assert all(value.grad is not None for value in tuned_parameters(ours).values())
+    before = ours(**batch(name)).logits
+    torch.testing.assert_close(petune.merge(ours)(**batch(name)).logits, before, rtol=1e-5, atol=1e-5)
 
 
 def test_settings_of_a_part_and_of_the_whole_find_their_parts() -> None:
@@ -253,10 +283,14 @@ def test_what_parts_do_not_go_with_is_refused(case: str) -> None:
 
 
 def test_several_adapters_are_not_by_parts_but_read_one_as_a_whole(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="do not share a Linear with LoRA by parts"):
-        petune.add(tiny("phi3-causal"), "one", targets=["q"], also_train=())
+    one = petune.add(tiny("phi3-causal"), "one", targets=["qkv"], also_train=())
+    for model in (tiny("phi3-causal"), one):
+        with pytest.raises(UsageError, match="do not share a Linear with LoRA by parts"):
+            petune.add(model, "other", targets=["q"], also_train=())
     ours = petune.wrap(tiny("phi3-causal"), "lora", r=3, targets=["q", "v"], also_train=())
     stir(ours, std=0.1)
+    with pytest.raises(UsageError, match="one tuning that has no name"):
+        petune.add(ours, "other", targets=["o"], also_train=())
     folder, inputs = petune.save(ours, tmp_path / "ours"), batch("phi3-causal")
     several = petune.add(tiny("phi3-causal"), "one", folder=folder)
     torch.testing.assert_close(several(**inputs).logits, ours(**inputs).logits, rtol=1e-5, atol=1e-5)

@@ -118,6 +118,7 @@ def at_hand(bank: Bank | None, parts: Sequence[LowRank], ops: Ops) -> PackedWeig
     (a rank's shard gathered for this call) or have left it; else None."""
     if bank is not None and bank.intact(parts):
         return bank.base
+    parts = [part for part in parts if part.leads]
     weights = [part.weight for part in parts]
     forms = [weight.form for weight in weights if isinstance(weight, QuantisedWeight)]
     if not forms:
@@ -159,6 +160,7 @@ class Bank:
 
     def intact(self, parts: Sequence[LowRank]) -> bool:
         """Whether these parts' weights and biases are still those of the bank."""
+        parts = [part for part in parts if part.leads]
         biases = [part.bias for part in parts if part.bias is not None]
         if bool(biases) if self.bias is None else not _lie_in(self.bias, biases):
             return False

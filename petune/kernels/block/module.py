@@ -240,7 +240,9 @@ class FusedBlock(nn.Module):
                     found=type(parent._modules.get(name)).__name__,
                     remedy=_FIRST,
                 )
-        groups = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        groups = tuple(
+            tuple(part for layer in layers for part in known_part(layer).each) for layers in self.spec.layers
+        )
         behind = tuple(_behind(layer) for layer in self.spec.behind)
         return Parts(groups, behind, tuple(mixture.part() for mixture in self.spec.mixtures))
 
@@ -346,7 +348,7 @@ class FusedBlock(nn.Module):
 _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
-def _part(layer: nn.Module) -> LowRank:
+def known_part(layer: nn.Module) -> LowRank:
     """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more
     than the part."""
     if type(layer) is nn.Linear:

@@ -55,9 +55,10 @@ class Group:
         gates: bool = False,
     ) -> None:
         self.parts, self.first, self.ops = tuple(parts), first, ops
-        self.widths = [len(part.weight) for part in parts]
+        self.widths = [part.outputs for part in parts]
         self.ranks = [0 if part.a is None else len(part.a) for part in parts]
-        self.whole = base or (Dense(self.parts[0].weight, self.parts[0].bias) if len(parts) == 1 else None)
+        alone = all(not part.leads for part in self.parts[1:])  # one weight, of all parts
+        self.whole = base or (Dense(self.parts[0].weight, self.parts[0].bias) if alone else None)
         self.tuned = any(self.ranks)
         self.drops = tuple(drops) if any(drop is not None for drop in drops) else ()
         self.rows: slice | None = None  # which of the call's rows a tile is, for dropout
@@ -313,12 +314,13 @@ class Group:
             if any(sink.needs[self.first + TENSORS * at + 2] for at in self._tuned()):
                 sink.add((self.first, "a"), self._da(x, ds) if da is None else self._scaled_(da))
             sink.add((self.first, "b"), matmul32(dy.T, s) if db is None else db)
-        for at, rows in enumerate(spans(self.widths)):
+        for at, (part, begins) in enumerate(zip(self.parts, spans(self.widths), strict=True)):
             own = self.first + TENSORS * at
-            weight, bias = sink.needs[own : own + 2]
+            weight, bias = sink.needs[own : own + 2] if part.leads else (False, False)
+            rows = slice(begins.start, begins.start + len(part.weight))  # those of all parts that it leads
             if weight:
                 sink.add(own, matmul32(dy[:, rows].T, x.matrix()))
-            if bias and self.parts[at].scaling != "lengths":
+            if bias and part.scaling != "lengths":
                 sink.add(own + 1, _column_sums(dy[:, rows]))
 
     def _da(self, x: Rows, ds: Tensor) -> Tensor:

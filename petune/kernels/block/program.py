@@ -248,8 +248,9 @@ class _Build:
 
     def group(self, kind: GroupKind, group: LinearGroup, unscaled: bool = False) -> GroupPlace:
         """The next group. unscaled: what reads it finds the way back through what scales it."""
-        first = TENSORS * sum(len(one.paths) for one in self.groups)
-        roles, paths = zip(*group.members, strict=True)
+        first = TENSORS * sum(len(one.roles) for one in self.groups)
+        roles = tuple(role for role, _ in group.members)
+        paths = tuple(dict.fromkeys(path for _, path in group.members))  # once of a linear that is several
         scaled, enters = not self.scaled.isdisjoint(roles), not self.entries.isdisjoint(roles)
         # a product of two lies on no grid that they were rounded to; GELU's of a large number almost does
         read = scaled and roles == ("gate", "up") and self.sizes.act != "relu"

@@ -93,14 +93,13 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
     if core.called:  # which nobody asks for
         return shape.heads, shape.kv_heads, shape.head_dim
-    if "qkv" in core.region.sites:
+    sites = core.region.sites
+    paths = [sites["qkv"] if "qkv" in sites else sites[role] for role in ("q", "k")]
+    queries, keys = (len(cast("Any", block.get_submodule(path)).weight) for path in paths)
+    if paths[0] == paths[1]:  # of one linear
         group = shape.heads // shape.kv_heads
-        rows = len(cast("Any", block.get_submodule(core.region.sites["qkv"])).weight)
-        keys = rows // (shape.head_dim * (group + 2))
+        keys = queries // (shape.head_dim * (group + 2))
         return group * keys, keys, shape.head_dim
-    queries, keys = (
-        len(cast("Any", block.get_submodule(core.region.sites[role])).weight) for role in ("q", "k")
-    )
     if not core.head_counts:
         return queries // shape.head_dim, keys // shape.head_dim, shape.head_dim
     heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from petune.models.boundary import boundary_of
 from petune.models.experts import spread_of
+from petune.models.joined import MEMBERS
 from petune.models.spec import (
     Attention,
     LinearAttention,
@@ -49,8 +50,10 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     features = 0 if part is None else part.features
     drop = None if sublayer.drop is None or _is_none(block, sublayer.drop) else sublayer.drop
     scaled, entries = scaled_roles(block, core)
+    core = _by_parts(block, core)
     sublayer = replace(
         sublayer,
+        core=core,
         drop=drop,
         scale=scale,
         bottleneck=features,
@@ -132,6 +135,24 @@ def scaled_roles(
 def _present(block: nn.Module, group: LinearGroup) -> LinearGroup:
     found = ((role, child_of(block, path)) for role, path in group.members)
     return LinearGroup(tuple((role, hit[0]) for role, hit in found if hit is not None))
+
+
+def _by_parts(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> Attention | Mlp | RoutedMlp:
+    """The core with the parts of a linear that is several, where each is tuned by itself, all at its path."""
+    if isinstance(core, RoutedMlp):
+        shared = None if core.shared is None else cast("Mlp", _by_parts(block, core.shared))
+        return replace(core, shared=shared)
+
+    def own(group: LinearGroup) -> LinearGroup:
+        return LinearGroup(tuple((part, path) for role, path in group.members for part in parts(role, path)))
+
+    def parts(role: Role, path: str) -> tuple[Role, ...]:
+        linear = linear_of(block.get_submodule(path)) if role in MEMBERS else None
+        return MEMBERS[role] if linear is not None and linear.parts else (role,)
+
+    if isinstance(core, Mlp):
+        return replace(core, up=own(core.up))
+    return replace(core, groups=tuple(map(own, core.groups)))
 
 
 def norms_of(sublayer: SubLayer) -> list[Norm]:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
 from petune.kernels.block.layout import MEMORY, NO_MASK
-from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.module import FusedBlock, known_part
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
@@ -30,7 +30,6 @@ from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_a_number, form_in
 from petune.models.sharded import shards_of
 from petune.models.stack import Call, Stack
-from petune.models.tuned_linear import linear_of
 from petune.rng.context import running
 
 GIB = 2**30
@@ -349,18 +348,16 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
     program, sizes = spec.program, spec.program.sizes
     roles = (role for group in program.groups for role in group.roles)
-    parts = {role: linear_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
+    linears = (known_part(layer).each for layer in chain(*spec.layers))
+    parts = dict(zip(roles, chain(*linears), strict=True))
     out, down, experts = parts.get("o"), parts.get("down"), _experts(spec)
     leave = down if out is None else out
     # shards are in no bank
-    sharded = [] if any(spec.banks) else [form_in(part.weight) for part in parts.values() if part is not None]
+    sharded = [] if any(spec.banks) else [form_in(part.weight) for part in parts.values()]
     trained = out if down is None else down
     assert leave is not None and trained is not None, "a block has linears of its own"
     itemsize, heads = (dtype or spec.dtype).itemsize, (0, 0) if spec.called else (sizes.heads, sizes.kv_heads)
-    ranks = {
-        FIRST.get(role, role): 0 if part is None or part.a is None else len(part.a)
-        for role, part in parts.items()
-    }
+    ranks = {FIRST.get(role, role): 0 if part.a is None else len(part.a) for role, part in parts.items()}
     return BlockShape(
         width=len(leave.weight),
         heads=heads[0],
@@ -379,7 +376,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         made=max(
             *(0 if bank is None else bank.base.made for bank in spec.banks), *map(bytes_a_number, sharded), 0
         ),
-        drops=any(part is not None and part.dropout > 0 for part in parts.values()),
+        drops=any(part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
         share=next((one.share for one in spec.boundaries.values()), 1.0),
         experts=experts,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from petune.kernels.block.packed_linear import FOLDED, SUMMED
+from petune.models.joined import MEMBERS
 from petune.models.spec import Attention, Mlp, Norm, Role, SubLayer, linears
 from petune.models.tuned_linear import TENSORS
 
@@ -42,10 +43,10 @@ GroupKind = Literal["in", "out", "up", "down"]
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
-    block's, `TENSORS` for each. scaled: results are multiplied by what trains, before they are rounded;
-    unscaled_by_reader: the way back through that is the reader's; scaled_by_reader: both are, the
-    activation's; enters: inputs are multiplied."""
+    """One group of linears: what it does, its roles, its paths, one where these are one linear, and the place
+    of its first tensor among the block's, `TENSORS` for each role. scaled: results are multiplied by what
+    trains, before they are rounded; unscaled_by_reader: the way back through that is the reader's;
+    scaled_by_reader: both are, the activation's; enters: inputs are multiplied."""
 
     kind: GroupKind
     roles: tuple[Role, ...]
@@ -57,9 +58,16 @@ class GroupPlace:
     enters: bool = False
 
     @property
+    def sites(self) -> tuple[Role, ...]:
+        """The roles of its linears, of which one may have several parts."""
+        if len(self.paths) == len(self.roles):
+            return self.roles
+        return tuple(role for role, parts in MEMBERS.items() if parts == self.roles)
+
+    @property
     def tensors(self) -> tuple[int, ...]:
         """The places of its tensors."""
-        return tuple(range(self.first, self.first + TENSORS * len(self.paths)))
+        return tuple(range(self.first, self.first + TENSORS * len(self.roles)))
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ def of_shape(shape: BlockShape) -> Program:
 
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
-    tensors = TENSORS * sum(len(group.paths) for group in program.groups)
+    tensors = TENSORS * sum(len(group.roles) for group in program.groups)
     tensors += 4 * len(program.bottlenecks) + OF_MIXTURE * len(program.mixtures)
     tensors += len(program.sinks) + sum(core.called for core in program.called) + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(
-        role for step in steps if isinstance(step, Product | Activated) for role in step.place.roles
+        role for step in steps if isinstance(step, Product | Activated) for role in step.place.sites
     )
     called = [step for step in steps if isinstance(step, CallCore)]
     roles = roles.union(*(step.roles for step in called))

@@ -34,7 +34,7 @@ from petune.models.exchange import Exchanged, ExchangeKind, Rows
 from petune.models.expert_form import ExpertsInt8
 from petune.models.form import Form
 from petune.models.frozen_weight import QuantisedWeight
-from petune.models.spec import Norm, Role
+from petune.models.spec import LinearGroup, Norm, Role
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank, Scaling
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, ROUTED, SHARED, VOCABULARY
 
@@ -332,11 +332,21 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
         )
         return LowRank(weight, None, *factors, by=by, scaling=scaling)
 
+    def together(parts: list[LowRank]) -> list[LowRank]:
+        """The parts of one linear."""
+        sizes = [len(one.weight) for one in parts]
+        weight = torch.empty(sum(sizes), parts[0].weight.shape[1], **frozen)  # type: ignore[arg-type]
+        return [
+            one._replace(weight=weight, rows=rows, leads=not at)
+            for at, (one, rows) in enumerate(zip(parts, sizes, strict=True))
+        ]
+
     groups: list[Group] = []
     for place in program.groups:
         own = [part(role, place) for role in place.roles]
+        own = together(own) if len(place.paths) < len(own) else own
         k, rank = own[0].weight.shape[1], sum(0 if one.a is None else len(one.a) for one in own)
-        whole = torch.empty(sum(len(one.weight) for one in own), k + rank, **frozen)  # type: ignore[arg-type]
+        whole = torch.empty(sum(one.outputs for one in own), k + rank, **frozen)  # type: ignore[arg-type]
         room = rank > 0 and place.kind != "out" and not place.scaled
         base = Dense(whole[:, :k], None, whole if room else None)
         groups.append(Group(own, torch.bfloat16, place.first, ops, base, gates=place.kind == "up"))
@@ -344,7 +354,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     norms = [(norm,) if one.kind == "rms" else (norm, norm) for one in program.norms]
     how = attending.How(shape.causal, 1.0, 1)
     angles = (torch.empty(1, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
-    linears = TENSORS * sum(len(place.paths) for place in program.groups)
+    linears = TENSORS * sum(len(place.roles) for place in program.groups)
     # linears have no bias
     needs = [
         need and (place % TENSORS != 1 or place >= linears)
@@ -455,6 +465,18 @@ def normed(shape: BlockShape) -> BlockShape:
     return replace(shape, described=(replace(attention, core=core), mlp))
 
 
+def by_parts(shape: BlockShape) -> BlockShape:
+    """The block with q, k and v in one linear, and gate and up in another."""
+    attention, mlp = shape.sublayers
+    qkv, gate_up = (
+        LinearGroup((("q", "a"), ("k", "a"), ("v", "a"))),
+        LinearGroup((("gate", "m"), ("up", "m"))),
+    )
+    cores = replace(attention.core, groups=(qkv,)), replace(mlp.core, up=gate_up)  # type: ignore[call-arg]  # by kind
+    own = tuple(replace(one, core=core) for one, core in zip(shape.sublayers, cores, strict=True))
+    return replace(shape, described=own)
+
+
 def cut(shape: BlockShape) -> BlockShape:
     """A quarter of the block, whose sums are whole on every rank."""
     sublayers = tuple(replace(one, connection="whole") for one in shape.sublayers)
@@ -536,6 +558,7 @@ class Halved:
         normed(LLAMA),
         replace(normed(LLAMA), ranks=Ranks(), trained=True),
         replace(LLAMA, ranks=Ranks(q=16, v=16)),
+        replace(by_parts(LLAMA), ranks=Ranks(q=16, v=16, gate=8, up=16)),
         replace(LLAMA, ranks=Ranks(*[64] * 7)),
         replace(LLAMA, ranks=Ranks(*[128] * 7)),
         replace(LLAMA, ranks=Ranks(), trained=True),
@@ -575,6 +598,7 @@ class Halved:
         "norms of heads",
         "full with norms of heads",
         "lora of q and v",
+        "lora by parts",
         "lora of rank 64",
         "lora of rank 128",
         "full",

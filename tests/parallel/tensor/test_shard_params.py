@@ -34,24 +34,25 @@ def plan_of(backend: str, name: str, ranks: int) -> ParallelPlan:
 @pytest.mark.parametrize(
     ("name", "method", "backend", "ranks", "tuning", "fused"),
     [
-        ("phi3-causal", "lora", "tp", 3, PARTS, False),
+        ("phi3-causal", "lora", "tp", 3, PARTS, True),
         ("phi3-causal", "lora", "tp", 3, WHOLE, True),
-        ("modernbert-classify", "lora", "galaxy2", 2, PARTS, False),
+        ("modernbert-classify", "lora", "galaxy2", 2, PARTS, True),
         pytest.param("phi3-causal", "full", "galaxy", 2, {}, True, marks=long),
         pytest.param(
             "glm4-causal", "lora", "dp x tp", 4, {"targets": ("q", "gate", "down")}, False, marks=long
         ),
-        pytest.param("phi3-causal", "lora", "shard x tp", 4, PARTS, False, marks=long),
+        pytest.param("phi3-causal", "lora", "shard x tp", 4, PARTS, True, marks=long),
         pytest.param("phi3-causal", "full", "shard x tp", 4, {}, False, marks=long),
-        pytest.param("phi3-causal", "lora", "tp x pp", 4, PARTS, False, marks=long),
-        pytest.param("phi3-causal", "lora", "tp, overlapped", 2, PARTS, False, marks=long),
-        pytest.param("phi3-causal", "lora", "cut", 2, PARTS, False, marks=long),
+        pytest.param("phi3-causal", "lora", "tp x pp", 4, PARTS, True, marks=long),
+        pytest.param("phi3-causal", "lora", "tp, overlapped", 2, PARTS, True, marks=long),
+        pytest.param("phi3-causal", "lora", "cut", 2, PARTS, True, marks=long),
         pytest.param("phi3-causal", "dora", "tp", 2, ENTRIES, True, marks=long),
         pytest.param("phi3-causal", "ia3", "tp", 2, {**WHOLE, "inputs": ("down",)}, True, marks=long),
         pytest.param("phi3-causal", "miss", "tp", 2, ENTRIES, True, marks=long),
         pytest.param("modernbert-classify", "lora", "tp", 3, WHOLE, False, marks=long),
         pytest.param("modernbert-classify", "full", "tp", 2, {}, False, marks=long),
         pytest.param("modernbert-classify", "lora", "shard x tp", 4, PARTS, False, marks=long),
+        pytest.param("phi3-causal", "lora", "tp", 2, PARTS, False, marks=long),
         pytest.param("glm4-causal", "full", "galaxy x pp", 4, {}, False, marks=long),
     ],
 )
