@@ -50,7 +50,7 @@ TUNINGS: dict[str, dict[str, Any]] = {
 }
 
 
-PLANS = ("sp-gather", "sp-ring", "shard", "pp-1f1b")
+PLANS = ("sp-ulysses", "sp-gather", "sp-ring", "shard", "pp-1f1b")
 
 
 def tuned(name: str, tuning: str, changes: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -81,6 +81,7 @@ def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Any], nea
     assert not [block.spec.said for block in blocks(fused) if block.spec.said]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize("name", [PHI, pytest.param(BERT, marks=long)])
@@ -154,6 +155,7 @@ def test_float32_weights_under_autocast_compute_as_a_base_in_bfloat16() -> None:
     assert_same_gradients(found, wanted, 0.1)
 
 
+@long
 def test_kernels_of_triton_compute_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "petune.kernels.fuse.select", lambda name, *_: None if name == "off" else triton_ops()
@@ -201,8 +203,9 @@ def test_a_model_that_is_unfused_again_holds_its_own_weights() -> None:
     assert torch.equal(loss, expected) and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("backend", ["sp-ulysses", *(pytest.param(one, marks=long) for one in PLANS)])
-@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=long)])
+@long
+@pytest.mark.parametrize("backend", PLANS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_under_plans_that_cut_no_linear_they_train_as_in_one_process(backend: str, dropout: float) -> None:
     """Those that cut some are in tests/parallel/tensor/test_shard_params.py."""
     tuning = (("targets", ("q", "v", "gate", "down")),)
