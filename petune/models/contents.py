@@ -24,6 +24,7 @@ from petune.files.ranges import RangeReader, Source, overlap
 from petune.files.safetensors import is_finite
 from petune.models.bitsandbytes_files import FourBit
 from petune.models.checksums import checksum, checksums
+from petune.models.form import Form
 from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
 from petune.models.frozen_weight import QuantisedWeight, sample_places, sampled
 from petune.models.mxfp4_files import Mxfp4
@@ -85,10 +86,15 @@ class Contents:
         """
         wanted = sorted(parts, key=self._order)
         bad: list[str] = []
+        whole: tuple[str, Form, Tensor] | None = None  # the last that was quantised, for its other parts
         with RangeReader(self.files) as reader:
             for part, following in zip(wanted, [*wanted[1:], None], strict=False):
                 if following is not None and (pieces := self.plan.pieces.get(following.name)):
                     reader.expect(pieces[0].source)
+                if whole is not None and whole[0] == part.name and isinstance(part.out, QuantisedWeight):
+                    part.out.hold(whole[1], part.start, whole[2])
+                    continue
+                whole = None
                 if self._put_as_it_is(part, reader):
                     continue
                 if (finite := self._put_experts(part, reader)) is not None:
@@ -100,7 +106,8 @@ class Contents:
                 elif not is_finite(dense.out.detach()):
                     bad.append(part.name)
                 if isinstance(part.out, QuantisedWeight):
-                    part.out.hold(dense.out, part.start)
+                    whole = part.name, type(part.out.form).of(dense.out), sampled(dense.out)
+                    part.out.hold(whole[1], part.start, whole[2])
         return bad
 
     def _put_as_it_is(self, part: Part, reader: RangeReader) -> bool:
@@ -109,7 +116,7 @@ class Contents:
         if held is None or not (isinstance(part.out, QuantisedWeight) and isinstance(part.out.form, Nf4)):
             return False
         form = held.read(reader, part.out.device, part.out.dtype)
-        part.out.hold_form(form, part.start, sampled(form.dense()))
+        part.out.hold(form, part.start, sampled(form.dense()))
         return True
 
     def _put_experts(self, part: Part, reader: RangeReader) -> bool | None:

@@ -127,14 +127,9 @@ class QuantisedWeight(Tensor):
         return _remade, (self.form, self.samples, isinstance(self, nn.Parameter), self.part)
 
     @torch.no_grad()
-    def hold(self, whole: Tensor, start: Sequence[int]) -> None:
-        """Quantise a dense weight and hold the box of it of this shape that begins at `start`, in the memory
-        that is here."""
-        self.hold_form(type(self.form).of(whole), start, sampled(whole))
-
-    @torch.no_grad()
-    def hold_form(self, whole: Form, start: Sequence[int], samples: Tensor) -> None:
-        """The same of a weight in this form already; `samples` are those of its dense values."""
+    def hold(self, whole: Form, start: Sequence[int], samples: Tensor) -> None:
+        """Hold the box of this shape that begins at `start` of a weight in this form, in the memory that is
+        here; `samples` are those of its dense values."""
         form = whole
         for dim, (first, length) in enumerate(zip(start, self.shape, strict=True)):
             form = form.narrow(dim, first, length)

@@ -182,7 +182,7 @@ def test_a_box_of_a_dense_weight_is_that_of_the_quantised_whole(start: int, name
     )
     held = torch.empty_like(part)
     assert isinstance(held, QuantisedWeight) and held.data_ptr() != part.data_ptr()
-    held.hold(whole, (start, 64 * bool(start)))
+    held.hold(type(held.form).of(whole), (start, 64 * bool(start)), sampled(whole))
     assert torch.equal(dense_of(held), form.dense()[start:, 64 * bool(start) :])
     assert torch.equal(sampled(held), sampled(whole if start == 0 else dense_of(held)))
 

@@ -24,7 +24,7 @@ from petune.methods.configs import make_config
 from petune.models import family_of
 from petune.models.contents import attach
 from petune.models.fresh import draw_tuned
-from petune.models.frozen_weight import QuantisedWeight, dense_of
+from petune.models.frozen_weight import FORMS, QuantisedWeight, dense_of
 from petune.models.loading import AUTO, Head, load_model
 from petune.models.source import resolve_model
 from petune.parallel import ALONE, Mesh, ParallelPlan, alone, make_mesh, parallelize
@@ -193,9 +193,15 @@ def test_each_rank_reads_its_rows_of_every_part_of_a_quantised_linear(
     changes = {**of_64(name), "hidden_size": 128}  # 512 scales, of which two scales of scales are
     head = written(tmp_path, name, **changes)
     (alike,) = parts(unread(tmp_path, head, "lora", torch.bfloat16), ALONE, 0, base_dtype)
-    both = [
-        parts(unread(tmp_path, head, "lora", torch.bfloat16), plan, rank, base_dtype)[0] for rank in (0, 1)
-    ]
+    kind, calls = FORMS[base_dtype], list[Tensor]()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "of", lambda weight, of=kind.of: (calls.append(weight), of(weight))[1])
+        both = [
+            parts(unread(tmp_path, head, "lora", torch.bfloat16), plan, rank, base_dtype)[0]
+            for rank in (0, 1)
+        ]
+    # two blocks of four linears, each of which a rank quantises once, however many parts of it it has
+    assert sum(not weight.is_meta for weight in calls) == 2 * 2 * 4
     for rank, found in enumerate(both):
         assert_same([found], parts(whole(tmp_path, head, "lora", torch.bfloat16), plan, rank, base_dtype))
     path = "model.layers.1.self_attn.qkv_proj.weight"
