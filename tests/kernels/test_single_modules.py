@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -277,6 +277,20 @@ def test_a_block_compiles_to_one_graph(name: str) -> None:
     assert code[-1].count("petune.lora_linear") == sites > 5
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3 * float(other.abs().max()))
+
+
+@pytest.mark.long
+def test_parts_of_one_linear_compile_to_one_graph_and_to_the_same_numbers() -> None:
+    plain: Any = zoo.tiny("glm4-causal").double()
+    petune.wrap(plain, r=3, targets=["up"], kernels="off", also_train=())
+    zoo.stir(plain)
+    plain = plain.model.layers[0].mlp.gate_up_proj
+    fused, x = fused_copy(plain), torch.randn(2, 5, 64, dtype=torch.float64)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    (y, found), (expected, wanted) = run(cast("nn.Module", compiled), x), run(plain, x)
+    assert_same((y, found[:1]), (expected, wanted[:1]))
+    for name, value in plain.tuned().items():
+        torch.testing.assert_close(fused.get_parameter(name).grad, value.grad)
 
 
 def test_a_tuned_linear_keeps_its_input_once_and_little_else() -> None:
