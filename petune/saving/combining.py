@@ -102,7 +102,7 @@ def read_adapter(
         check_folder(folder)
     config = read_json(folder / CONFIG, links=True)
     check_config(config, folder / CONFIG)  # before its patterns are read
-    config, tensors = in_text(model, config, read_tensors(folder / TENSORS, links=True))
+    config, tensors = in_text(model, config, read_tensors(folder / TENSORS, links=True), folder)
     adapter = from_peft(model, config, tensors, folder)
     beside = (*adapter.also_train, *adapter.biases, *adapter.token_rows)
     if beside or type(adapter.config) is not LoraConfig:

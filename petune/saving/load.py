@@ -194,7 +194,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         load_adapters(model, fields, folder)
         return
     _check_peft(fields, folder / CONFIG)
-    fields, tensors = in_text(model, fields, read_tensors(folder / TENSORS, links=True))
+    fields, tensors = in_text(model, fields, read_tensors(folder / TENSORS, links=True), folder)
     if _is_one_tensor(fields):
         load_one_tensor(model, fields, tensors, folder)
         if record is not None:

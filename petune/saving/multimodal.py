@@ -49,7 +49,7 @@ from petune.models.mxfp4_files import mxfp4_weights
 from petune.models.read_plan import plan_reads
 from petune.models.source import Source, local_folder, weight_files
 from petune.saving.fingerprint import plain_name
-from petune.saving.peft import PREFIX, by_pattern, is_named, is_saved_whole, is_target
+from petune.saving.peft import PREFIX, by_pattern, is_named, is_saved_whole, is_target, strip_wrappers
 
 # what lies beside the weights of a whole, and that no tokenizer writes
 _BESIDE = (
@@ -104,14 +104,14 @@ def _named(names: Sequence[str], entries: Sequence[str]) -> str | list[str]:
 
 
 def in_text(
-    base: nn.Module, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    base: nn.Module, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The two files of peft's by the names that `base` has, a text model by itself, where they have those of
-    a whole's class; as they are otherwise."""
-    names = [plain_name(name) for name, _ in base.named_modules() if name]
-    begin = f"{PREFIX}{INSIDE}."
-    if INSIDE in names or not any(key.startswith(begin) for key in tensors):
-        return dict(fields), dict(tensors)
+    """The two files of peft's in `folder` by the names that `base` has, a text model by itself, where they
+    have those of a whole's class; tensors by plain names in any case. Raises as `strip_wrappers`."""
+    modules = {plain_name(name): module for name, module in base.named_modules() if name}
+    given, names = strip_wrappers(tensors, modules, folder), list(modules)
+    if INSIDE in modules or not any(key.startswith(f"{INSIDE}.") for key in given):
+        return dict(fields), given
     here = {name_in_whole(name): name for name in names}
     weights = {name_in_whole(plain_name(name)): plain_name(name) for name, _ in base.named_parameters()}
     heads = tuple(there for there in here if is_saved_whole(there, fields))
@@ -128,7 +128,7 @@ def in_text(
             found[field] = {name: value for name, value in values.items() if value is not None}
     if isinstance(rows := found.get("trainable_token_indices"), Mapping):
         found["trainable_token_indices"] = {_inside(name): ids for name, ids in rows.items()}
-    return found, {PREFIX + _inside(key.removeprefix(PREFIX)): value for key, value in tensors.items()}
+    return found, {_inside(key): value for key, value in given.items()}
 
 
 def _inside(name: str) -> str:

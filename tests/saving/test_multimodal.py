@@ -4,6 +4,7 @@ the whole, and the whole again, merged."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import petune
 from petune.errors import FileError, UsageError
+from petune.files.manifest import MANIFEST, RECORD
 from petune.files.safetensors import read_tensors
 from petune.models.loading import load_model
 from petune.models.multimodal import text_model
@@ -114,6 +116,21 @@ def test_what_peft_trained_on_the_whole_tunes_its_text_model(how: str, tmp_path:
                 value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
     made.save_pretrained(tmp_path / "theirs")
     assert near(made, petune.load(text(base), tmp_path / "theirs"))
+
+
+def test_what_a_compiled_whole_saved_tunes_its_text_model(tmp_path: Path) -> None:
+    base = write_whole(tmp_path / "base", "llava")
+    model = tuned(base, r=2)
+    folder, expected = petune.save(model, tmp_path / "tuned"), logits(model)
+    for file in (RECORD, MANIFEST):
+        (folder / file).unlink()
+    outer, wrapper = "base_model.model.", "module._orig_mod."
+    tensors = {key.removeprefix(outer): value for key, value in load_file(folder / TENSORS).items()}
+    for style in (wrapper + outer, outer + wrapper, wrapper):
+        save_file({style + key: value for key, value in tensors.items()}, folder / TENSORS)
+        assert torch.equal(logits(petune.load(text(base), folder)), expected)
+    again = shutil.copytree(folder, tmp_path / "again")
+    assert near(expected, combine(text(base), {folder: 0.5, again: 0.5}))
 
 
 def test_adapters_of_a_whole_are_combined_on_its_text_model(tmp_path: Path) -> None:
