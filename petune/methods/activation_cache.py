@@ -38,7 +38,7 @@ from petune.errors import UsageError
 from petune.methods.configs import ROOM
 from petune.methods.held_levels import Room
 from petune.methods.level_reader import AHEAD, Request, Threads
-from petune.methods.row_keys import sources_of
+from petune.methods.row_keys import Source, sources_of
 from petune.methods.stack_levels import StackLevels, form_of, sizes_of, token_bytes
 from petune.methods.stack_levels import Stored as Stored
 from petune.methods.trainable import frozen_digest, frozen_tensors, moving
@@ -61,9 +61,10 @@ class Counts:
 
 @dataclass
 class _Next:
-    """A call of the model that is expected, and what it wants of the stacks, once that was asked."""
+    """A call of the model that is expected: its rows and what it wants of the stacks, once that was asked."""
 
     call: Mapping[str, Any]
+    rows: object = None
     requests: list[tuple[StackLevels, Request]] | None = None
 
 
@@ -168,8 +169,15 @@ class ActivationCache:
             level.begin(rows, (ids.shape[0], ids.shape[1]), _device_of(call))
             self.counts.read += len(rows) * (level.known is not None)
             self.counts.computed += len(rows) * (level.known is None)
-        if self._next:
-            self._next.popleft()
+        self._meet(_rows_of(sources))
+
+    def _meet(self, rows: object) -> None:
+        """Expect a call no more that begins, nor those before it, which never came. One that nobody expected,
+        of an evaluation between two steps, takes nothing from those that come next."""
+        asked = [one.rows for one in islice(self._next, AHEAD) if one.requests is not None]
+        if rows in asked:
+            for _ in range(asked.index(rows) + 1):
+                self._next.popleft()
             self._read_next()
 
     def knows(self, model: nn.Module, call: Mapping[str, Any]) -> bool:
@@ -201,17 +209,19 @@ class ActivationCache:
         coming: dict[StackLevels, list[Request]] = {level: [] for level in self._all}
         for one in islice(self._next, AHEAD):
             if one.requests is None:
-                one.requests = list(self._requests(one.call))
+                one.requests = list(self._requests(one))
             for level, request in one.requests:
                 coming[level].append(request)
         for level, requests in coming.items():
             level.expect(requests)
 
-    def _requests(self, call: Mapping[str, Any]) -> Iterator[tuple[StackLevels, Request]]:
-        """What a call of the model wants of the stacks that know all its rows."""
+    def _requests(self, coming: _Next) -> Iterator[tuple[StackLevels, Request]]:
+        """What a call of the model wants of the stacks that know all its rows, which are noted."""
         (model,) = self.models
         device = next(value.device for value in model.parameters() if not value.is_meta)
-        if (sources := sources_of(model, call)) is None:
+        sources = sources_of(model, coming.call)
+        coming.rows = _rows_of(sources)
+        if sources is None:
             return
         for stack, level in self.levels.get(model, {}).items():
             rows, ids = sources[_kind(stack, sources)]
@@ -337,6 +347,11 @@ def _device_of(call: Mapping[str, Any]) -> torch.device:
 def waits_for_files(device: torch.device) -> bool:
     """Whether reading for this device is work that it has no part in."""
     return device.type == "cuda"
+
+
+def _rows_of(sources: Mapping[str, Source] | None) -> object:
+    """What two calls have alike that ask for the same rows, padded alike."""
+    return sources and {kind: (rows, tuple(ids.shape)) for kind, (rows, ids) in sources.items()}
 
 
 def _kind(stack: Stack, sources: Mapping[str, Any]) -> str:

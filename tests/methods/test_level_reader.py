@@ -103,15 +103,22 @@ def test_every_expected_call_is_read_ahead_however_many_follow(readers: list[str
     assert coming(cache) == [0, 0] and all(name.startswith("petune") for name in readers)
 
 
-def test_a_call_that_nobody_expected_is_read_and_what_was_expected_is_dropped(
+def test_a_call_that_nobody_expected_is_read_and_the_expected_ones_stay(
     readers: list[str], known: Any
 ) -> None:
+    """So evaluation between two steps reads no row again. What never comes does not stay for ever."""
     model, cache, batches = known
     right = gradients(model, batches[3])
+    readers.clear()
     cache.expect(batches[:2])
     assert_equal(gradients(model, batches[3]), right)
-    cache.expect(batches[2:3])
+    assert coming(cache) == [2, 2]
+    cache.expect(batches[:3])  # as the next step says it
+    gradients(model, batches[1])
     assert coming(cache) == [1, 1]
+    gradients(model, batches[2])
+    assert coming(cache) == [0, 0]
+    assert len(readers) == 2 * sum(len(one["input_ids"]) for one in batches)  # of two stacks, each once
 
 
 def test_rows_that_are_new_are_not_read_ahead(readers: list[str], known: Any) -> None:
