@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
+from petune.files.given import path_of
 from petune.methods.configs import ROOM
 from petune.methods.held_levels import Room
 from petune.methods.level_reader import AHEAD, Request, Threads
@@ -121,7 +122,7 @@ class ActivationCache:
         self.room, self._threads, self._next = Room(room), Threads(), deque[_Next]()
         self._twins: dict[int, tuple[Tensor, int, Tensor]] = {}  # on the CPU, of those that were handed on
         self.dtype: Stored = dtype
-        self.folder, self.together, self.counts, self.phase = Path(folder), together, Counts(), 0
+        self.folder, self.together, self.counts, self.phase = path_of(folder), together, Counts(), 0
         for one in self.models:
             refuse_moving(one)
         self.folder /= identity or identity_of(self.models[0])

@@ -44,6 +44,7 @@ from petune.models.damage import (
 from petune.models.heads import AUTO as AUTO
 from petune.models.heads import Head as Head
 from petune.models.heads import model_class
+from petune.models.known_names import of_known_names
 from petune.models.load_errors import asking, first_line, hub_errors, room_for
 from petune.models.moe import refuse_llama_moe
 from petune.models.multimodal import (
@@ -102,17 +103,18 @@ def read_config(source: Source) -> Any:
             "the model was an object given from Python, which no file holds", where=source.spec, remedy=remedy
         )
     if source.kind == "config":
+        fields = read_json(Path(source.place), links=True)
+        refuse_settings(fields, str(Path(source.place).parent))
+        refuse_llama_moe(fields, source.place)
         try:
-            fields = read_json(Path(source.place), links=True)
-            refuse_settings(fields, str(Path(source.place).parent))
-            refuse_llama_moe(fields, source.place)
-            return read_part(AutoConfig.for_model(**fields), fields)
-        except (ValueError, TypeError, KeyError) as error:
-            raise FileError(
+            config = read_part(AutoConfig.for_model(**fields), fields)
+        except Exception as error:  # classes of configs have errors of their own
+            what, remedy = (
                 f"not a model config: {first_line(error)}",
-                where=source.place,
-                remedy='it needs a "model_type"',
-            ) from None
+                "write it as transformers' class has it",
+            )
+            raise FileError(what, where=source.place, remedy=remedy) from None
+        return of_known_names(config, source.place)
     _check_folder(source)
     with hub_errors(source), asking(source):
         fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
@@ -120,7 +122,7 @@ def read_config(source: Source) -> Any:
         refuse_llama_moe(fields, f"{source.place}/config.json")
         config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     vars(config).pop("quantization_config", None)  # of the files: how the model is held a recipe says
-    return read_part(config, fields)
+    return of_known_names(read_part(config, fields), f"{source.place}/config.json")
 
 
 def _check_folder(source: Source) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from petune.errors import FileError, PetuneError, Problem
 from petune.files.safetensors import read_json
 from petune.models.bitsandbytes_files import is_readable
@@ -69,10 +71,10 @@ def code_refused(folder: Path | None, place: str, reason: str) -> FileError:
 
 
 def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
-    """Raise FileError for settings of a config.json that make transformers read other weights, or fetch
-    code."""
+    """Raise FileError for settings of a config.json that make transformers read other weights or fetch code,
+    and for such as no model has."""
     problems = []
-    for path, key, value in _walk(fields):
+    for path, key, value in walk(fields):
         where = f"{place}/config.json  {path}"[:500]
         if key in ("attn_implementation", "_attn_implementation", "experts_implementation") and "/" in repr(
             value
@@ -89,6 +91,10 @@ def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
             remedy = "give a folder whose weights have their usual names; a tuning is read with petune.load"
             problems.append(
                 Problem("names the file of the weights", where, found=repr(value)[:120], remedy=remedy)
+            )
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and not _is_dtype(value):
+            problems.append(
+                Problem("is no dtype of torch", where, found=repr(value)[:80], remedy="remove the setting")
             )
         if isinstance(value, int) and abs(value) > (_MOST_LAYERS if key.endswith("layers") else 2**40):
             problems.append(
@@ -107,11 +113,15 @@ def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
         raise FileError(problems[:10])
 
 
-def _walk(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
+def _is_dtype(name: str) -> bool:
+    return name == "auto" or isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+
+
+def walk(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     """(path, key, value) of every field of nested objects, as sub-configs are."""
     for key, inner in value.items() if isinstance(value, Mapping) and depth < 8 else ():
-        yield f"{path}{key}", key, inner
-        yield from _walk(inner, f"{path}{key}.", depth + 1)
+        yield f"{path}{key}", str(key), inner  # ids of classes are numbers
+        yield from walk(inner, f"{path}{key}.", depth + 1)
 
 
 def refuse_adapter(folder: Path) -> None:

@@ -3,7 +3,7 @@ Of files with weights the headers are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ from petune.run.setup import data_facts
 from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
 from petune.tasks.media import Reader, rate_of, refuse_settings
 from petune.tasks.registry import find_task
+from petune.tasks.rows import Row
 
 _Found = TypeVar("_Found")
 
@@ -126,7 +127,15 @@ def _first_rows(recipe: Recipe, task: str, model: _Model | None) -> tuple[str, .
     known = reads(model[0]) if model else None
     rate = rate_of(model[2]) if model else None
     fits = known if known in find_task(task).reads else None
-    return check_first_rows(recipe.data, task, recipe.folder, reads=fits, rate=rate)
+    look: Callable[[Sequence[Row]], object] | None = None
+    if model and (tokenizer := model[1]) is not None and task in ("chat", "prefer"):  # a template may fail
+        coder = make_coder(tokenizer, recipe.data, max_positions=positions_of(model[0]))
+        encode = find_task(task).encode
+
+        def look(rows: Sequence[Row]) -> object:
+            return encode(rows, coder)
+
+    return check_first_rows(recipe.data, task, recipe.folder, reads=fits, rate=rate, look=look)
 
 
 @dataclass(frozen=True)

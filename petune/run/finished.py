@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune.errors import FileError, UsageError
+from petune.files.given import path_of
 from petune.files.hashes import FileHashes
 from petune.methods import without_tuning
 from petune.methods.configs import method_of
@@ -357,7 +358,7 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
     model is needed. `verify_base` compares the whole base with the one it was trained on then. Raises
     FileError when the folder is not a run's, or its settings were cut or edited.
     """
-    path = Path(folder).expanduser()
+    path = path_of(folder).expanduser()
     if not is_run(path):
         raise no_run(path)
     return Run(path, verify_base, replace(NO_OBJECTS, model=base))

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from petune.errors import PetuneError, UsageError
 from petune.files.atomic import commit_folder
+from petune.files.given import path_of
 from petune.files.hashes import FileHashes
 from petune.files.manifest import MANIFEST, RECORD, check_folder
 from petune.files.ranges import Source
@@ -138,7 +139,7 @@ def save_shared(
             tokenizer.save_pretrained(work)
 
     fill_all = partial(save_each, model, fill=fill) if record.adapters else fill
-    return commit_folder(Path(folder), fill_all, overwrite, OURS)
+    return commit_folder(path_of(folder), fill_all, overwrite, OURS)
 
 
 def _refuse_rooms(work: Path, rooms: Rooms) -> None:
@@ -175,7 +176,7 @@ def write_peft(
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(Path(folder), fill, overwrite, OURS)
+    return commit_folder(path_of(folder), fill, overwrite, OURS)
 
 
 def refuse_unwritable(model: nn.Module) -> None:
@@ -214,7 +215,7 @@ def write_adapters(
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(Path(folder), fill, overwrite, OURS)
+    return commit_folder(path_of(folder), fill, overwrite, OURS)
 
 
 def _write_model(
@@ -424,7 +425,7 @@ def save_merged(
         try:
             if unties:
                 config.tie_word_embeddings = False
-            place = commit_folder(Path(folder), fill, overwrite, OURS)
+            place = commit_folder(path_of(folder), fill, overwrite, OURS)
         finally:
             if unties:
                 config.tie_word_embeddings = tied

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from petune import methods
 from petune.errors import FileError, UsageError
+from petune.files.given import path_of
 from petune.files.manifest import RECORD, check_folder
 from petune.files.safetensors import check_dtypes, read_json, read_tensors, tensor_kinds
 from petune.log import warn
@@ -67,7 +68,7 @@ def load(
     wrapped model.
     """
     refuse_no_model(base_model)
-    folder, model = _tuned_folder(Path(folder)), bare(base_model)
+    folder, model = _tuned_folder(path_of(folder)), bare(base_model)
     _refuse_wrapped(model)
     if holds_several(folder):
         load_each(model, folder, verify_base=verify_base, base_files=base_files)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from petune.errors import UsageError
+from petune.files.given import path_of
 from petune.files.manifest import MANIFEST, RECORD, check_folder, seal_folder
 from petune.log import say
 from petune.methods import Tuning, describe, lora, tune, tuning
@@ -47,7 +48,7 @@ def add(
     if folder is not None:
         if settings or method != "lora":
             raise UsageError("a folder says its settings itself", where=name, remedy="leave them out")
-        _add_read(inner, name, Path(folder))
+        _add_read(inner, name, path_of(folder))
         return model
     config = make_config(method, settings)
     if not isinstance(config, LoraConfig):

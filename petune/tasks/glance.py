@@ -4,6 +4,7 @@ them all."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from petune.errors import DataError
@@ -12,9 +13,11 @@ from petune.tasks.configs import DataConfig
 from petune.tasks.formats import DEMO, NEEDS, TASK_FORMATS, detect
 from petune.tasks.media import FORMAT_OF, refuse_other_format
 from petune.tasks.row_maker import RowMaker
+from petune.tasks.rows import Row
 from petune.tasks.sources import find_source, held_out_of
 
 FIRST_ROWS = 100
+FEW_ROWS = 10  # of these what costs more is asked
 
 
 def hub_specs(config: DataConfig, folder: Path) -> tuple[str, ...]:
@@ -31,11 +34,13 @@ def check_first_rows(
     *,
     reads: str | None = None,
     rate: int | None = None,
+    look: Callable[[Sequence[Row]], object] | None = None,
 ) -> tuple[str, ...]:
     """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first; the
     columns that play no role.
 
-    reads: what the model reads, "text", "image" or "audio", None where nobody knows; rate: of its sounds.
+    reads: what the model reads, "text", "image" or "audio", None where nobody knows; rate: of its sounds;
+    look: is given the FEW_ROWS first good ones of each side, and may raise.
     Data of the hub is left alone. Raises DataError for rows that cannot be read, UsageError where format and
     task, or format and model, do not fit.
     """
@@ -58,10 +63,12 @@ def check_first_rows(
         if reads is not None:
             refuse_other_format(layout.format, reads)
         make = RowMaker(layout, task, faults, rate=rate)
-        good = sum(make(record) is not None for record in (first, *records))
+        good = [row for record in (first, *records) if (row := make(record)) is not None]
         unused |= dict.fromkeys(make.unused)
         if not faults.skip:  # of all rows few may be bad; the first say little of that
-            faults.settle(good)
+            faults.settle(len(good))
+        if look is not None:
+            look(good[:FEW_ROWS])
     return tuple(unused)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from petune.errors import MachineError
+from petune.errors import FileError, MachineError
 from petune.models.load_errors import asking, first_line, room_for
-from petune.models.source import Source
+from petune.models.loading import read_config
+from petune.models.source import Source, resolve_model
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,35 @@ def test_waiting_for_the_hub_is_told(
     with caplog.at_level("INFO", "petune"), asking(Source("org/name", kind, "org/name", None, "")):
         time.sleep(0.1)
     assert any("asking the hub for org/name ..." in line for line in caplog.messages) == told
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2}
+BERT = {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (LLAMA | {"hidden_act": "siluu"}, "hidden_act  transformers has nothing of this name"),
+        (BERT | {"hidden_act": "gelu-new"}, "expected gelu_new, found 'gelu-new'"),
+        (
+            {"model_type": "deberta-v2", "pooler_hidden_act": "geluu"},  # looked up in a forward pass
+            "pooler_hidden_act  transformers has nothing",
+        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "rope_parameters.rope_type  "),
+        (LLAMA | {"torch_dtype": "bfloat17"}, "torch_dtype  is no dtype of torch"),
+        (LLAMA | {"num_attention_heads": 3}, "not a model config"),
+        (LLAMA | {"num_attention_heads": 0}, "not a model config"),
+    ],
+)
+def test_a_setting_of_a_config_that_nobody_knows_is_named(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(FileError) as caught:
+        read_config(resolve_model(f"config:{file}", tmp_path))
+    assert said in str(caught.value)
 
 
 def test_a_line_that_only_announces_the_fault_brings_the_next() -> None:

@@ -252,6 +252,27 @@ def test_of_equal_scores_the_one_of_lower_loss_is_the_best(
     assert run(recipe).summary["best_step"] == best
 
 
+@pytest.mark.forks
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% for m in messages %}{{ m['content'] }}",
+            "template refuses the conversation: Unexpected",
+        ),
+        ("{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}", "once more turns follow"),
+    ],
+)
+def test_a_chat_template_that_fails_is_found(template: str, said: str, mine: Path) -> None:
+    write_model(mine / "talks", "llama")
+    turns = [{"role": one, "content": "red sun"} for one in ("user", "assistant") * 2]
+    (mine / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    chat = {"model": "talks", "data": "talks.jsonl", "task": "chat"}
+    check_inputs(load_recipe(None, chat))
+    (mine / "talks" / "chat_template.jinja").write_text(template)
+    assert said in str(refused(**chat))
+
+
 def test_the_held_out_rows_of_a_saved_data_set_are_looked_at(mine: Path) -> None:
     import datasets
 
