@@ -38,7 +38,7 @@ from petune.methods.targets import head_modules
 from petune.models import FAMILIES
 from petune.models.experts import is_experts
 from petune.models.loading import Head, kind_of, outline, packs, quiet, read_config
-from petune.models.multimodal import whole_at
+from petune.models.multimodal import settle_ties_here, whole_at
 from petune.models.quantise import quantise_blocks
 from petune.models.source import resolve_model
 from petune.models.spec import Family, StackName
@@ -161,6 +161,8 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
     """
     source = resolve_model(recipe.model, recipe.folder)
     config = read_config(source)
+    if (holder := whole_at(source)) is not None:
+        settle_ties_here(holder, config)
     kind, family = kind_of(config), FAMILIES.get(config.model_type)
     config = config if blocks is None else _shallow(config, family, blocks)
     task = TASKS[recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)]
@@ -196,7 +198,6 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
         # what is read whole is not read again
         leaves=bool(recipe.cache) and not (recipe.init_adapter or recipe.method.reads_weights),
     )
-    holder = whole_at(source)
     note = source.note if holder is None else f"{source.note}, its text model (of a {holder.kind})"
     return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, note)
 

@@ -21,10 +21,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from petune.errors import FileError, UsageError
 from petune.files.ranges import Source as Place
-from petune.files.safetensors import Header, read_json
+from petune.files.safetensors import Header, read_header, read_json
 from petune.models import FAMILIES
 from petune.models.heads import Head, model_class, refuse_headless
-from petune.models.source import Source, local_folder
+from petune.models.source import Source, is_weights, local_folder, model_files
 
 # by model_type: those whose text model computes on texts alone what it computes inside them, as tests show
 WHOLES = ("gemma3", "gemma4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe")
@@ -157,6 +157,17 @@ def settle_ties(whole: Composite, config: Any, names: Iterable[str]) -> None:
     transformers has it."""
     if not whole.ties:
         config.tie_word_embeddings = HEAD not in set(names)
+
+
+def settle_ties_here(whole: Composite, config: Any) -> None:
+    """`settle_ties` by the files of the whole that are on this machine; where there are none the config stays
+    as it is. Raises FileError for files that are damaged."""
+    if whole.source is None or whole.ties:
+        return
+    files = model_files(whole.source.place, whole.source.revision)
+    paths = [path for name, path in files.items() if is_weights(name) and path.is_file()]
+    if names := [name_in_text(key) for path in paths for key in read_header(path, links=True).tensors]:
+        settle_ties(whole, config, filter(None, names))
 
 
 def note_of(whole: Composite, files: Mapping[str, Place]) -> str:

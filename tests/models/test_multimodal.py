@@ -14,10 +14,13 @@ from transformers import InternVLConfig, Mistral3Config, Qwen2_5_VLConfig
 
 import petune
 from petune.errors import FileError, UsageError
+from petune.estimate.forecast import sketch
+from petune.methods import count_parameters
 from petune.models import family_of
 from petune.models.loading import load_model, outline, read_config
 from petune.models.multimodal import WHOLES, text_model, whole_of
 from petune.models.source import Source, resolve_model
+from petune.recipe import load_recipe
 from tests.methods.zoo import tiny
 from tests.small_runs import tokenizer
 from tests.wholes import EACH, KINDS, class_of, config_of, logits, text, whole, write_whole
@@ -76,6 +79,8 @@ def test_a_head_of_which_the_whole_says_nothing_is_tied_as_its_files_are(own: bo
     model: Any = text(tmp_path)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is not own
     assert torch.equal(logits(model), logits(whole(tmp_path, "mistral3")))
+    recipe = load_recipe(None, {"model": str(tmp_path), "data": "demo:docstrings", "method": "lora"})
+    assert count_parameters(sketch(recipe).model)[1] == count_parameters(petune.wrap(model, "lora"))[1]
 
 
 def test_the_config_of_random_weights_may_be_one_of_several_modalities(tmp_path: Path) -> None:
