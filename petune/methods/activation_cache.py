@@ -39,7 +39,7 @@ from petune.files.given import path_of
 from petune.methods.configs import ROOM
 from petune.methods.held_levels import Room
 from petune.methods.level_reader import AHEAD, Request, Threads
-from petune.methods.row_keys import Source, sources_of
+from petune.methods.row_keys import alike, sources_of
 from petune.methods.stack_levels import StackLevels, form_of, sizes_of, token_bytes
 from petune.methods.stack_levels import Stored as Stored
 from petune.methods.trainable import frozen_digest, frozen_tensors, moving
@@ -170,7 +170,7 @@ class ActivationCache:
             level.begin(rows, (ids.shape[0], ids.shape[1]), _device_of(call))
             self.counts.read += len(rows) * (level.known is not None)
             self.counts.computed += len(rows) * (level.known is None)
-        self._meet(_rows_of(sources))
+        self._meet(alike(sources))
 
     def _meet(self, rows: object) -> None:
         """Expect a call no more that begins, nor those before it, which never came. One that nobody expected,
@@ -221,7 +221,7 @@ class ActivationCache:
         (model,) = self.models
         device = next(value.device for value in model.parameters() if not value.is_meta)
         sources = sources_of(model, coming.call)
-        coming.rows = _rows_of(sources)
+        coming.rows = alike(sources)
         if sources is None:
             return
         for stack, level in self.levels.get(model, {}).items():
@@ -268,7 +268,11 @@ class ActivationCache:
         return at_hand
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        for level in self.levels.get(model, {}).values():
+        levels = self.levels.get(model, {}).values()
+        gpus = {gpu for level in levels if (gpu := level.fetch()) is not None}
+        for gpu in gpus:  # once for what all stacks gave
+            torch.cuda.current_stream(gpu).synchronize()
+        for level in levels:
             level.end()
         while self._still:
             self._still.pop().training = True
@@ -348,11 +352,6 @@ def _device_of(call: Mapping[str, Any]) -> torch.device:
 def waits_for_files(device: torch.device) -> bool:
     """Whether reading for this device is work that it has no part in."""
     return device.type == "cuda"
-
-
-def _rows_of(sources: Mapping[str, Source] | None) -> object:
-    """What two calls have alike that ask for the same rows, padded alike."""
-    return sources and {kind: (rows, tuple(ids.shape)) for kind, (rows, ids) in sources.items()}
 
 
 def _kind(stack: Stack, sources: Mapping[str, Any]) -> str:

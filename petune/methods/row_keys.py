@@ -72,6 +72,11 @@ def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] |
     return {"input": inputs, "decoder": (behind, ids)}
 
 
+def alike(sources: Mapping[str, Source] | None) -> object:
+    """What two calls have alike that ask for the same rows, padded alike."""
+    return sources and {kind: (rows, tuple(ids.shape)) for kind, (rows, ids) in sources.items()}
+
+
 def _whole_rows(given: Tensor, model: nn.Module) -> Source:
     """Rows of pictures or sounds [batch, ...], which are known by all their values."""
     tokens = tokens_of(model, given)

@@ -57,6 +57,7 @@ class StackLevels:
         self.shape = (0, 0)
         self.known: Tensor | None = None
         self.fresh: dict[int, Tensor] = {}
+        self.copies: list[Tensor] = []
         self.width = width
         self.dtype = self.form = torch.float32
         # what was computed stands in the middle
@@ -98,11 +99,25 @@ class StackLevels:
             if not self.reader.expect(one):
                 break
 
+    def fetch(self) -> torch.device | None:
+        """Begin to copy to the host what was computed, once the blocks have run; the GPU that has to be
+        waited for before `end`, None where there is none."""
+        if not self.writes or len(self.fresh) < len(self.numbers):
+            return None
+        levels = torch.stack([self.fresh[number] for number in self.numbers])  # [levels, batch, seq, width]
+        self.store = self.store or self.open(levels.dtype, self.phase)
+        packed = [part.contiguous().view(torch.uint8) for part in _packed(levels, self.form)]
+        self.held.put(self.rows, packed)
+        if not self.writer:
+            return None
+        self.copies = [_on_host(part) for part in packed]
+        return levels.device if levels.is_cuda else None
+
     def end(self) -> None:
-        """Write down what was computed, once the blocks have run."""
-        if self.writes and len(self.fresh) == len(self.numbers):
+        """Write down what was fetched, and forget the pass."""
+        if self.copies:
             self._write()
-        self.rows, self.known = (), None
+        self.rows, self.known, self.copies = (), None, []
         self.fresh.clear()
 
     @property
@@ -152,19 +167,20 @@ class StackLevels:
         return _unpacked(parts[0].view(self.form), factors, self.dtype)
 
     def _write(self) -> None:
-        """Add the rows of this pass."""
-        levels = torch.stack([self.fresh[number] for number in self.numbers])  # [levels, batch, seq, width]
-        store = self.store or self.open(levels.dtype, self.phase)
-        packed = [part.contiguous().view(torch.uint8) for part in _packed(levels, self.form)]
-        self.held.put(self.rows, packed)
-        if not self.writer:
-            return
-        own = [part.cpu() for part in packed]
+        """Add the rows of this pass, whose bytes are on the host."""
+        assert self.store is not None, "it was opened when they were fetched"
         for at, row in enumerate(self.rows):
             here = slice(row.first, row.first + row.tokens)
-            parts = (level[at, here] for part in own for level in part)
+            parts = (level[at, here] for part in self.copies for level in part)
             views = [memoryview(part.contiguous().numpy().reshape(-1)) for part in parts]
-            store.write(row.key, row.tokens, views)
+            self.store.write(row.key, row.tokens, views)
+
+
+def _on_host(part: Tensor) -> Tensor:
+    """A tensor on the CPU; of one on a GPU a copy in pinned memory, which is on its way."""
+    if not part.is_cuda:
+        return part
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def form_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:

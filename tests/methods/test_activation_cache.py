@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import FileError, UsageError
+from petune.files.row_store import RowStore
 from petune.kernels.block.module import FusedBlock
 from petune.methods import without_tuning, wrap
 from petune.methods.activation_cache import ActivationCache, Counts, sources_of
+from petune.methods.stack_levels import StackLevels
 from petune.models.stack import Stack
 from tests.methods.sided import assert_equal, sided
 from tests.methods.zoo import GENERATING, LADDERED, ZOO, assert_same_gradients, batch, gradients, stir, tiny
@@ -119,6 +122,20 @@ def test_a_batch_of_old_and_new_rows_is_computed_whole_and_then_known(tmp_path: 
         assert (cache.counts.read, cache.counts.computed) == (0, 4)
         gradients(model, inputs)
         assert (cache.counts.read, cache.counts.computed) == (3, 4)
+
+
+def test_a_pass_waits_once_for_what_all_stacks_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU were a GPU: copies of both stacks are begun before any is waited for or written."""
+    said: list[str] = []
+    fetch, write, gpu = StackLevels.fetch, RowStore.write, torch.device("cuda", 0)
+    waits = SimpleNamespace(synchronize=lambda: said.append("waits"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waits)
+    monkeypatch.setattr(StackLevels, "fetch", lambda self: (said.append("copies"), fetch(self), gpu)[2])
+    monkeypatch.setattr(RowStore, "write", lambda *args: (said.append("writes"), write(*args))[1])
+    model, one = sided("bart-seq2seq"), batch("bart-seq2seq")
+    with ActivationCache(model, tmp_path):
+        model(**one)
+    assert said == ["copies"] * 2 + ["waits"] + ["writes"] * 2 * len(one["input_ids"])
 
 
 def test_a_row_of_the_decoder_is_known_by_its_input_too(tmp_path: Path) -> None:
