@@ -88,10 +88,12 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Found:
-    """What the blocks `numbers` give, the last of a stack among them: values [numbers, batch, seq, width]."""
+    """What the blocks `numbers` give, the last of a stack among them: values [numbers, batch, seq, width], as
+    it is read. computed: what the last gave before that was rounded, where blocks elsewhere go on from it."""
 
     numbers: list[int]
     values: Tensor
+    computed: Tensor | None = None
 
     def of(self, number: int) -> Tensor | None:
         """What one of them gives, None for another."""

@@ -279,8 +279,10 @@ class Stack(nn.ModuleList):
         """What a block returns: as it was found before, else computed."""
         levels, now.level = self.levels, None
         if now.found is not None:  # what nobody reads is handed on as it came
-            found = now.found.of(one.number)
-            return self._handed_on(call if found is None else call | {"hidden_states": found})
+            now.level = found = now.found.of(one.number)
+            leaves = now.found.computed if one.number == now.found.numbers[-1] else None
+            hidden = found if leaves is None else leaves
+            return self._handed_on(call if hidden is None else call | {"hidden_states": hidden})
         output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
         if levels is not None and levels.writes and one.number in levels.numbers:
             hidden = self._left(carried_by(self.rule, output)["hidden_states"].detach(), now.here)
@@ -345,7 +347,8 @@ class Stack(nn.ModuleList):
         if climbed is None:
             return None
         now.side = now.side | climbed
-        return calls[0] | {"hidden_states": now.found.values[-1]}
+        computed = now.found.computed
+        return calls[0] | {"hidden_states": now.found.values[-1] if computed is None else computed}
 
     def _find(self, waiting: list[Recorded], calls: list[Call], now: Pass) -> Found:
         """What every block gives: of all at once where `beneath` takes them, else of one after the other."""
@@ -362,7 +365,7 @@ class Stack(nn.ModuleList):
                 if values is None:
                     values = hidden.new_empty(len(numbers), *hidden.shape)
                 values[at] = hidden if now.level is None else now.level
-        return Found(numbers, cast("Tensor", values))
+        return Found(numbers, cast("Tensor", values), None if now.level is None else carried["hidden_states"])
 
     def _written(self, numbers: list[int], values: Tensor, here: Running) -> Tensor:
         """`values` of all blocks as later passes read them, where `levels` want them."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -144,6 +145,23 @@ def test_what_a_replay_gives_is_cached_as_what_blocks_give(stored: Any, tmp_path
     for loss, grads in found[1:]:
         torch.testing.assert_close(loss, found[0][0], rtol=1e-6, atol=0)
         assert_same_gradients(grads, found[0][1])
+
+
+def test_a_stage_hands_on_what_blocks_gave_and_not_what_is_kept_of_it(tmp_path: Path) -> None:
+    """As it does where blocks run one by one: the next stage computes what one process does."""
+    model, inputs, sent = sided("llama-causal"), inputs_of("llama-causal"), list[Tensor]()
+    plain = copy.deepcopy(model)
+    replayed(model)
+
+    def keep(carried: Any) -> None:
+        sent.append(carried.backbone["hidden_states"])
+
+    for one in (plain, model):
+        (stack,) = stacks(one)
+        stack.wire = SimpleNamespace(ends=False, receive=lambda: None, send=keep)
+        with ActivationCache(one, tmp_path / str(len(sent)), "fp8"):
+            one(**inputs)
+    torch.testing.assert_close(sent[1], sent[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_hook_on_a_block_below_a_ladder_is_called() -> None:
