@@ -193,7 +193,7 @@ def _of_region(
             return Saved(total + tokens * state_bytes(cast("Any", _module(block, core.at)), itemsize))
         made = {role: ends_of(layer)[1] for role, layer in layers.items()}
         inner = ends_of(leave)[0]  # of all heads
-        total += itemsize * tokens * (1 + 2 * core.gated) * inner
+        total += itemsize * tokens * core.given(inner)
         total += itemsize * sum((keys if role in ("k", "v") else tokens) * made.get(role, 0) for role in QKV)
         if "qkv" in made:  # whole, as v is a part of it, beside q and k
             total += itemsize * tokens * (made["qkv"] + inner) / 2

@@ -91,7 +91,11 @@ def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False
     assert tokens is not None
     ids, others = tokens.numpy(), [None if value is None else value.numpy() for value in rest]
     real = None if mask is None else mask.bool().numpy()
-    firsts, ends = _ends(ids, others[-1] if others else None, pad, padded) if real is None else _inside(real)
+    if real is None:
+        found = _ends(tokens, rest[-1] if rest else None, pad, padded)
+        firsts, ends = [0] * len(ids), found.tolist()
+    else:
+        firsts, ends = _inside(real)
     rows = []
     for at, (first, end) in enumerate(zip(firsts, ends, strict=True)):
         parts = [ids[at], *(value[at if len(value) > 1 else 0] for value in others if value is not None)]
@@ -108,27 +112,27 @@ def _inside(real: Numbers) -> tuple[list[int], list[int]]:
     return real.argmax(1).tolist(), ends.tolist()
 
 
-def _ends(
-    ids: Numbers, positions: Numbers | None, pad: int | None, padded: bool
-) -> tuple[list[int], list[int]]:
+def _ends(ids: Tensor, positions: Tensor | None, pad: int | None, padded: bool) -> Tensor:
     """The same where no mask says it; what a packed row is filled up with is no token of it."""
-    count, whole = ids.shape
-    other = None if pad is None else ids != pad
-    lasts = [whole] * count
-    if other is not None:
-        lasts = np.where(other.any(1), whole - other[:, ::-1].argmax(1), whole).tolist()
-    if not padded:
-        lasts = [_end_of(at, last, whole, positions) for at, last in enumerate(lasts)]
-    return [0] * count, lasts
+    if padded and pad is not None:
+        last = _behind_last(ids != pad)
+        return torch.where(last > 0, last, ids.shape[1])
+    if padded or positions is None or pad is None:
+        return torch.full((len(ids),), ids.shape[1])
+    return packed_ends(ids, positions, pad)
 
 
-def _end_of(at: int, last: int, whole: int, positions: Numbers | None) -> int:
-    """The end of a row whose last id that is no pad is before `last`."""
-    if positions is None or last == whole:
-        return whole
-    starts = np.flatnonzero(positions[at if len(positions) > 1 else 0] == 0)
-    sample = int(starts[-1]) if len(starts) else 0
-    return sample if last <= sample else whole  # a last sample of nothing but padding fills a packed row
+def packed_ends(ids: Tensor, positions: Tensor, pad: int) -> Tensor:
+    """Where the tokens of packed rows end, int64 [batch], for ids [batch, seq], positions [batch | 1, seq]: a
+    last sample of nothing but padding fills a row up; where the end token pads, one is of its sample."""
+    last, start = _behind_last(ids != pad), (_behind_last(positions == 0) - 1).clamp(min=0)
+    return torch.where((last > 0) & (last <= start), start, ids.shape[1])
+
+
+def _behind_last(some: Tensor) -> Tensor:
+    """The place behind the last True of each row [batch, seq], 0 where there is none. Waits for no GPU."""
+    places = torch.arange(1, some.shape[1] + 1, device=some.device)
+    return (some * places).amax(1)
 
 
 def _key(*parts: bytes) -> bytes:

@@ -59,8 +59,13 @@ def lengths_of(role: Role, outputs: int, shape: Shape) -> tuple[int, ...]:
     """Outputs of each member of a joined role, of a whole linear with so many."""
     if role == "gate_up":
         return outputs // 2, outputs // 2
-    keys = shape.kv_heads * shape.head_dim
-    return shape.heads * shape.head_dim, keys, keys
+    return tuple(rows_of_heads(shape.heads, shape.kv_heads, shape.head_dim).values())
+
+
+def rows_of_heads(heads: int, kv_heads: int, head_dim: int, gated: bool = False) -> dict[Role, int]:
+    """Rows of the weights of q, k and v, in their order, for so many heads; gated: q makes its gates too."""
+    keys = kv_heads * head_dim
+    return {"q": (1 + gated) * heads * head_dim, "k": keys, "v": keys}
 
 
 def split_name(name: str, joined: Mapping[str, JoinedLinear]) -> tuple[str, str] | None:

@@ -80,6 +80,11 @@ class Attention:
     lacks: tuple[Role, ...] = ()
     called: int = 0
 
+    def given(self, inner: int) -> int:
+        """Features of a token that a backward pass reads of what all heads give, `inner`: gated, of its gates
+        and of both in one too."""
+        return (1 + 2 * self.gated) * inner
+
     @cached_property
     def region(self) -> Region:
         """Where it is entered and left."""

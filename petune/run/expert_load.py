@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petune.methods.row_keys import packed_ends
 from petune.models.experts import RoutesHook, is_experts, number_of
 from petune.rng.context import running
 
@@ -33,8 +34,9 @@ class ExpertLoad:
         mask, rows = kwargs.get("attention_mask"), running().rows
         pad = getattr(model.config, "pad_token_id", None)
         if mask is None and kwargs.get("position_ids") is not None and pad is not None:
-            # of packed rows, no mask says where their padding begins: behind the last token that is none
-            mask = kwargs["input_ids"].ne(pad).flip(1).cumsum(1).flip(1) > 0
+            ids = kwargs["input_ids"]  # of packed rows, whose padding no mask shows
+            ends = packed_ends(ids, kwargs["position_ids"], pad)
+            mask = torch.arange(ids.shape[1], device=ids.device) < ends[:, None]
         self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if self.mask is not None and rows is not None and len(rows) == len(self.mask):
             self.mask = self.mask * (rows >= 0)[:, None]

@@ -43,6 +43,17 @@ def test_padding_of_packed_rows_is_no_load_whatever_a_plan_makes_of_it() -> None
     assert found[0] == found[1]
 
 
+def test_a_pad_token_that_ends_a_sample_of_a_packed_row_is_load() -> None:
+    """Where the end token pads: the last sample has tokens of its own, and none of its tail is padding."""
+    model = tiny("mixtral-causal").train()
+    load, chosen = ExpertLoad([model]), list[Any]()
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda _, args, found: chosen.append(found[2]))
+    ids = torch.tensor([[5, 6, 7, 8, 0, 0]])
+    model(input_ids=ids, position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]), use_cache=False)
+    assert load.counts[0] is not None
+    assert torch.equal(load.counts[0], torch.bincount(chosen[0].reshape(-1), minlength=4))
+
+
 def test_a_run_on_experts_reports_their_load_and_merges(tmp_path: Path) -> None:
     moe_folder(tmp_path / "llama")
     done = run(settings(tmp_path, method={"name": "lora", "r": 2}, max_steps=2, warmup=0))

@@ -22,6 +22,7 @@ from petune.kernels.norm_probe import eps_of
 from petune.models.acts import ACTS
 from petune.models.boundary import boundary_of
 from petune.models.exchange import exchange_of
+from petune.models.joined import rows_of_heads
 from petune.models.spec import (
     Attention,
     RoutedMlp,
@@ -98,7 +99,7 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
     queries, keys = (len(cast("Any", block.get_submodule(path)).weight) for path in paths)
     if paths[0] == paths[1]:  # of one linear
         group = shape.heads // shape.kv_heads
-        keys = queries // (shape.head_dim * (group + 2))
+        keys = queries // sum(rows_of_heads(group, 1, shape.head_dim).values())
         return group * keys, keys, shape.head_dim
     if not core.head_counts:
         return queries // shape.head_dim, keys // shape.head_dim, shape.head_dim

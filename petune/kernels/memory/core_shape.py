@@ -26,9 +26,10 @@ def core_shape(core: CalledCore, itemsize: int) -> CoreShape:
     kept = 2.0 * itemsize * width + sum(_of_layer(layer, itemsize) for layer in layers.values())
     if mixes:
         between = state_bytes(module, itemsize) + itemsize * inner
-    else:  # q, k and v as they are made, normed and turned; attention's result, its gate, and both in one
+    else:  # q, k and v as they are made, normed and turned, and what attention gives
         made = sum(ends[role][1] for role in ("q", "k", "v"))
-        between = itemsize * (made + 4 * inner) + WIDE * (inner + ends["k"][1])
+        between = itemsize * (made + inner + core.table.given(inner))
+        between += WIDE * (inner + ends["k"][1])
     tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
     whole = sum(value.numel() for value in module.parameters())
     trains = module.get_submodule(core.table.out.removeprefix(at)).weight.requires_grad

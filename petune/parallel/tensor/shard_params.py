@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.models import experts
 from petune.models.frozen_weight import QuantisedWeight
-from petune.models.joined import MEMBERS
+from petune.models.joined import MEMBERS, rows_of_heads
 from petune.models.spec import CutKind, Family, Member, Pieces, Region, Shape, Split, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
 from petune.models.tuned_linear import TunedLayer, TunedLinear
@@ -150,12 +150,18 @@ def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[tuple
         exact = number == sum(cut.columns)
         columns = cut.columns if exact else in_grains(number, cut.columns)
         return {role: (columns,) * len(MEMBERS.get(role, (role,))) for role in region.sites}
-    queries, keys = (
-        tuple(count * shape.head_dim for count in counts) for counts in (cut.heads, cut.kv_heads)
-    )
-    gated = tuple((1 + region.gated) * size for size in queries)
-    own = {"q": (gated,), "k": (keys,), "v": (keys,), "qkv": (gated, keys, keys)}
-    return {role: own.get(role, (queries,)) for role in region.sites}
+    ranks = [
+        rows_of_heads(heads, keys, shape.head_dim, region.gated)
+        for heads, keys in zip(cut.heads, cut.kv_heads, strict=True)
+    ]
+    queries = tuple(heads * shape.head_dim for heads in cut.heads)  # of the way out
+    return {
+        role: tuple(
+            tuple(one[part] for one in ranks) if part in MEMBERS["qkv"] else queries
+            for part in MEMBERS.get(role, (role,))
+        )
+        for role in region.sites
+    }
 
 
 def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split]:
