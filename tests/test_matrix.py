@@ -492,6 +492,21 @@ def test_rows_that_a_block_lays_one_behind_the_other_drop_out_as_in_one_process(
     check(case("opt-causal", "lora", BACKENDS["galaxy"]("opt-causal", 2), steps=1, dropout=0.1, blocks=kept))
 
 
+@pytest.mark.parametrize(
+    ("method", "ranks", "kept"),
+    [
+        ("full", 3, None),
+        ("lora", 2, KEPT[2]),
+        *(pytest.param(method, 2, None, marks=long) for method in ("lora", "adapter", "side")),
+    ],
+)
+def test_embeddings_narrower_than_blocks_are_widened_and_narrowed_by_the_end_stages(
+    method: str, ranks: int, kept: MemoryConfig | None
+) -> None:
+    plan = BACKENDS["pp-1f1b"]("opt350-causal", ranks)
+    check(case("opt350-causal", method, plan, steps=1, blocks=kept))
+
+
 @pytest.mark.parametrize("name", UNSTAGED)
 def test_a_model_whose_stages_nobody_can_tell_is_refused_a_pipeline(name: str) -> None:
     with pytest.raises(Exception, match="cannot be told whether this module works before the blocks"):

@@ -25,7 +25,9 @@ from petune.parallel.pipeline.stage_io import MADE_ANEW, STATES, TRAVELS, Crossi
 from petune.parallel.plan import Stage
 
 ATTRIBUTE = "petune_stage"  # where `cut_stage` leaves its Ends on a model
-OPENERS = ("layernorm_embedding",)  # beside a stack, run before it, and no embedding: BART's norm
+# beside a stack and no embedding: BART's norm and OPT's way to the blocks' width, which work before it, and
+# OPT's way back, which works behind it
+OPENERS, CLOSERS = ("layernorm_embedding", "project_in"), ("project_out",)
 LOGITS_BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its head gives
 
 
@@ -59,8 +61,9 @@ class PassBy(nn.Module):
 
 
 class Outline(nn.Module):
-    """In the place of what makes hidden states of pictures or sounds: zeros of the shape it would have given,
-    which take no memory. What else the model asks of it is answered by its copy on the meta device."""
+    """In the place of what makes hidden states of pictures or sounds, or of another width: zeros of the shape
+    it would have given, which take no memory. What else the model asks of it its copy on the meta device
+    answers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -240,7 +243,7 @@ def _take_out_the_rest(
             further_up = first if opens else last
             if further_up if beside is None else _works_here(name, child, opens, full, *stacks[beside]):
                 continue
-            if name in signal:
+            if name in signal or (name in OPENERS and isinstance(child, nn.Linear)):  # another width leaves
                 owner._modules[name] = Outline(child)
             else:
                 _replace(owner, name, child)
@@ -250,7 +253,7 @@ def _works_here(
     name: str, child: nn.Module, opens: bool, where: str, stack: Stack, start: int, end: int
 ) -> bool:
     """Whether a module that lies beside a stack works on this stage; opens: it makes hidden states."""
-    if name == stack.rule.tail:
+    if name == stack.rule.tail or name in CLOSERS:
         return start < end == len(stack)
     if stack.rule.positions is not None and name in stack.rule.positions.makers:
         return start < end
