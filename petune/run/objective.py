@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from petune.kernels.head.hooks import has_fused_head, head_loss
-from petune.methods import tuned_parameters
+from petune.methods import tuned_parameters, tuning
+from petune.methods.configs import method_of
 from petune.models import family_of
 from petune.parallel import Batch, Mesh, Objective, Outputs
 from petune.parallel.collectives import all_sum_, gather_dim, gather_seq
@@ -120,12 +121,26 @@ def rerank_objective(config: RerankConfig, texts: int) -> Objective:
 def idle_tensors(model: nn.Module, task: Task, rerank: RerankConfig) -> frozenset[str]:
     """The tuned tensors that the loss does not depend on: what a softmax over the passages of a query sees
     is the same whatever is added to all of their scores. Their gradients are rounding, which no optimizer
-    should follow. The token of masked patches has none: no task masks any."""
+    should follow. The token of masked patches has none: no task masks any; nor has a table of words that
+    full fine-tuning takes along and no stack reads."""
     tuned, family = tuned_parameters(model).items(), family_of(model)
     if task.name != "rerank" or rerank.loss != "softmax":
         idle = () if family is None or family.signal is None else family.signal.idle
-        return frozenset(name for name, _ in tuned if name.endswith(idle)) if idle else frozenset()
+        unread = id(_unread_table(model))
+        return frozenset(name for name, one in tuned if id(one) == unread or (idle and name.endswith(idle)))
     return frozenset(name for name, value in tuned if name.endswith(".bias") and value.shape == (1,))
+
+
+def _unread_table(model: nn.Module) -> Tensor | None:
+    """The table that a whole model shares, where each of its stacks has one of its own and the head too, as
+    in BART whose config ties nothing; None where something reads it, and where a method names what trains."""
+    if not method_of(tuning(model).config).trains_base:
+        return None
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == "shared" and isinstance(module, nn.Embedding):
+            names = [one for _, one in model.named_parameters(remove_duplicate=False) if one is module.weight]
+            return module.weight if len(names) == 1 else None
+    return None
 
 
 def objective_of(

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cosine_similarity, cross_entropy
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -24,8 +25,9 @@ from petune.parallel.objective import Objective, Pieces
 from petune.recipe import load_recipe
 from petune.run.answers import before_and_after
 from petune.run.balance import balance_in, balance_of
-from petune.run.objective import objective_of
+from petune.run.objective import idle_tensors, objective_of
 from petune.tasks import TASKS
+from petune.tasks.configs import RerankConfig
 from petune.tasks.loss import count
 from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.methods.zoo import MOE, batch, stir, tiny
@@ -55,8 +57,24 @@ def test_the_routers_loss_and_its_gradients_are_those_of_transformers(name: str)
         assert torch.allclose(own, theirs, atol=1e-6)
 
 
+def test_a_table_of_words_that_no_stack_reads_is_not_asked_for_a_gradient(tmp_path: Path) -> None:
+    """BART whose config ties nothing: full fine-tuning trains the tables of both stacks, and its head."""
+    write_model(tmp_path / "bart", "bart", tie_word_embeddings=False)
+    full = {"max_steps": 3, "warmup": 0, "save_every": 3}
+    done = run(settings(tmp_path, "bart", "full", **full))
+    before, after = (load_file(file) for file in (tmp_path / "bart" / FILE, done.folder / "tuned" / FILE))
+    still = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert still - {"final_logits_bias"} == {"model.shared.weight"}
+
+
+def test_a_table_that_something_reads_is_asked_for_one() -> None:
+    for name in ("bart-seq2seq", "t5-seq2seq", "llama-causal"):
+        assert not idle_tensors(petune.wrap(tiny(name), "full"), TASKS["seq2seq"], RerankConfig())
+
+
 # ---------------------------------------------------------------- embeddings
 
+FILE = "model.safetensors"
 PLANS: dict[str, Any] = {
     "dp": {"dp": {"shares": [3, 1]}},
     "dp with a replica without rows": {"dp": {"shares": [9, 1]}},
