@@ -184,7 +184,9 @@ def _plain_forecast(seen: Outlook, advice: Advice | None) -> dict[str, object]:
     found = seen.forecast
     return {
         "facts": [*found.facts, *seen.lines],
-        "ranks": [asdict(rank) | {"total": rank.total, "fits": rank.fits} for rank in found.ranks],
+        "ranks": [
+            asdict(rank) | {"held": rank.held, "total": rank.total, "fits": rank.fits} for rank in found.ranks
+        ],
         "transitions": [asdict(one) for one in found.transitions],
         "bubble": found.bubble,
     } | ({"parallel": written(advice.parallel), "ratio": advice.ratio} if advice else {})
@@ -199,6 +201,7 @@ def _show(seen: Outlook) -> None:
     echo("")
     idle = [] if any(rank.memory.gathered for rank in found.ranks) else ["gathered"]
     idle += [] if found.plan.experts else ["experts"]
+    idle += [] if any(rank.held for rank in found.ranks) else ["rows held"]
     shown = [at for at, head in enumerate(_HEADS) if head not in idle]
     rows = [_row(rank) for rank in found.ranks]
     show_table([_HEADS[at] for at in shown], [[row[at] for at in shown] for row in rows])
@@ -232,7 +235,7 @@ def _schedule(found: Forecast) -> None:
 
 
 _SHARES = ("rank", "blocks", "heads", "columns", "experts", "tokens", "rows")
-_BYTES = ("frozen", "tuned", "gradients", "optimizer", "activations", "gathered", "in all", "of")
+_BYTES = ("frozen", "tuned", "gradients", "optimizer", "activations", "gathered", "rows held", "in all", "of")
 _HEADS = (*_SHARES, *_BYTES)
 
 
@@ -242,7 +245,7 @@ def _row(rank: Rank) -> tuple[str, ...]:
     memory = rank.memory
     numbers = (rank.heads, rank.columns, rank.experts, rank.tokens, rank.rows)
     parts = (memory.frozen, memory.tuned, memory.gradients, memory.optimizer, memory.activations)
-    sizes = (*parts, memory.gathered, rank.total)
+    sizes = (*parts, memory.gathered, rank.held, rank.total)
     return (
         str(rank.rank),
         rank.blocks,
@@ -281,15 +284,11 @@ def _cache(found: Forecast) -> str:
 
     drawn, row = found.drawn, cached_row(found.drawn)
     tokens = " + ".join(map(str, drawn.work.tokens.values()))
-    line, share = f"cache    {human(row)} for a row of {tokens} tokens", drawn.recipe.cache_room
-    room = [
-        share * (rank.limit - rank.memory.frozen - rank.memory.tuned - rank.process)
-        for rank in found.ranks
-        if rank.limit is not None and drawn.device == "cuda"
-    ]
-    if not room or not share:
+    line = f"cache    {human(row)} for a row of {tokens} tokens"
+    room = [rank.held for rank in found.ranks if rank.limit is not None and rank.room]
+    if not room:
         return line
-    return f"{line}; on the device, besides, where all take at most {human(max(0, int(min(room))))}"
+    return f"{line}; on the device, besides, where all take at most {human(min(room))}, which is in the sums"
 
 
 def _advice(advice: Advice) -> Iterator[str]:

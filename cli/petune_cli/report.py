@@ -77,7 +77,8 @@ def predict(folder: Path) -> None:
             "frozen": rank.memory.frozen,
             "tuned": rank.memory.tuned,
             "optimizer": rank.memory.optimizer,
-            "total": rank.total,
+            "total": rank.total
+            - rank.held,  # of rows that a cache holds the most is foretold, not the number
         }
         for rank in found.ranks
     ]

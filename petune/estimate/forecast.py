@@ -77,7 +77,8 @@ class Sketch:
 @dataclass(frozen=True)
 class Rank:
     """One rank of a forecast. blocks: by stack, [first, end) of each stretch. limit: bytes of its device,
-    None where not known. experts: from the first to the last, None where they are not cut."""
+    None where not known. experts: from the first to the last, None where they are not cut. room: share of
+    what is left that rows of an activation cache may take."""
 
     rank: int
     at: Coordinate
@@ -90,11 +91,18 @@ class Rank:
     memory: Footprint
     process: int
     limit: int | None
+    room: float = 0.0
+
+    @property
+    def held(self) -> int:
+        """The most that rows of an activation cache take on the device; 0 where its size is not known."""
+        left = 0 if self.limit is None else self.limit - self.memory.total - self.process
+        return int(self.room * max(0, left))
 
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.memory.total + self.process
+        return self.memory.total + self.process + self.held
 
     @property
     def fits(self) -> bool:
@@ -144,6 +152,7 @@ def _found(rank: Rank) -> str:
         "activations": memory.activations,
         "gathered": memory.gathered,
         "the process": rank.process,
+        "rows of the cache": rank.held,
     }
     return f"{human(rank.total)}: " + ", ".join(
         f"{name} {human(size)}" for name, size in parts.items() if size
@@ -347,6 +356,7 @@ def _rank(
         memory=footprint(held, drawn.model, drawn.family, plan, at, drawn.work),
         process=PROCESS[drawn.device],
         limit=limit,
+        room=drawn.recipe.cache_room if drawn.recipe.cache and drawn.device == "cuda" else 0.0,
     )
 
 

@@ -16,7 +16,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16)
 
 class Room:
     """The bytes of a device that rows of all stacks of a cache may take, all of them or none: a share, from 0
-    to 1, of what is free when the first ones come.
+    to 1, of what is free when the first ones come, or of what somebody says, for whom it waits.
 
     Closed for good where not all rows fit: a few that stay would spare no batch its reading.
     """
@@ -24,15 +24,21 @@ class Room:
     def __init__(self, share: float) -> None:
         self.share, self.taken = share, 0
         self.most: int | None = None
-        self.closed = not share
+        self.closed, self.waits = not share, False
 
     def on(self, device: torch.device) -> bool:
         """Whether rows may stay on this device. On the CPU none do: the system keeps files in memory."""
+        if self.waits:
+            return False
         if self.most is None and not self.closed:
             free = free_bytes(device)
             self.most = None if free is None else int(self.share * free)
             self.closed = free is None
         return not self.closed
+
+    def open(self, free: int) -> None:
+        """Let rows stay from now on, in the share of `free` bytes."""
+        self.most, self.waits = int(self.share * free), False
 
     def take(self, size: int) -> bool:
         """Whether rows of `size` bytes more fit; where they do not the room closes."""
@@ -50,6 +56,12 @@ def free_bytes(device: torch.device) -> int | None:
     granted = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
     idle = torch.cuda.memory_reserved(device) - allocated - private_bytes(device)
     return min(granted, free + idle)
+
+
+def passing_bytes(device: torch.device) -> int:
+    """The most that this process has allocated at once on a GPU, beyond what it holds now: what a step takes
+    and leaves again, once there was one."""
+    return int(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
 
 
 class HeldLevels:

@@ -160,7 +160,7 @@ class Recipe(BaseModel):
     )
     cache_room: Annotated[float, Field(ge=0, le=1)] = Field(
         ROOM,
-        description="cache: share of a GPU's free memory that rows may take there, where all fit; 0: none",
+        description="cache: share of GPU memory left by a step that rows may take, where all fit; 0: none",
     )
     rows_cache: Annotated[str, Field(min_length=1)] = Field(
         "auto",

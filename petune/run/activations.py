@@ -13,7 +13,7 @@ from petune.errors import UsageError
 from petune.files.lock import RunLock
 from petune.log import human
 from petune.methods.activation_cache import ActivationCache, Stored
-from petune.methods.held_levels import free_bytes
+from petune.methods.held_levels import free_bytes, passing_bytes
 from petune.models.stack import Stack
 from petune.run.backbone import Backbone
 from petune.run.folder import ACTIVATIONS
@@ -65,12 +65,11 @@ def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]
         if runner.mesh.main:
             checkpoint.require_free(folder, max(0, most - step.cache.nbytes))
         runner.barrier()  # every rank knows the same rows, and writes from here on
-        step.backbone = Backbone(runner, step.cache, say)
+        step.backbone = Backbone(runner, step.cache, say, lambda: _say_room(step, say, stepped=True))
         stack.callback(step.backbone.close)
         leaves = "then leave memory" if (stays := step.backbone.stays) is None else f"stay in memory: {stays}"
         say(f"cache: blocks run once for each row, and {leaves}; at most {human(most)} in {folder}")
-        if (line := find_room(step, step.cache)) is not None:
-            say(line)
+        _say_room(step, say, stepped=False)
         yield
         say(said(step.cache))
         step.cache = step.backbone = None
@@ -105,18 +104,41 @@ def _tokens(step: Step) -> list[tuple[Stack, int]]:
     ]
 
 
-def find_room(step: Step, cache: ActivationCache) -> str | None:
-    """Settle whether the rows of this process stay on its device; in words, None on the CPU."""
-    device = step.place.device
-    if (free := free_bytes(device)) is None:
+def _say_room(step: Step, say: Callable[[str], None], stepped: bool) -> None:
+    if step.cache is not None and (line := find_room(step, step.cache, stepped)) is not None:
+        say(line)
+
+
+def find_room(step: Step, cache: ActivationCache, stepped: bool) -> str | None:
+    """Settle whether the rows of this process stay on its device; in words, None on the CPU and where it was
+    settled before. stepped: a step was taken since this process began: what one needs is known, and left
+    free; before, rows that fit wait for that.
+
+    It is measured and not foretold: of ladders, heads and losses nobody knows it better. Rows of other steps
+    may be longer, and need as much more.
+    """
+    device, room = step.place.device, cache.room
+    if (free := free_bytes(device)) is None or stepped > room.waits:
         return None
+    passing = int(passing_bytes(device) * _longest(step)) if stepped else 0
     own = cache.own_bytes({stack.name: tokens for stack, tokens in _tokens(step)}, step.place.dtype)
-    fits, of = own <= cache.room.share * free, f"{human(own)} of {human(free)} that are free on the device"
-    if cache.room.share and fits and cache.room.on(device):
+    fits, left = own <= room.share * (free - passing), max(0, free - passing)
+    of = f"{human(own)} of {human(left)} that {'a step leaves' if stepped else 'are'} free on the device"
+    if room.share and fits and not stepped:
+        room.waits = True
+        return None
+    if fits:
+        room.open(left)
         return f"cache: rows stay on the device: {of}"
-    cache.room.closed = True
+    room.closed, room.waits = True, False
     ahead = ", a step ahead of the device" * cache.reads_ahead
-    return f"cache: rows are read from files{ahead}: {of}, and cache_room is {cache.room.share:g}"
+    return f"cache: rows are read from files{ahead}: {of}, and cache_room is {room.share:g}"
+
+
+def _longest(step: Step) -> float:
+    """How many times as long the longest row of the run is as that of the last step."""
+    last = max(row.size for row in step.rows_of(max(0, step.progress.step - 1)))
+    return max(1.0, max(row.size for row in step.prepared.encoded.train) / max(1, last))
 
 
 def said(cache: ActivationCache) -> str:

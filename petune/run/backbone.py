@@ -35,13 +35,20 @@ def all_rows(prepared: Prepared, trained: Sequence[Example], held_out: Sequence[
 
 
 class Backbone:
-    """The blocks of a runner whose stacks have ladders. say: told when they leave and when they come back.
+    """The blocks of a runner whose stacks have ladders. say: told when they leave and when they come back;
+    stepped: called before each step of this process but the first.
 
     stays: why they never leave, or None.
     """
 
-    def __init__(self, runner: Runner, cache: ActivationCache, say: Callable[[str], None]) -> None:
-        self.runner, self.cache, self.say = runner, cache, say
+    def __init__(
+        self,
+        runner: Runner,
+        cache: ActivationCache,
+        say: Callable[[str], None],
+        stepped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runner, self.cache, self.say, self.stepped = runner, cache, say, stepped
         self.stays = "they were not read by ranges of files" if runner.contents is None else None
         self._away: dict[str, int] = {}  # checksums, by name
         self._asked = False
@@ -51,6 +58,8 @@ class Backbone:
     def leave_if_known(self, rows: Iterable[Batch], boundary: bool) -> None:
         """Leave memory if the cache knows all `rows`. That is asked at the boundary of an epoch, and before
         the first step of this process."""
+        if self._asked:
+            self.stepped()
         due, self._asked = boundary or not self._asked, True
         if due and not self._away and self.stays is None and all(map(self._known, rows)):
             self._leave()

@@ -112,6 +112,8 @@ def test_plan_says_what_leaves_memory_with_a_whole_cache(type_: Type) -> None:
     assert "of blocks leave memory" in leave and take.endswith("for a row of 128 + 128 tokens")
     on_gpu = type_("plan", "t5_side_cache", "--device", "H200", "cache_room=0.25").out
     assert "on the device, besides, where all take at most 3" in on_gpu
+    row = next(line for line in on_gpu.splitlines() if line.startswith("0 "))
+    assert "  3" in row and "rows held" in on_gpu  # 3x GiB of 140
     assert "besides" not in type_("plan", "t5_side_cache", "--device", "H200", "cache_room=0").out
     assert not any("leave memory" in line for line in type_("plan", "llama_side").out.splitlines())
 

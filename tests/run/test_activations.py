@@ -4,6 +4,7 @@ again in another run."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from petune.errors import MachineError, RecipeError, Stopped
 from petune.files.lock import RunLock
 from petune.methods import activation_cache, held_levels
+from petune.methods.held_levels import Room
 from petune.run import activations
+from petune.run.activations import find_room
 from petune.saving import checkpoint
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import Listener, assert_same_run, newest, numbers, run, settings, state_of, terminate_at
@@ -72,6 +75,7 @@ def test_rows_on_a_device_or_ahead_of_it_end_bit_by_bit_as_without_a_cache(
 ) -> None:
     for module in (held_levels, activations):
         monkeypatch.setattr(module, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(activations, "passing_bytes", lambda device: 2**20)
     monkeypatch.setattr(activation_cache, "waits_for_files", lambda device: True)
     alike = {"batch_size": 12, "accumulate": 2, "eval_batch_size": 9, "epochs": 3, "save_every": 3}
     listener = Listener()
@@ -80,6 +84,30 @@ def test_rows_on_a_device_or_ahead_of_it_end_bit_by_bit_as_without_a_cache(
     assert any(words in line for line in listener.notes)
     assert ("of it on the device" in told(listener)) is (room == 0.5)
     assert_same_run(found, uncached(tmp_path, family, **alike, **one_length))
+
+
+@pytest.mark.parametrize(("passing", "fits"), [(50, True), (110, False)])
+def test_rows_wait_for_a_step_and_leave_it_its_memory(
+    passing: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 bytes of rows, half of 400 that are free: what a step takes counts twice, as other rows are twice
+    as long."""
+    monkeypatch.setattr(activations, "free_bytes", lambda device: 400)
+    monkeypatch.setattr(activations, "passing_bytes", lambda device: passing)
+    cache: Any = SimpleNamespace(room=Room(0.5), own_bytes=lambda *_: 100, reads_ahead=True)
+    rows = [SimpleNamespace(size=size, has_target=False) for size in (4, 8)]
+    step: Any = SimpleNamespace(
+        place=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32),
+        progress=SimpleNamespace(step=1),
+        rows_of=lambda number: rows[:1],
+        prepared=SimpleNamespace(encoded=SimpleNamespace(train=rows, eval=rows)),
+        model=torch.nn.Linear(1, 1),
+    )
+    assert find_room(step, cache, stepped=False) is None and not cache.room.on(step.place.device)
+    said = find_room(step, cache, stepped=True)
+    assert said is not None and ("stay on the device" in said) is fits is cache.room.on(step.place.device)
+    assert cache.room.most == (150 if fits else None)
+    assert find_room(step, cache, stepped=True) is None
 
 
 @pytest.mark.long
