@@ -19,7 +19,7 @@ import petune
 from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import reference_ops
-from petune.kernels.fuse import fuse, fuse_modules
+from petune.kernels.fuse import fuse, fuse_modules, unfuse
 from petune.kernels.single_modules import (
     FusedGelu,
     FusedLora,
@@ -33,11 +33,13 @@ from petune.methods import without_tuning
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
 from petune.models import attention, family_of
+from petune.models.frozen_weight import restore_dense
 from petune.models.stack import own_stacks
 from petune.models.tuned_linear import TunedLinear
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.methods import zoo
+from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 MODELS = ("t5-seq2seq", "t5-gated", "t5-classify", "bart-seq2seq", "bart-classify")
 OPS = reference_ops()
@@ -243,6 +245,23 @@ def test_merging_and_passing_by_see_a_tuned_layer() -> None:
         merged = petune.merge(fused)
         torch.testing.assert_close(merged(**inputs).loss, before, rtol=1e-4, atol=1e-5)
     assert not of(merged, FusedLora)
+
+
+def test_linears_over_a_quantised_base_keep_their_own_way_and_generate_alike() -> None:
+    """Their products read the bits that the base is held in, in training and with a cache of keys."""
+    name = "gemma4-causal"
+    model = petune.wrap(tiny(name, intermediate_size=128), r=4, kernels="reference", base_dtype="nf4")
+    stir(model, std=0.1)
+    plain = copy.deepcopy(model)
+    unfuse(plain)
+    restore_dense(plain)
+    (loss, found), (expected, wanted) = (gradients(one.train(), batch(name)) for one in (model, plain))
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert_same_gradients(found, wanted)
+    ask = {"max_new_tokens": 4, "do_sample": False}
+    ids = batch(name)["input_ids"][:1, :5]
+    told = [one.eval().generate(ids, **ask, use_cache=cached) for one in (model, plain) for cached in (1, 0)]
+    assert all(torch.equal(told[0], other) for other in told[1:])
 
 
 def test_what_is_in_a_fused_block_is_left_to_it() -> None:
