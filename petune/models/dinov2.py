@@ -8,7 +8,6 @@ from dataclasses import replace
 from petune.models import vit
 from petune.models.spec import Config, Mlp, Norm, Shape, StackRule, SubLayer, linears, narrowed
 
-SCALED = "a vector scales what each of its sub-layers gives (LayerScale)"
 # in transformers 5.17 its attention is a module of modules, as BERT's is
 OLDER = "attention.attention"
 ATTENTION = replace(
@@ -22,10 +21,15 @@ ATTENTION = replace(
     ),
     out="attention.o_proj|attention.output.dense",
 )
-MLP = Mlp(at="mlp", up=linears(gate="mlp.gate_proj", up="mlp.up_proj|mlp.fc1"), down="mlp.down_proj|mlp.fc2")
+MLP = Mlp(
+    at="mlp",
+    up=linears(gate="mlp.gate_proj", up="mlp.up_proj|mlp.fc1"),
+    down="mlp.down_proj|mlp.fc2",
+    gated_act="silu",  # whatever the config says
+)
 BLOCK = (
-    SubLayer(ATTENTION, norm_in=Norm("norm1", "layer")),
-    SubLayer(MLP, norm_in=Norm("norm2", "layer")),
+    SubLayer(ATTENTION, norm_in=Norm("norm1", "layer"), vector="layer_scale1.lambda1"),
+    SubLayer(MLP, norm_in=Norm("norm2", "layer"), vector="layer_scale2.lambda1"),
 )
 
 
@@ -46,7 +50,7 @@ def narrow(config: Config, reduction: int) -> Config:
 FAMILY = replace(
     vit.FAMILY,
     name="dinov2",
-    stacks={"encoder": StackRule("encoder.layer", BLOCK, unfused=SCALED)},
+    stacks={"encoder": StackRule("encoder.layer", BLOCK)},
     shape=shape,
     narrow=narrow,
     # positions are interpolated for pictures of another size

@@ -126,12 +126,14 @@ class LinearAttention(Attention):
 @dataclass(frozen=True)
 class Mlp:
     """An MLP, entered by the module `at`: act(up) or, where the block has a gate, act(gate) * up. drop: the
-    dropout before `down`. columns: see Columns."""
+    dropout before `down`. gated_act: of one with a gate, by its name, where it is another than the config's.
+    columns: see Columns."""
 
     at: str
     up: LinearGroup
     down: str
     drop: str | None = None
+    gated_act: str | None = None
     columns: Columns = "columns"
 
     @cached_property
@@ -183,10 +185,11 @@ class RoutedMlp:
 class SubLayer:
     """Attention or MLP with what a block puts around it:
 
-        y = norm_after_sum(x + scale * drop(norm_out(core(norm_in(x)))))
+        y = norm_after_sum(x + scale * drop(vector * norm_out(core(norm_in(x)))))
 
-    where a norm or a dropout that is None does nothing. norm_first: the attribute of the block by which the
-    norm after the sum stands before the core. scale: a number, or the attribute of the block that it is.
+    where a norm, a vector or a dropout that is None does nothing. norm_first: the attribute of the block by
+    which the norm after the sum stands before the core. scale: a number, or the attribute of the block that
+    it is. vector: the path of a parameter with a number for each feature; learns: it trains.
     bottleneck: features of the bottleneck that a method has put behind the core's last linear, 0 without
     one; beside: it reads x; of_sum: it stands behind the sum, which it reads as the block would give it.
     scaled, entries: the roles of linears whose results, or inputs, a method multiplies by a vector.
@@ -201,6 +204,8 @@ class SubLayer:
     norm_first: str | None = None
     drop: str | None = None
     scale: float | str = 1.0
+    vector: str | None = None
+    learns: bool = False
     bottleneck: int = 0
     beside: bool = False
     of_sum: bool = False

@@ -70,11 +70,6 @@ def test_a_gated_model_is_cut_and_trains_as_in_one_process(backend: str) -> None
     check(Case(NAME, "full", plan, settings=settings, steps=1, dtype=torch.float64))
 
 
-def test_blocks_say_why_they_are_not_fused() -> None:
-    with pytest.raises(UsageError, match="LayerScale"):
-        wrap(tiny(NAME), "full", kernels="reference")
-
-
 def test_a_side_network_draws_each_of_its_tensors() -> None:
     model = wrap(tiny(NAME), "side", reduction=4)
     (ladder,) = (module for module in model.modules() if isinstance(module, Ladder))

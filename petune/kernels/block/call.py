@@ -64,6 +64,7 @@ class Spec:
     mixtures: Sequence[Mixture] = ()
     sinks: Sequence[tuple[nn.Module, str]] = ()
     called: Sequence[CalledCore] = ()  # cores that are called as they are
+    vectors: Sequence[tuple[nn.Module, str]] = ()  # that scale what sub-layers give
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     exchanges: Sequence[Exchange | None] = ()
     rung: Rung = field(default_factory=Rung)
@@ -187,6 +188,12 @@ class Spec:
             and torch.get_autocast_dtype(kind) is torch.bfloat16
         )
         return torch.bfloat16 if rounds and self.casts else self.dtype
+
+    @property
+    def begun(self) -> bool:
+        """Whether a vector trains that did not when the program was made, which keeps nothing for that."""
+        held = [one.learns for one in self.program.sublayers if one.vector is not None]
+        return any(getattr(*at).requires_grad > own for at, own in zip(self.vectors, held, strict=True))
 
     @property
     def probabilities(self) -> list[float]:
@@ -326,6 +333,7 @@ class Call:
         ]
         sinks = [cast("Tensor", next(own)) for _ in self.spec.program.sinks]
         called = [BoundCore(one, [cast("Tensor", next(own)) for _ in one.core.names]) for one in self.called]
+        vectors = [cast("Tensor", next(own)) for _ in self.spec.program.vectors]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))
             norms.append((weight,) if norm.kind == "rms" else (weight, next(own)))
@@ -345,6 +353,7 @@ class Call:
             sinks=sinks,
             turns=turns,
             called=called,
+            vectors=vectors,
         )
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:

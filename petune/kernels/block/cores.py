@@ -1,10 +1,27 @@
-"""What the cores of a block's sub-layers are to its program: their names, and how many tensors they have."""
+"""What the cores of a block's sub-layers are to its program: their names, how many tensors they have, and
+where something drops out."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 from petune.models.spec import Attention, Mlp, RoutedMlp
 
 Core = Attention | Mlp | RoutedMlp
+Drawn = Literal["group", "drop", "bottleneck", "core"]  # what has a dropout of its own
+
+
+class Drawing(NamedTuple):
+    """A draw of what drops out: of the group, dropout or bottleneck number `at`, or all of a called core's.
+    within: the number of the sub-layer, cut across ranks, inside which it is; over: what of it is one rank's
+    part, None for nothing. head: the first head of those that this rank has traded tokens for, in whose
+    attention it is."""
+
+    kind: Drawn
+    at: int
+    within: int | None = None
+    over: Literal["features", "heads"] | None = None
+    head: int | None = None
 
 
 def has_sinks(core: Core) -> bool:

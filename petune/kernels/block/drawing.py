@@ -10,8 +10,9 @@ from typing import Literal, cast
 from torch import Tensor
 
 from petune.kernels.block.call import Draws, Parts, Spec
+from petune.kernels.block.cores import Drawing
 from petune.kernels.block.layout import Layout, places_of
-from petune.kernels.block.program import Drawing, Program
+from petune.kernels.block.program import Program
 from petune.rng.context import bound, running
 from petune.rng.dropout import Drop, draw, drop_of_heads
 

@@ -86,6 +86,8 @@ class FusedBlock(nn.Module):
             )
         if (reason := self.spec.overflows(dtype)) is not None:
             return reason
+        if self.spec.begun:
+            return "a vector that scales its sub-layers trains, and did not when it was fused"
         hooked = self._hooked()
         return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
 
@@ -267,10 +269,11 @@ class FusedBlock(nn.Module):
         """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         behind += [tensor for mixture in parts.mixtures for tensor in mixture.tensors]
-        sinks, norms = ([getattr(*own) for own in every] for every in (self.spec.sinks, self.spec.norms))
+        every = self.spec.sinks, self.spec.vectors, self.spec.norms
+        sinks, vectors, norms = ([getattr(*own) for own in each] for each in every)
         called = [tensor for core in self.spec.called for tensor in core.tensors]
         linears = [tensor for group in parts.groups for part in group for tensor in part.tensors]
-        return linears + behind + sinks + called + norms
+        return linears + behind + sinks + called + vectors + norms
 
     def call(
         self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None

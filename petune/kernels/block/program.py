@@ -2,27 +2,29 @@
 
 Values are named after their sub-layer: h = norm(x), entered = h as a sub-layer that is cut across ranks reads
 it, qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d = m W_down, left = the sum over ranks of o or d,
-adapted = the same with what its bottleneck adds, r = x + o or x + d; of a bottleneck behind that sum wide = r
-in float32, seen = norm(r) and adapted = r with what it adds; raw is q | k | v before positions and
-heads' norms, s the low-rank input of a group's update (petune/kernels/block/linear.py).
+adapted = the same with what its bottleneck adds, sized = the same times a vector, r = x + o or x + d; of a
+bottleneck behind that sum wide = r in float32, seen = norm(r) and adapted = r with what it adds; raw is q | k
+| v before positions and heads' norms, s the low-rank input of a group's update
+(petune/kernels/block/linear.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate, RotateScaled
 from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.called_step import CallCore
-from petune.kernels.block.cores import called, has_sinks, linears_of, name_of
+from petune.kernels.block.cores import Drawing, called, has_sinks, linears_of, name_of
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
 from petune.kernels.block.routed_steps import experts
 from petune.kernels.block.router_steps import AddShared, Route
+from petune.kernels.block.scale_step import ScaleBy
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.spread_steps import spread_experts
 from petune.kernels.block.steps import Add, Drop, Normalize, Step
@@ -32,21 +34,6 @@ from petune.kernels.reference import Act
 from petune.models.boundary import Connection
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, RoutedMlp, SubLayer
 from petune.models.tuned_linear import TENSORS
-
-Drawn = Literal["group", "drop", "bottleneck", "core"]  # what has a dropout of its own
-
-
-class Drawing(NamedTuple):
-    """A draw of what drops out: of the group, dropout or bottleneck number `at`, or all of a called core's.
-    within: the number of the sub-layer, cut across ranks, inside which it is; over: what of it is one rank's
-    part, None for nothing. head: the first head of those that this rank has traded tokens for, in whose
-    attention it is."""
-
-    kind: Drawn
-    at: int
-    within: int | None = None
-    over: Literal["features", "heads"] | None = None
-    head: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +66,7 @@ class Program:
     order: tuple[Drawing, ...]  # in which the block's own forward draws what drops out
     sinks: tuple[str, ...]  # paths of those of attentions
     called: tuple[Attention, ...]  # the cores that are called as they are
+    vectors: tuple[str, ...]  # paths of those that scale what sub-layers give
     schedules: Schedules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,15 +130,17 @@ class _Build:
         self.sinks: list[str] = []
         self.called_end = self.sinks_begin + sum(has_sinks(sublayer.core) for sublayer in sublayers)
         self.called: list[Attention] = []
+        self.vectors_begin = self.called_end + sum(called(sublayer.core) for sublayer in sublayers)
+        self.vectors: list[str] = []
         # the place of the next norm's first tensor
-        self.tensors = self.called_end + sum(called(sublayer.core) for sublayer in sublayers)
+        self.tensors = self.vectors_begin + sum(sublayer.vector is not None for sublayer in sublayers)
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
         first = self.sublayers, self.sizes, tuple(self.inputs), tuple(self.steps), y
         parts = tuple(self.groups), tuple(self.norms), tuple(self.dropouts), tuple(self.bottlenecks)
         others = tuple(self.mixtures), tuple(self.order), tuple(self.sinks), tuple(self.called)
-        return Program(*first, *parts, *others)
+        return Program(*first, *parts, *others, tuple(self.vectors))
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
@@ -158,8 +148,8 @@ class _Build:
         name = name_of(core)
         self.scaled, self.entries = sublayer.scaled, sublayer.entries
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
-        # a norm behind the product reads it on the way back
-        keep: Level | None = None if out is None else "projections"
+        # a norm behind the product reads it on the way back, and so does a vector that trains
+        keep: Level | None = None if out is None and not sublayer.learns else "projections"
         make = self.core if sublayer.connection is None else self.cut
         branch = make(name, h, sublayer, None if sublayer.behind else keep)
         if sublayer.behind:
@@ -168,6 +158,8 @@ class _Build:
             branch = self.norm(f"{name}.n", branch, out)
         rescales = self.rescales and out is None and sublayer.connection is None
         held = rescales or called(core) > 0
+        if sublayer.vector is not None:
+            branch, held = self.sized(name, branch, sublayer.vector, sublayer.learns, held), False
         if sublayer.drop is not None:
             self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
             branch = f"{name}.dropped"
@@ -177,6 +169,13 @@ class _Build:
             return self.adapted_sum(name, sublayer, normed)
         self.steps.append(Add(branch, x, f"{name}.r", normed, scale, held))
         return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
+
+    def sized(self, name: str, branch: str, path: str, learns: bool, held: bool) -> str:
+        """The branch times a vector. learns, held: see ScaleBy."""
+        at, y = len(self.vectors), f"{name}.sized"
+        self.vectors.append(path)
+        self.steps.append(ScaleBy(branch, y, at, self.vectors_begin + at, learns, held))
+        return y
 
     def adapted_sum(self, name: str, sublayer: SubLayer, normed: bool) -> str:
         """The sum with what the bottleneck behind it adds. normed: a norm reads that, the one behind the sum

@@ -25,6 +25,7 @@ from petune.models.exchange import exchange_of
 from petune.models.joined import rows_of_heads
 from petune.models.spec import (
     Attention,
+    Mlp,
     RoutedMlp,
     Shape,
     SubLayer,
@@ -40,8 +41,8 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     """The block as a fused one computes it, or why it cannot be."""
     if stack.rule.unfused is not None:
         return stack.rule.unfused
-    name = str(next((own for key in _ACT_KEYS if (own := getattr(config, key, None))), None))
     sublayers = read_sublayers(block, stack.rule)
+    name = _activation(sublayers, config)
     if (reason := refusal(block, sublayers, config, name)) is not None:
         return reason
     cores = [sublayer.core for sublayer in sublayers]
@@ -71,6 +72,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         mixtures=[_mixture(block, core) for core in program.mixtures],
         sinks=[where(block, path) for path in program.sinks],
         called=[CalledCore(block.get_submodule(core.at), core) for core in program.called],
+        vectors=[where(block, path) for path in program.vectors],
         attentions=attentions,
         boundaries=boundaries,
         exchanges=[exchange_of(attention) for attention in attentions],
@@ -81,6 +83,13 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         clamps=stack.rule.clamps,
     )
     return spec.overflows(spec.dtype) or spec
+
+
+def _activation(sublayers: Sequence[SubLayer], config: Any) -> str:
+    """That of an MLP by its name: what the table says of one with a gate, else the config's."""
+    gated = (one.core for one in sublayers if isinstance(one.core, Mlp) and "gate" in one.core.region.sites)
+    own = next((core.gated_act for core in gated if core.gated_act), None)
+    return own or str(next((own for key in _ACT_KEYS if (own := getattr(config, key, None))), None))
 
 
 def _mixture(block: nn.Module, core: RoutedMlp) -> Mixture:

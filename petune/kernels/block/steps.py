@@ -55,7 +55,8 @@ class Run:
     of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each sub-layer
     that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut. sinks: of
     each attention that has some. turns: where another pass goes in turns with this one. called: the cores
-    that are called as they are. kept: the values that are kept for the way back; None on it.
+    that are called as they are. vectors: that scale what sub-layers give. kept: the values that are kept for
+    the way back; None on it.
     """
 
     ops: Ops
@@ -75,6 +76,7 @@ class Run:
     sinks: Sequence[Tensor] = ()
     turns: Turns | None = None
     called: Sequence[BoundCore] = ()
+    vectors: Sequence[Tensor] = ()
     kept: frozenset[str] | None = None
 
     def at(self, rows: slice | None) -> None:

@@ -38,6 +38,7 @@ def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:
 def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
     none, the scale, the bottleneck that a method has put behind it."""
+    sublayer = replace(sublayer, core=_chosen(block, sublayer.core))
     core = sublayer.core
     if isinstance(core, Attention) and (core.gated or isinstance(core, LinearAttention)):
         count = sum(1 for _ in block.get_submodule(core.at).parameters())
@@ -56,6 +57,7 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
         core=core,
         drop=drop,
         scale=scale,
+        learns=sublayer.vector is not None and block.get_parameter(sublayer.vector).requires_grad,
         bottleneck=features,
         beside=part is not None and part.beside,
         of_sum=part is not None and part.of_sum,
@@ -64,7 +66,7 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
         connection=connection,
     )
     if isinstance(core, Mlp):
-        return replace(sublayer, core=replace(core, up=_present(block, core.up)))
+        return sublayer
     if isinstance(core, RoutedMlp):
         router: Any = block.get_submodule(core.router)
         normed = core.normed if isinstance(core.normed, bool) else bool(getattr(router, core.normed))
@@ -83,6 +85,17 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     )
     core = replace(core, q_norm=q_norm, k_norm=k_norm, rotary=rotary)
     return replace(sublayer, core=replace(core, scale=scale, window=window, softcap=softcap))
+
+
+def _chosen(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> Attention | Mlp | RoutedMlp:
+    """The core with the linears that this block has, by the names that they have in it."""
+    if isinstance(core, RoutedMlp):
+        return core
+    found = child_of(block, core.region.leave)
+    leave = core.region.leave if found is None else found[0]
+    if isinstance(core, Mlp):
+        return replace(core, up=_present(block, core.up), down=leave)
+    return replace(core, groups=tuple(_present(block, group) for group in core.groups), out=leave)
 
 
 def bottleneck_in(block: nn.Module, sublayer: SubLayer, last: bool) -> tuple[str, BottleneckPart] | None:

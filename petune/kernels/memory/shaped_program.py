@@ -22,7 +22,8 @@ def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
     tensors = TENSORS * sum(len(group.roles) for group in program.groups)
     tensors += 4 * len(program.bottlenecks) + OF_MIXTURE * len(program.mixtures)
-    tensors += len(program.sinks) + sum(core.called for core in program.called) + 2 * len(program.norms)
+    tensors += len(program.sinks) + sum(core.called for core in program.called)
+    tensors += len(program.vectors) + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(
@@ -45,4 +46,5 @@ def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
         own += [shape.trained, shape.trained, up, up, shape.trained, down, down, *[shape.trained] * 4]
     own += [shape.trained] * len(program.sinks)
     own += [True] * sum(core.called for core in program.called)
+    own += [one.learns for one in program.sublayers if one.vector is not None]
     return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))

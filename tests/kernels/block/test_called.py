@@ -3,7 +3,6 @@ blocks do, on every rung and under plans; planted faults; what is refused."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,12 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.fuse import fuse, fused_blocks, unfuse
 from petune.kernels.memory.offload import Store
 from petune.kernels.single_modules import FusedSite
-from petune.methods import wrap
-from petune.models import attention, family_of
-from petune.models.stack import own_stacks
+from petune.models import family_of
 from petune.parallel.plan import ParallelPlan
-from petune.rng.context import running
-from petune.rng.dropout import drawing, step_key
+from tests.kernels import own_blocks
 from tests.kernels.fused_pairs import stand_on
-from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, stir, tiny
+from tests.kernels.own_blocks import LEVELS, assert_trains_alike, fused
+from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED, OVERLAPPED
@@ -41,7 +38,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "adapter": {"reduction": 4, "dropout": 0.3},
     "side": {"reduction": 4},
 }
-LEVELS: tuple[Any, ...] = ("all", "input", "projections", "attention")
 
 
 def tuned(
@@ -52,23 +48,7 @@ def tuned(
     **config: Any,
 ) -> Any:
     """A model in training that draws dropout by index, nothing in it at identity."""
-    model = wrap(
-        tiny(name, **config).to(dtype), method, **(METHODS[method] if settings is None else settings)
-    )
-    if name != NAME:
-        model.set_experts_implementation("eager")  # transformers' loop over experts, in any dtype
-    attention.use(model)
-    stir(model, std=0.1)
-    return model.train()
-
-
-def fused(model: nn.Module, keep: Any = "all") -> Any:
-    """A copy with fused blocks that keep this."""
-    made = copy.deepcopy(model)
-    done = fuse(made, family_of(made), "reference")
-    assert done.blocks and not done.reasons, done.reasons
-    stand_on(made, Rung(keep))
-    return made
+    return own_blocks.tuned(name, method, METHODS[method] if settings is None else settings, dtype, **config)
 
 
 def packed() -> dict[str, Tensor]:
@@ -76,33 +56,6 @@ def packed() -> dict[str, Tensor]:
     ids = batch(NAME, rows=2)["input_ids"].clamp(3)
     positions = torch.tensor([[*range(4), *range(5)], [*range(7), *range(2)]])
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
-
-
-def steps(model: nn.Module, inputs: dict[str, Tensor], number: int = 3) -> list[tuple[Tensor, Any]]:
-    """The loss and the gradients of steps of AdamW whose dropout is drawn by index."""
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 1e-3, eps=1e-2)
-    found = []
-    for step in range(number):
-        rows = torch.arange(len(inputs["input_ids"]))
-        with drawing(replace(running(), key=step_key(3, step), rows=rows)):
-            found.append(gradients(model, inputs))
-        optimizer.step()
-    return found
-
-
-def assert_trains_alike(
-    made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], number: int = 3
-) -> None:
-    own_stacks(plain, family_of(plain))  # which say where dropout is drawn
-    for (loss, found), (expected, wanted) in zip(
-        steps(made, inputs, number), steps(plain, inputs, number), strict=True
-    ):
-        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-        assert_same_gradients(found, wanted, 2e-6)
-    values = dict(plain.named_parameters())
-    for name, value in made.named_parameters():
-        assert torch.allclose(value, values[name], rtol=0, atol=1e-6), name
-    assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
 
 
 CELLS = [

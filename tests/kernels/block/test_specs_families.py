@@ -21,6 +21,7 @@ from petune.models.loading import packs
 from petune.models.stack import own_stacks
 from petune.tasks.registry import check_fit
 from tests.kernels.fused_pairs import stand_on
+from tests.kernels.own_blocks import wide
 from tests.methods.family_cells import PACKED, PACKING
 from tests.methods.more_models import MORE
 from tests.methods.zoo import (
@@ -58,12 +59,6 @@ def fused(model: nn.Module) -> nn.Module:
     done = fuse(made, family_of(made), "reference")
     assert done.blocks and not done.reasons, done.reasons
     return made
-
-
-def wide(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Pictures and sounds in float64."""
-    floats = [key for key, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
-    return inputs | {key: inputs[key].double() for key in floats}
 
 
 def assert_alike(made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], close: float = 1e-6) -> None:

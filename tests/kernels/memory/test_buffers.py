@@ -384,6 +384,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
             angles,
             bottlenecks=behind,
             mixtures=[mixture(shape)] if program.mixtures else [],
+            vectors=[norm for _ in program.vectors],
         ),
         needs,
     )
@@ -456,6 +457,13 @@ def ia3(shape: BlockShape) -> BlockShape:
     attention, mlp = shape.sublayers
     own = replace(attention, scaled=frozenset(("k", "v"))), replace(mlp, entries=frozenset(("down",)))
     return replace(shape, ranks=Ranks(), described=own)
+
+
+def sized(shape: BlockShape, learns: bool = False) -> BlockShape:
+    """The block with a vector, which trains or does not, that scales what each sub-layer gives."""
+    return replace(
+        shape, described=tuple(replace(one, vector="by", learns=learns) for one in shape.sublayers)
+    )
 
 
 def normed(shape: BlockShape) -> BlockShape:
@@ -592,6 +600,9 @@ class Halved:
         replace(SHARED, ranks=Ranks(), trained=True, experts=replace(SHARED.routed, up=0, down=0)),
         adapted(replace(ROUTED, experts=replace(ROUTED.routed, up=0, down=0))),
         replace(ROUTED, experts=replace(ROUTED.routed, made=1)),
+        *(sized(one) for one in (LLAMA, cut(LLAMA), scaled(LLAMA), adapted(LLAMA))),
+        *(sized(replace(one, ranks=Ranks(), trained=True), learns=True) for one in (LLAMA, BERT, GEMMA)),
+        sized(by_sequence(LLAMA), learns=True),
     ],
     ids=[
         "lora",
@@ -619,6 +630,9 @@ class Halved:
         *("gather", "ulysses", "ring", "bert, gather", "norms of heads, ulysses"),
         *("experts", "shared expert", "experts as they are", "experts, full", "experts, adapter"),
         "experts in eight bits",
+        *("layer scale", "layer scale, cut", "layer scale, dora", "layer scale, adapter"),
+        *("layer scale, full", "bert, layer scale, full", "gemma, layer scale, full"),
+        "layer scale that trains, by sequence",
     ],
 )
 @pytest.mark.parametrize("keep", KEEPS)

@@ -1,0 +1,78 @@
+"""Models of the zoo that train with fused blocks and with their own, and the comparison of both."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petune.kernels.configs import Rung
+from petune.kernels.fuse import fuse, fused_blocks
+from petune.methods import wrap
+from petune.models import attention, family_of
+from petune.models.stack import own_stacks
+from petune.rng.context import running
+from petune.rng.dropout import drawing, step_key
+from tests.kernels.fused_pairs import stand_on
+from tests.methods.zoo import MOE, assert_same_gradients, gradients, stir, tiny
+
+LEVELS: tuple[Any, ...] = ("all", "input", "projections", "attention")
+
+
+def tuned(
+    name: str, method: str, settings: dict[str, Any], dtype: Any = torch.float64, **config: Any
+) -> nn.Module:
+    """A model in training that draws dropout by index, nothing in it at identity."""
+    model = wrap(tiny(name, **config).to(dtype), method, **settings)
+    if name in MOE:
+        model.set_experts_implementation("eager")  # transformers' loop over experts, in any dtype
+    attention.use(model)
+    stir(model, std=0.1)
+    return model.train()
+
+
+def fused(model: nn.Module, keep: Any = "all") -> Any:
+    """A copy with fused blocks that keep this."""
+    made = copy.deepcopy(model)
+    done = fuse(made, family_of(made), "reference")
+    assert done.blocks and not done.reasons, done.reasons
+    stand_on(made, Rung(keep))
+    return made
+
+
+def wide(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Pictures and sounds in float64."""
+    floats = [key for key, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    return inputs | {key: inputs[key].double() for key in floats}
+
+
+def steps(model: nn.Module, inputs: dict[str, Tensor], number: int = 3) -> list[tuple[Tensor, Any]]:
+    """The loss and the gradients of steps of AdamW whose dropout is drawn by index."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 1e-3, eps=1e-2)
+    found = []
+    for step in range(number):
+        rows = torch.arange(len(next(iter(inputs.values()))))
+        with drawing(replace(running(), key=step_key(3, step), rows=rows)):
+            found.append(gradients(model, inputs))
+        optimizer.step()
+    return found
+
+
+def assert_trains_alike(
+    made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], number: int = 3
+) -> None:
+    """Equal losses, gradients and weights in some steps, and no block of `made` that ran unfused."""
+    own_stacks(plain, family_of(plain))  # which say where dropout is drawn
+    for (loss, found), (expected, wanted) in zip(
+        steps(made, inputs, number), steps(plain, inputs, number), strict=True
+    ):
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert_same_gradients(found, wanted, 2e-6)
+    values = dict(plain.named_parameters())
+    for name, value in made.named_parameters():
+        assert torch.allclose(value, values[name], rtol=0, atol=1e-6), name
+    assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
