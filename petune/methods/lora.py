@@ -177,12 +177,18 @@ class LoraLinear(LoraLayer, nn.Linear):
 
     def low_rank(self) -> LowRank:
         """Weight, bias and both factors."""
-        if self.passes_by():
-            return LowRank(parameter(self, "weight"), parameter(self, "bias"))
-        base = parameter(self, "weight"), parameter(self, "bias")
-        if not self.active:
-            return LowRank(*base, parameter(self, "start_A"), parameter(self, "start_B"), self.scale)
-        return LowRank(*base, parameter(self, "lora_A"), parameter(self, "lora_B"), self.scale, self.dropout)
+        return _low_rank(self)
+
+
+def _low_rank(layer: LoraLayer, transposed: bool = False) -> LowRank:
+    base = parameter(layer, "weight"), parameter(layer, "bias")
+    if layer.passes_by():
+        return LowRank(*base, transposed=transposed)
+    if not layer.active:
+        start = parameter(layer, "start_A"), parameter(layer, "start_B")
+        return LowRank(*base, *start, layer.scale, transposed=transposed)
+    factors = parameter(layer, "lora_A"), parameter(layer, "lora_B")
+    return LowRank(*base, *factors, layer.scale, layer.dropout, transposed=transposed)
 
 
 class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says Parameter where torch says Tensor
@@ -198,6 +204,10 @@ class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says 
         """The base map plus the update."""
         y: Tensor = Conv1D.forward(self, x)
         return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
+
+    def low_rank(self) -> LowRank:
+        """Weight as it is stored, bias and both factors."""
+        return _low_rank(self, transposed=True)
 
     __repr__ = nn.Module.__repr__  # Conv1D's own repr would hide the rank
 
@@ -316,11 +326,8 @@ def _inside(name: str, state: Mapping[str, Tensor] | None) -> dict[str, Tensor] 
     """The tensors directly inside a module, by their names there."""
     if state is None:
         return None
-    return {
-        own: value
-        for path, _, own, value in ((*key.rpartition("."), value) for key, value in state.items())
-        if path == name
-    }
+    inside = ((*key.rpartition("."), value) for key, value in state.items())
+    return {own: value for path, _, own, value in inside if path == name}
 
 
 def apply(

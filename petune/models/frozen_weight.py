@@ -330,9 +330,10 @@ def form_in(weight: Tensor) -> Form | None:
     return own.form if isinstance(own, QuantisedWeight) else None
 
 
-def bytes_a_number(form: Form | None) -> float:
-    """Of what is made dense for a product, 0 where nothing is."""
-    if form is None or isinstance(form, Fp8):
+def bytes_a_number(form: Form | None, transposed: bool = False) -> float:
+    """Of what is made dense for a product, 0 where nothing is: of eight-bit floats those of a transposed
+    weight."""
+    if form is None or (isinstance(form, Fp8) and not transposed):
         return 0.0
     return form.row_nbytes / form.shape[1:].numel()
 

@@ -42,7 +42,7 @@ def narrow(config: Config, reduction: int) -> Config:
 FAMILY = replace(
     llama.FAMILY,
     name="gpt2",
-    stacks={"decoder": StackRule("h", BLOCK, tail="ln_f", unfused=TRANSPOSED, uncut=TRANSPOSED)},
+    stacks={"decoder": StackRule("h", BLOCK, tail="ln_f", uncut=TRANSPOSED)},
     heads=("score", "classifier"),
     shape=shape,
     narrow=narrow,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from petune.models.spec import CutKind, Split
 
@@ -29,10 +30,11 @@ class LowRank(NamedTuple):
     compute it.
 
     weight [n, k], bias [n] or None; A [r, k] and B [n, r], both None without an update; scale and dropout are
-    of the update. turned: b is B^T [r, n]. scaling: what `by`, a vector of n or k numbers of any shape,
-    multiplies, None for nothing; by is None while the tuning is passed by. parts: of a linear that is
-    several, one behind the other, with no factors beside theirs; each has the weight and bias of all. rows:
-    of a part, how many of theirs are its own; leads: whether it is the first, which answers for them.
+    of the update. turned: b is B^T [r, n]; transposed: weight is W^T [k, n]. scaling: what `by`, a vector of
+    n or k numbers of any shape, multiplies, None for nothing; by is None while the tuning is passed by.
+    parts: of a linear that is several, one behind the other, with no factors beside theirs; each has the
+    weight and bias of all. rows: of a part, how many of theirs are its own; leads: whether it is the first,
+    which answers for them.
     """
 
     weight: Tensor
@@ -44,9 +46,20 @@ class LowRank(NamedTuple):
     by: Tensor | None = None
     scaling: Scaling | None = None
     turned: bool = False
+    transposed: bool = False
     parts: tuple[LowRank, ...] = ()
     rows: int | None = None
     leads: bool = True
+
+    @property
+    def inputs(self) -> int:
+        """How many it has, k."""
+        return self.weight.shape[0 if self.transposed else 1]
+
+    @property
+    def upright(self) -> Tensor:
+        """W [n, k], a view; of a quantised one that is transposed a copy of its values."""
+        return self.weight.T if self.transposed else self.weight
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -72,7 +85,7 @@ class LowRank(NamedTuple):
     @property
     def outputs(self) -> int:
         """How many it has, n."""
-        return len(self.weight) if self.rows is None else self.rows
+        return self.weight.shape[1 if self.transposed else 0] if self.rows is None else self.rows
 
     @property
     def scales_outputs(self) -> bool:
@@ -354,9 +367,9 @@ class TunedLinear(TunedLayer):
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:
     """`layer` as a linear with LoRA's update, or with one of each part, or None where it is more than that (a
-    bottleneck, a scale) or its forward is not exactly known."""
+    bottleneck, a scale), its weight is transposed or its forward is not exactly known."""
     part = linear_of(layer)
-    other = part is None or part.scaling is not None or part.turned
+    other = part is None or part.scaling is not None or part.turned or part.transposed
     return None if other or bottleneck_of(layer) is not None else part
 
 
@@ -368,12 +381,14 @@ def bottleneck_of(layer: nn.Module) -> BottleneckPart | None:
 
 
 def linear_of(layer: nn.Module) -> LowRank | None:
-    """The linear map of `layer`, or None where its forward is not exactly known: only torch's own linear and
-    what says it."""
+    """The linear map of `layer`, or None where its forward is not exactly known: only torch's own linear,
+    transformers' Conv1D and what says it."""
     if "forward" in vars(layer):  # somebody has put another in its place
         return None
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
+    if type(layer) is Conv1D:
+        return LowRank(layer.weight, layer.bias, transposed=True)
     return layer.low_rank() if isinstance(layer, TunedLinear) else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from petune.models.spec import Attention, Mlp, RoutedMlp
+from petune.models.spec import Attention, LinearAttention, Mlp, RoutedMlp
 
 Core = Attention | Mlp | RoutedMlp
 Drawn = Literal["group", "drop", "bottleneck", "core"]  # what has a dropout of its own
@@ -32,6 +32,11 @@ def has_sinks(core: Core) -> bool:
 def called(core: Core) -> int:
     """Tensors of a core that the block calls as it is, 0 for any other."""
     return core.called if isinstance(core, Attention) else 0
+
+
+def is_called(core: Core) -> bool:
+    """Whether no steps compute it, so that a block calls it as it is."""
+    return isinstance(core, LinearAttention) or (isinstance(core, Attention) and core.gated)
 
 
 def name_of(core: Core) -> str:

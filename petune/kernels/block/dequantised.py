@@ -68,3 +68,19 @@ class PackedForms:
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See PackedWeight."""
         return self._dense(dy, b.shape[1]).dlinear_with(dy, b)
+
+
+class TurnedForm(PackedForms):
+    """The form of a weight that is stored [k, n], as transformers' Conv1D has it, in eight-bit floats too: as
+    there, its values are multiplied. There is no room for factors."""
+
+    def _dense(self, like: Tensor, rank: int = 0) -> Dense:
+        """Turned, a view of what is made."""
+        (form,) = self.forms
+        made = like.new_empty(form.shape)
+        self.ops.dense_into(form, made)
+        return Dense(made.T, self.bias)
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """See PackedWeight."""
+        return None

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from petune.kernels.block.dense import Dense, whole_lines
-from petune.kernels.block.dequantised import PackedForms
+from petune.kernels.block.dequantised import PackedForms, TurnedForm
 from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Low
@@ -101,9 +102,13 @@ class Apart:
         return self.dlinear(dy), dy @ b
 
 
-def packed(weight: Tensor, bias: Tensor | None, ops: Ops) -> PackedWeight:
+def packed(part: LowRank, ops: Ops) -> PackedWeight:
     """The frozen weight of one linear, dense or quantised."""
-    return _packed([weight.form], bias, ops) if isinstance(weight, QuantisedWeight) else Dense(weight, bias)
+    if not isinstance(part.weight, QuantisedWeight):
+        return Dense(part.upright, part.bias)
+    if part.transposed:
+        return TurnedForm([part.weight.form], part.bias, ops)
+    return _packed([part.weight.form], part.bias, ops)
 
 
 def _packed(forms: Sequence[Form], bias: Tensor | None, ops: Ops, room: int = 0) -> PackedWeight:
@@ -124,9 +129,12 @@ def at_hand(bank: Bank | None, parts: Sequence[LowRank], ops: Ops) -> PackedWeig
     if not forms:
         return None
     biases = [part.bias for part in parts if part.bias is not None]
-    if len(forms) == len(parts) and len(set(map(type, forms))) == 1 and len(biases) in (0, len(parts)):
+    if len(parts) == 1:
+        return packed(parts[0], ops)
+    alike = len(forms) == len(parts) and len(set(map(type, forms))) == 1
+    if alike and len(biases) in (0, len(parts)) and not any(part.transposed for part in parts):
         return _packed(forms, torch.cat(biases) if len(biases) > 1 else next(iter(biases), None), ops)
-    return Apart([packed(part.weight, part.bias, ops) for part in parts], list(map(len, weights)))
+    return Apart([packed(part, ops) for part in parts], [part.outputs for part in parts])
 
 
 class Bank:
@@ -179,7 +187,7 @@ class Bank:
 
 def bankable(layers: Sequence[nn.Module]) -> bool:
     """Whether the weights and biases of `layers` are plain tensors of one dtype, or quantised in one form,
-    none of which trains."""
+    none of which trains or is transposed."""
     weights = [cast("Tensor", layer.weight) for layer in layers]
     biases = [cast("Tensor | None", layer.bias) for layer in layers]
     plain = all(
@@ -190,7 +198,8 @@ def bankable(layers: Sequence[nn.Module]) -> bool:
         for weight in weights
     }
     alike = len(kinds) == 1 and len({bias is None for bias in biases}) == 1
-    return plain and alike and all(bias is None or not bias.requires_grad for bias in biases)
+    upright = not any(isinstance(layer, Conv1D) for layer in layers)
+    return upright and plain and alike and all(bias is None or not bias.requires_grad for bias in biases)
 
 
 def _lie_in(whole: Tensor, values: Sequence[Tensor]) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
+from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
 from petune.kernels.block import attention as attending
@@ -356,6 +357,8 @@ def known_part(layer: nn.Module) -> LowRank:
     than the part."""
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
+    if type(layer) is Conv1D:
+        return LowRank(layer.weight, layer.bias, transposed=True)
     part = layer.low_rank() if isinstance(layer, TunedLinear) else None
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)

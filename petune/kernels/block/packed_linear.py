@@ -58,7 +58,7 @@ class Group:
         self.widths = [part.outputs for part in parts]
         self.ranks = [0 if part.a is None else len(part.a) for part in parts]
         alone = all(not part.leads for part in self.parts[1:])  # one weight, of all parts
-        self.whole = base or (Dense(self.parts[0].weight, self.parts[0].bias) if alone else None)
+        self.whole = base or (Dense(self.parts[0].upright, self.parts[0].bias) if alone else None)
         self.tuned = any(self.ranks)
         self.drops = tuple(drops) if any(drop is not None for drop in drops) else ()
         self.rows: slice | None = None  # which of the call's rows a tile is, for dropout
@@ -76,8 +76,8 @@ class Group:
 
     def _stacked(self, dtype: torch.dtype) -> Tensor:
         """[sum of ranks, k]: the factors A, each times its scale."""
-        weight = self.parts[0].weight
-        out = torch.empty(sum(self.ranks), weight.shape[1], dtype=dtype, device=weight.device)
+        first = self.parts[0]
+        out = torch.empty(sum(self.ranks), first.inputs, dtype=dtype, device=first.weight.device)
         for part, ranks in zip(self.parts, spans(self.ranks), strict=True):
             if part.a is not None:
                 torch.mul(part.a, part.scale, out=out[ranks])  # scaled and rounded in one pass
@@ -130,7 +130,7 @@ class Group:
     def inlet(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where a kernel writes the input that it makes of x [m, ...]: (a matrix [m, k], what `__call__`
         takes beside it)."""
-        k = self.parts[0].weight.shape[1]
+        k = self.parts[0].inputs
         whole = (
             self.whole.inlet(len(x), sum(self.ranks))
             if self.whole is not None and self.tuned and not self.defers and not self.scales
@@ -165,7 +165,7 @@ class Group:
             return self.whole.linear(x)
         y = x.new_empty(len(x), sum(self.widths))
         for part, out in zip(self.parts, y.split(self.widths, 1), strict=True):
-            _linear_into(out, x, part.weight, part.bias)
+            _linear_into(out, x, part.upright, part.bias)
         return y
 
     def __call__(self, x: Tensor, inlet: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -188,16 +188,16 @@ class Group:
         y = x.new_empty(len(x), sum(self.widths))
         for part, rows, ranks in zip(self.parts, spans(self.widths), spans(self.ranks), strict=True):
             if part.b is None:
-                _linear_into(y[:, rows], x, part.weight, part.bias)
+                _linear_into(y[:, rows], x, part.upright, part.bias)
             else:
                 low = s[:, ranks], self.b[rows, ranks]
-                self.ops.linear_low(x, part.weight, part.bias, low, out=y[:, rows])
+                self.ops.linear_low(x, part.upright, part.bias, low, out=y[:, rows])
         return y
 
     def _scaled(self, x: Tensor, s: Tensor | None, columns: Tensor, own: Tensor | None) -> Tensor:
         """columns * (x W^T + bias - own + s b^T) + own."""
         wholes = (
-            (self.whole,) if self.whole is not None else (Dense(one.weight, one.bias) for one in self.parts)
+            (self.whole,) if self.whole is not None else (Dense(one.upright, one.bias) for one in self.parts)
         )
         y, *rest = (one.linear32(x) for one in wholes)
         y, shift = torch.cat([y, *rest], 1) if rest else y, None if own is None else (1 - columns) * own
@@ -284,9 +284,9 @@ class Group:
         if self.whole is not None:
             return self.whole.dlinear(dy)
         pieces = dy.split(self.widths, 1)
-        dx: Tensor = pieces[0] @ self.parts[0].weight
+        dx: Tensor = pieces[0] @ self.parts[0].upright
         for piece, part in zip(pieces[1:], self.parts[1:], strict=True):
-            dx.addmm_(piece, part.weight)
+            dx.addmm_(piece, part.upright)
         return dx
 
     def dupdated(self, dx: Tensor, ds: Tensor | None) -> Tensor:
@@ -317,8 +317,11 @@ class Group:
         for at, (part, begins) in enumerate(zip(self.parts, spans(self.widths), strict=True)):
             own = self.first + TENSORS * at
             weight, bias = sink.needs[own : own + 2] if part.leads else (False, False)
-            rows = slice(begins.start, begins.start + len(part.weight))  # those of all parts that it leads
-            if weight:
+            wide = part.outputs if part.transposed else len(part.weight)  # those of all parts that it leads
+            rows = slice(begins.start, begins.start + wide)
+            if weight and part.transposed:
+                sink.add(own, matmul32(x.matrix().T, dy[:, rows]))
+            elif weight:
                 sink.add(own, matmul32(dy[:, rows].T, x.matrix()))
             if bias and part.scaling != "lengths":
                 sink.add(own + 1, _column_sums(dy[:, rows]))

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 from transformers.activations import ACT2FN
 
-from petune.kernels.block.cores import called
+from petune.kernels.block.cores import called, is_called
 from petune.kernels.block.sublayers import bottleneck_in, norms_of, scaled_roles
 from petune.kernels.norm_probe import clamps, computes, eps_of
 from petune.models.acts import ACTS
@@ -23,6 +23,7 @@ from petune.models.spec import (
     Mlp,
     Norm,
     RoutedMlp,
+    StackRule,
     SubLayer,
 )
 from petune.models.tuned_linear import (
@@ -66,6 +67,17 @@ def refusal(block: nn.Module, sublayers: Sequence[SubLayer], config: Any, activa
         or _other_norm(norms)
         or _other_attention(block, sublayers)
     )
+
+
+def unread(block: nn.Module, rule: StackRule) -> str | None:
+    """Why a block cannot be read by its table, which is written for other names of its attention's, or
+    None."""
+    for core in (one.core for one in rule.sublayers_in(block)):
+        if isinstance(core, Attention) and core.scale is None and not is_called(core):
+            module = block.get_submodule(core.at)
+            if not hasattr(module, "scaling"):
+                return f"{core.at} is a {type(module).__name__}, which does not say the scale of its scores"
+    return None
 
 
 def _other_layer(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | None:

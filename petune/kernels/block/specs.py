@@ -15,7 +15,7 @@ from petune.kernels.block.called import CalledCore
 from petune.kernels.block.cores import called
 from petune.kernels.block.mixture import Mixture
 from petune.kernels.block.program import Sizes, compiled
-from petune.kernels.block.refusals import refusal
+from petune.kernels.block.refusals import refusal, unread
 from petune.kernels.block.sublayers import norms_of, read_sublayers, where
 from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import eps_of
@@ -32,6 +32,7 @@ from petune.models.spec import (
     child_of,
 )
 from petune.models.stack import Stack
+from petune.models.tuned_linear import LowRank, linear_of
 
 # attributes of a config
 _ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn")
@@ -41,6 +42,8 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     """The block as a fused one computes it, or why it cannot be."""
     if stack.rule.unfused is not None:
         return stack.rule.unfused
+    if (reason := unread(block, stack.rule)) is not None:
+        return reason
     sublayers = read_sublayers(block, stack.rule)
     name = _activation(sublayers, config)
     if (reason := refusal(block, sublayers, config, name)) is not None:
@@ -105,7 +108,7 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
         return shape.heads, shape.kv_heads, shape.head_dim
     sites = core.region.sites
     paths = [sites["qkv"] if "qkv" in sites else sites[role] for role in ("q", "k")]
-    queries, keys = (len(cast("Any", block.get_submodule(path)).weight) for path in paths)
+    queries, keys = (cast("LowRank", linear_of(block.get_submodule(path))).outputs for path in paths)
     if paths[0] == paths[1]:  # of one linear
         group = shape.heads // shape.kv_heads
         keys = queries // sum(rows_of_heads(group, 1, shape.head_dim).values())

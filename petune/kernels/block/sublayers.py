@@ -7,12 +7,12 @@ from typing import Any, cast
 
 from torch import nn
 
+from petune.kernels.block.cores import is_called
 from petune.models.boundary import boundary_of
 from petune.models.experts import spread_of
 from petune.models.joined import MEMBERS
 from petune.models.spec import (
     Attention,
-    LinearAttention,
     LinearGroup,
     Mlp,
     Norm,
@@ -40,7 +40,7 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     none, the scale, the bottleneck that a method has put behind it."""
     sublayer = replace(sublayer, core=_chosen(block, sublayer.core))
     core = sublayer.core
-    if isinstance(core, Attention) and (core.gated or isinstance(core, LinearAttention)):
+    if isinstance(core, Attention) and is_called(core):
         count = sum(1 for _ in block.get_submodule(core.at).parameters())
         # what a method puts there is its own affair
         return replace(sublayer, core=replace(core, called=count))

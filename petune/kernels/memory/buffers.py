@@ -225,7 +225,8 @@ def standing_bytes(shape: BlockShape) -> int:
     scaled = {place.kind for place in of_shape(shape).groups if place.scaled}
     up = ranks.gu * shape.gu if shape.gated or not shape.defers else 0
     rooms = {"in": ranks.qkv * shape.qkv, "up": up, "down": ranks.down * shape.width}
-    room = 0 if shape.fp8 or shape.made else sum(rooms[kind] for kind in rooms.keys() - scaled)
+    none = shape.fp8 or shape.made or shape.roomless
+    room = 0 if none else sum(rooms[kind] for kind in rooms.keys() - scaled)
     return (_stacked(shape) + room) * shape.itemsize
 
 

@@ -352,18 +352,19 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     parts = dict(zip(roles, chain(*linears), strict=True))
     out, down, experts = parts.get("o"), parts.get("down"), _experts(spec)
     leave = down if out is None else out
-    # shards are in no bank
+    # shards are in no bank, nor is what is transposed
     sharded = [] if any(spec.banks) else [form_in(part.weight) for part in parts.values()]
     trained = out if down is None else down
+    unbanked = [bytes_a_number(form, leave is not None and leave.transposed) for form in sharded]
     assert leave is not None and trained is not None, "a block has linears of its own"
     itemsize, heads = (dtype or spec.dtype).itemsize, (0, 0) if spec.called else (sizes.heads, sizes.kv_heads)
     ranks = {FIRST.get(role, role): 0 if part.a is None else len(part.a) for role, part in parts.items()}
     return BlockShape(
-        width=len(leave.weight),
+        width=leave.outputs,
         heads=heads[0],
         kv_heads=heads[1],
         head_dim=sizes.head_dim,
-        columns=0 if down is None else down.weight.shape[1],
+        columns=0 if down is None else down.inputs,
         gated=program.gated,
         ranks=Ranks(**ranks),
         trained=trained.weight.requires_grad,
@@ -372,12 +373,11 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         described=program.sublayers,
         causal=all(one.causal for one in program.attends[:1]),
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks)
-        or any(isinstance(form, Fp8) for form in sharded),
-        made=max(
-            *(0 if bank is None else bank.base.made for bank in spec.banks), *map(bytes_a_number, sharded), 0
-        ),
+        or any(isinstance(form, Fp8) for form in sharded if not leave.transposed),
+        made=max(0, *(0 if bank is None else bank.base.made for bank in spec.banks), *unbanked),
         drops=any(part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
+        roomless=leave.transposed,
         share=next((one.share for one in spec.boundaries.values()), 1.0),
         experts=experts,
         called=core_shape(spec.called[0], itemsize) if spec.called else None,

@@ -117,7 +117,8 @@ class BlockShape:
     0 where they are dense. drops: the inputs of its updates drop out; dropouts: so do its own values.
     share: the part of all tokens that a rank has between sub-layers that are cut and connected by sequence.
     described: its sub-layers, where they are others than these. experts: of its mixture, None without one;
-    gated and columns are then the shared expert's. called: its core that is called as it is, None where steps
+    gated and columns are then the shared expert's. roomless: behind its weights, which are transposed, is no
+    room for factors. called: its core that is called as it is, None where steps
     compute all; heads are 0 then."""
 
     width: int
@@ -138,6 +139,7 @@ class BlockShape:
     share: float = 1.0
     described: tuple[SubLayer, ...] | None = None
     experts: Experts | None = None
+    roomless: bool = False
     called: CoreShape | None = None
 
     @property
@@ -188,7 +190,11 @@ class BlockShape:
         """Columns behind a group's input for its low-rank one, so that one product sums both."""
         return (
             0
-            if self.fp8 or place.scaled or place.kind == "out" or (place.kind == "up" and self.defers)
+            if self.fp8
+            or self.roomless
+            or place.scaled
+            or place.kind == "out"
+            or (place.kind == "up" and self.defers)
             else self.linears(place)[2]
         )
 

@@ -347,7 +347,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
         own = together(own) if len(place.paths) < len(own) else own
         k, rank = own[0].weight.shape[1], sum(0 if one.a is None else len(one.a) for one in own)
         whole = torch.empty(sum(one.outputs for one in own), k + rank, **frozen)  # type: ignore[arg-type]
-        room = rank > 0 and place.kind != "out" and not place.scaled
+        room = rank > 0 and place.kind != "out" and not (place.scaled or shape.roomless)
         base = Dense(whole[:, :k], None, whole if room else None)
         groups.append(Group(own, torch.bfloat16, place.first, ops, base, gates=place.kind == "up"))
     norm = torch.empty(shape.width, **frozen)  # type: ignore[arg-type]
@@ -603,6 +603,7 @@ class Halved:
         *(sized(one) for one in (LLAMA, cut(LLAMA), scaled(LLAMA), adapted(LLAMA))),
         *(sized(replace(one, ranks=Ranks(), trained=True), learns=True) for one in (LLAMA, BERT, GEMMA)),
         sized(by_sequence(LLAMA), learns=True),
+        *(replace(one, roomless=True) for one in (LLAMA, BERT)),
     ],
     ids=[
         "lora",
@@ -633,6 +634,7 @@ class Halved:
         *("layer scale", "layer scale, cut", "layer scale, dora", "layer scale, adapter"),
         *("layer scale, full", "bert, layer scale, full", "gemma, layer scale, full"),
         "layer scale that trains, by sequence",
+        *("without room", "bert, without room"),
     ],
 )
 @pytest.mark.parametrize("keep", KEEPS)
