@@ -215,7 +215,8 @@ def policy_for(
     # of all stacks, with blocks as those of the last one, which are no smaller
     longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
     itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
-    shape, tokens = replace(shape_of(typical(alike)), itemsize=itemsize), rounded(rows * longest)
+    shape = replace(shape_of(typical(alike), longest=longest), itemsize=itemsize)
+    tokens = rounded(rows * longest)
     fixed = resident_bytes(fused[0]) if streams(recipe) else stands
     assert drawn.family is not None
     sizes, stacks = drawn.family.shape(drawn.config), len(drawn.work.tokens)
@@ -252,7 +253,8 @@ def block_shapes(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]) -
     specs = _specs(fused)
     if len(specs) < sum(len(stack.blocks) for stack in stacks):
         return []
-    return [replace(shape_of(spec), itemsize=drawn.work.itemsize) for spec in specs]
+    longest = max(drawn.work.tokens.values())
+    return [replace(shape_of(spec, longest=longest), itemsize=drawn.work.itemsize) for spec in specs]
 
 
 def unable(drawn: Sketch) -> str | None:

@@ -85,6 +85,11 @@ ATTENTION = Attention(
         makers=("rel_embeddings", "LayerNorm"),
         half="pos_ebd_size",
         own={"": Disentangled, "dropout": ProbabilityDropout, "pos_dropout": TableDropout},
+        asked="relative_attention",
+        twice="share_att_key",
+        handed=("attention_mask", "relative_pos"),
+        queries="query_states",
+        drops=("dropout", "pos_dropout"),
     ),
     drop=f"{AT}.dropout",
     head_counts=("num_attention_heads",),
@@ -114,7 +119,6 @@ RULE = StackRule(
     "encoder.layer",
     BLOCK,
     besides=1,  # attention probabilities, which are None where nobody asks for them
-    unfused="its scores have terms of relative positions",
     between="conv_kernel_size",
 )
 FAMILY = replace(

@@ -55,7 +55,7 @@ class Attention:
     its probabilities, a module or a number that is an attribute of one. head_counts, kv_counts: see Region.
     gated: q makes for each head a query and, behind it, a gate, whose sigmoid scales the head's result.
     lacks: roles that a block may be without. called: parameters of `at`, where a fused block calls that as it
-    is, 0 where steps compute it; no table says it.
+    is, 0 where steps compute it; tabled: such a call reads the table of `positions`; no table says them.
     """
 
     at: str
@@ -79,6 +79,7 @@ class Attention:
     gated: bool = False
     lacks: tuple[Role, ...] = ()
     called: int = 0
+    tabled: bool = False
 
     def given(self, inner: int) -> int:
         """Features of a token that a backward pass reads of what all heads give, `inner`: gated, of its gates

@@ -30,7 +30,7 @@ def tuned(
     model = wrap(tiny(name, **config).to(dtype), method, **settings)
     if name in MOE:
         model.set_experts_implementation("eager")  # transformers' loop over experts, in any dtype
-    attention.use(model)
+    attention.use(model, family_of(model))
     stir(model, std=0.1)
     return model.train()
 

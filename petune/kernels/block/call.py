@@ -79,7 +79,7 @@ class Spec:
     # hooks there had been in this process, and the module that had one
     hooked: tuple[int, str | None] = (-1, None)
     arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
-    carry: tuple[str, ...] = ("hidden_states",)  # what the block's forward returns, by name
+    carry: tuple[str, ...] = ("hidden_states",)  # what the block's forward returns, by name, "" for None
     # an attention, and in it the table of relative positions, which block 0 has
     distances: tuple[nn.Module, str] | None = None
     clamps: bool = False  # the block's own forward clamps what overflows in float16
@@ -138,6 +138,8 @@ class Spec:
     @property
     def padded(self) -> str | None:
         """Why it computes on padding too, where there is any, or None."""
+        if self.called and self.called[0].table.positions is not None:
+            return "its attention scores positions of whole rows"
         if self.called:
             return "its mixers carry a state through whole rows"
         for step, exchange in zip(self.program.attends, self.exchanges, strict=False):
@@ -188,12 +190,6 @@ class Spec:
             and torch.get_autocast_dtype(kind) is torch.bfloat16
         )
         return torch.bfloat16 if rounds and self.casts else self.dtype
-
-    @property
-    def begun(self) -> bool:
-        """Whether a vector trains that did not when the program was made, which keeps nothing for that."""
-        held = [one.learns for one in self.program.sublayers if one.vector is not None]
-        return any(getattr(*at).requires_grad > own for at, own in zip(self.vectors, held, strict=True))
 
     @property
     def probabilities(self) -> list[float]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from petune.models.spec import Attention, LinearAttention
+from petune.models.spec import Attention, LinearAttention, Positions, Role
 from petune.models.tuned_linear import bottleneck_of, linear_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
@@ -55,12 +55,30 @@ class CalledCore:
         of the probabilities of attention."""
         layers = [layer for layer in self.module.modules() if isinstance(layer, nn.Linear)]
         parts = [part for layer in layers for part in (linear_of(layer), bottleneck_of(layer))]
+        if self.table.positions is not None:
+            return self._scoring(self.table.positions)
         scores = None if self.table.drop is None else self.table.drop.rpartition(".")[2]
         own = float(getattr(self.module, scores, 0.0)) if scores else 0.0
         return sum(part is not None and part.dropout > 0 for part in parts) + (own > 0)
 
+    def _scoring(self, positions: Positions) -> int:
+        """How often in attention that scores positions: of a table that goes through linears of tokens, in
+        these twice."""
+        twice = self.table.tabled and bool(getattr(self.module, positions.twice))
+        roles: list[Role] = [*self.table.region.sites, *(("q", "k") if twice else ())]
+        sites, at = self.table.region.sites, f"{self.table.at}."
+        names = [sites[role].removeprefix(at) for role in roles if role != "o"]
+        parts = [linear_of(self.module.get_submodule(name)) for name in names]
+        drops = [getattr(self.module, name, None) for name in positions.drops]
+        return sum(part is not None and part.dropout > 0 for part in parts) + sum(
+            isinstance(drop, nn.Dropout) and drop.p > 0 for drop in drops
+        )
+
     def arguments(self, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-        """What a block hands it of its own arguments `given`. known: those that the block has names for."""
+        """What a block hands it of its own arguments `given`, but for a table. known: those that the block
+        has names for."""
+        if self.table.positions is not None:
+            return {name: given.get(name) for name in self.table.positions.handed}
         placed = () if isinstance(self.table, LinearAttention) else _PLACED
         others = {name: value for name, value in given.items() if name not in known}
         return {name: given.get(name) for name in (*_READ, *placed)} | others
@@ -79,15 +97,17 @@ class CoreCall:
     autocast: tuple[bool, torch.dtype]
     states: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What it makes of hidden states [m, width], with these tensors in the place of its own; the same
-        again at every call."""
+    def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, table: Tensor | None = None) -> Tensor:
+        """What it makes of hidden states [m, width], and of a table [positions, width], with these tensors in
+        the place of its own; the same again at every call."""
         enabled, dtype = self.autocast
         # a cache would hold weights that were rounded without a graph
         rounding = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
         with self._drawn_alike(x.device), drawing(self.here), rounding:
             hidden = x.reshape(self.batch, -1, x.shape[-1])
             given = {"hidden_states": hidden, **self.arguments}
+            if self.core.table.positions is not None:
+                given[self.core.table.positions.argument] = table
             found = functional_call(self.core.module, dict(tensors), (), given)
         y: Tensor = found[0] if isinstance(found, tuple) else found
         return y.reshape(len(x), -1)
@@ -111,7 +131,7 @@ class CoreCall:
             yield
 
 
-# What a graph is held by: what came out of it, the leaf that went in, and those of what trains
+# What a graph is held by: what came out of it, the leaves that went in, and those of what trains
 Traced = tuple[Tensor, ...]
 
 
@@ -127,32 +147,34 @@ class BoundCore:
         """Which of its tensors train."""
         return [at for at, value in enumerate(self.tensors) if value.requires_grad]
 
-    def plain(self, x: Tensor) -> Tensor:
-        """What it makes of hidden states [m, width], without a graph."""
-        return self.call(x, {}).to(x.dtype)
+    def plain(self, x: Tensor, *table: Tensor) -> Tensor:
+        """What it makes of hidden states [m, width], and of a table, without a graph."""
+        return self.call({}, x, *table).to(x.dtype)
 
-    def traced(self, x: Tensor) -> Traced:
+    def traced(self, *inputs: Tensor) -> Traced:
         """The same with a graph, whose first tensor it is."""
         with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
+            leaves = [one.detach().requires_grad_() for one in inputs]
             own = [self.tensors[at].detach().requires_grad_() for at in self.trained]
             names = [self.call.core.names[at] for at in self.trained]
-            return self.call(leaf, dict(zip(names, own, strict=True))), leaf, *own
+            return self.call(dict(zip(names, own, strict=True)), *leaves), *leaves, *own
 
     def gradients(
-        self, graph: Traced, dy: Tensor, asked: bool, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """(the gradient of the hidden states, where it is `asked` for; those of its tensors that train and
-        whose are needed, by their place), for that of what came out. The graph stays."""
-        y, leaf, *own = graph
+        self, graph: Traced, dy: Tensor, asked: Sequence[bool], needs: Sequence[bool]
+    ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+        """(the gradients of the inputs, where they are `asked` for; those of its tensors that train and whose
+        are needed, by their place), for that of what came out. The graph stays."""
+        y, *given = graph
+        inputs, own = given[: len(asked)], given[len(asked) :]
         places = [at for at in self.trained if needs[at]]
         leaves = [own[self.trained.index(at)] for at in places]
-        wanted = [*([leaf] if asked else []), *leaves]
+        wanted = [*(one for one, ask in zip(inputs, asked, strict=True) if ask), *leaves]
         if not wanted:
-            return None, {}
-        found = list(torch.autograd.grad(y, wanted, dy.to(y.dtype), retain_graph=True, allow_unused=True))
-        dx = found.pop(0) if asked else None
-        if asked and dx is None:
-            dx = torch.zeros_like(leaf)
+            return [None] * len(inputs), {}
+        found = iter(torch.autograd.grad(y, wanted, dy.to(y.dtype), retain_graph=True, allow_unused=True))
+        grads: list[Tensor | None] = []
+        for one, ask in zip(inputs, asked, strict=True):
+            grad = next(found) if ask else None
+            grads.append(torch.zeros_like(one) if ask and grad is None else grad)
         learned = {at: grad for at, grad in zip(places, found, strict=True) if grad is not None}
-        return None if dx is None else dx.contiguous(), learned
+        return [None if grad is None else grad.contiguous() for grad in grads], learned

@@ -17,6 +17,7 @@ from petune.models.spec import Role
 class CallCore(Step):
     """y = core(x), and the graph by which the way back goes through it, where somebody will. at: which of the
     block's; first, count: of its tensors. keep: from which rung on y is kept, which what stands behind reads.
+    whole: y is what the core gives, else what the linear behind it reads; tabled: it reads a table besides.
     """
 
     x: str
@@ -26,12 +27,15 @@ class CallCore(Step):
     count: int
     roles: tuple[Role, ...]
     keep: Level | None = None
+    whole: bool = True
+    tabled: bool = False
     rows: ClassVar[bool] = False
     long: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.graph = f"{self.y}.graph"
-        self.takes, self.gives, self.reads = (self.x,), (self.y, self.graph), (self.graph,)
+        self.takes = (self.x, "table") if self.tabled else (self.x,)
+        self.gives, self.reads = (self.y, self.graph), (self.graph,)
         self.trained = tuple(range(self.first, self.first + self.count))
         kept: dict[str, Level] = {} if self.keep is None else {self.y: self.keep}
         self.keeps = {**kept, self.graph: "all"}
@@ -39,26 +43,33 @@ class CallCore(Step):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         core, x = run.called[self.at], v[self.x]
+        given = [v[name] for name in self.takes]
         if run.kept is not None and self.graph not in run.kept:
-            v[self.y], v[self.graph] = core.plain(x), None
+            v[self.y], v[self.graph] = core.plain(*given), None
             return
-        graph = core.traced(x)
+        graph = core.traced(*given)
         # y shares its memory with the end of the graph: who reads it writes elsewhere
         v[self.y], v[self.graph] = graph[0].detach().to(x.dtype), graph
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
         needs = [run.sink.needs[place] for place in self.trained]
-        dy, asked = run.grads.pop(self.y), self.x in run.wants
-        dx, found = run.called[self.at].gradients(v[self.graph], dy, asked, needs)
-        if dx is not None:
-            run.give_own(self.x, dx)
+        dy, asked = run.grads.pop(self.y), [name in run.wants for name in self.takes]
+        grads, found = run.called[self.at].gradients(v[self.graph], dy, asked, needs)
+        for name, grad in zip(self.takes, grads, strict=True):
+            if grad is not None:
+                run.give_own(name, grad)
         for at, grad in found.items():
             run.sink.add(self.first + at, grad)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.y: shape.width * shape.itemsize, self.graph: int(shape.called_core.kept)}
+        given = shape.width if self.whole else shape.queries
+        return {self.y: given * shape.itemsize, self.graph: int(shape.called_core.kept)}
+
+    def beside(self, shape: BlockShape) -> int:
+        """See Step. Scores that are not kept."""
+        return int(shape.called_core.beside)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""

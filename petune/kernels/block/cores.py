@@ -36,7 +36,14 @@ def called(core: Core) -> int:
 
 def is_called(core: Core) -> bool:
     """Whether no steps compute it, so that a block calls it as it is."""
-    return isinstance(core, LinearAttention) or (isinstance(core, Attention) and core.gated)
+    return isinstance(core, LinearAttention) or (
+        isinstance(core, Attention) and (core.gated or core.positions is not None)
+    )
+
+
+def calls_all(core: Core) -> bool:
+    """Whether the block calls the linear by which the core is left too, as a part of the rest."""
+    return called(core) > 0 and core.region.leave.startswith(f"{core.at}.")
 
 
 def name_of(core: Core) -> str:
@@ -51,6 +58,6 @@ def linears_of(core: Core) -> int:
     if isinstance(core, RoutedMlp):
         return 0 if core.shared is None else linears_of(core.shared)
     if called(core):
-        return 0
+        return 0 if calls_all(core) else 1
     groups = (core.up,) if isinstance(core, Mlp) else core.groups
     return 1 + sum(len(group.members) for group in groups)

@@ -87,7 +87,7 @@ class FusedBlock(nn.Module):
             )
         if (reason := self.spec.overflows(dtype)) is not None:
             return reason
-        if self.spec.begun:
+        if _begun(self.spec):
             return "a vector that scales its sub-layers trains, and did not when it was fused"
         hooked = self._hooked()
         return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
@@ -125,6 +125,11 @@ class FusedBlock(nn.Module):
             )
         if "bias" in inputs and (reason := self._declines_bias(given.get(BIAS))) is not None:
             return reason
+        if "table" in inputs and self._table(given) is None:
+            return "it is handed no table of positions"
+        others = (core.table.positions for core in self.spec.called)
+        if any(one is not None and given.get(one.queries) is not None for one in others):
+            return "its queries are made of others than its hidden states"
         if any(self.spec.exchanges) and not running().sizes:
             return "its sequence is not cut in this call"
         for states in (hidden, memory):
@@ -150,7 +155,7 @@ class FusedBlock(nn.Module):
         layout = Layout.of(hidden, memory, self.spec.by_sequence)
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
         call = self._call_of(parts, layout, hidden, given, bias)
-        inputs = self.inputs(hidden, memory, bias)
+        inputs = self.inputs(hidden, memory, bias, self._table(given))
         if torch.is_grad_enabled():
             return self.result(Node.apply(call, *inputs, *self.tensors(parts)), bias)  # type: ignore[no-untyped-call]
         call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
@@ -218,9 +223,16 @@ class FusedBlock(nn.Module):
             return given
         return made_by(*self.spec.distances, longest, self.spec.program.attends[0].causal)
 
-    def inputs(self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+    def _table(self, given: dict[str, Any]) -> Tensor | None:
+        """The table of positions that attention scores itself, None where none does."""
+        called = (core.table.positions for core in self.spec.called if core.table.tabled)
+        return next((given.get(one.argument) for one in called if one is not None), None)
+
+    def inputs(
+        self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None, table: Tensor | None = None
+    ) -> list[Tensor]:
         """What the program is given, in its order."""
-        named = {"x": hidden, "memory": memory, "bias": bias}
+        named = {"x": hidden, "memory": memory, "bias": bias, "table": table}
         return [cast("Tensor", named[name]) for name in self.spec.program.inputs]
 
     def result(self, out: Tensor, bias: Tensor | None) -> Any:
@@ -363,6 +375,12 @@ def known_part(layer: nn.Module) -> LowRank:
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
     return part
+
+
+def _begun(spec: Spec) -> bool:
+    """Whether a vector trains that did not when the program was made, which keeps nothing for that."""
+    held = [one.learns for one in spec.program.sublayers if one.vector is not None]
+    return any(getattr(*at).requires_grad > own for at, own in zip(spec.vectors, held, strict=True))
 
 
 def _behind(layer: nn.Module) -> BottleneckPart:

@@ -18,7 +18,7 @@ from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, 
 from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.called_step import CallCore
-from petune.kernels.block.cores import Drawing, called, has_sinks, linears_of, name_of
+from petune.kernels.block.cores import Drawing, called, calls_all, has_sinks, linears_of, name_of
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
@@ -157,7 +157,7 @@ class _Build:
         if out is not None:
             branch = self.norm(f"{name}.n", branch, out)
         rescales = self.rescales and out is None and sublayer.connection is None
-        held = rescales or called(core) > 0
+        held = rescales or calls_all(core)
         if sublayer.vector is not None:
             branch, held = self.sized(name, branch, sublayer.vector, sublayer.learns, held), False
         if sublayer.drop is not None:
@@ -200,15 +200,16 @@ class _Build:
         if isinstance(core, Mlp):
             return self.mlp(name, h, core, keep, behind)
         if core.called:
-            return self.call(name, h, core, keep)
+            return self.call(name, h, core, keep, behind)
         return self.attention(name, h, core, keep, behind)
 
     def cut(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """The same, summed over the ranks that share it; what is read on the way back is that sum."""
         connection, entered, left = cast("Connection", sublayer.connection), f"{name}.entered", f"{name}.left"
         self.within = number = self.sublayers.index(sublayer)
-        self.steps.append(Enter(h, entered, number, connection))
-        branch = self.core(name, entered, sublayer, None)
+        enters = not called(sublayer.core)  # what is called enters by itself
+        self.steps += [Enter(h, entered, number, connection)] if enters else []
+        branch = self.core(name, entered if enters else h, sublayer, None)
         self.within = None
         self.steps.append(Leave(branch, left, number, connection, keep, self.rescales))
         return left
@@ -281,30 +282,28 @@ class _Build:
 
     def made_by_norm(self, x: str) -> Normalize | None:
         """The norm that gives x, as it is or as it enters a sub-layer."""
-        same = next(
-            (
-                step.x
-                for step in self.steps
-                if isinstance(step, Enter) and step.y == x and step.connection == "whole"
-            ),
-            x,
-        )
+        enters = [step for step in self.steps if isinstance(step, Enter) and step.connection == "whole"]
+        same = next((step.x for step in enters if step.y == x), x)
         return next((step for step in self.steps if isinstance(step, Normalize) and step.h == same), None)
 
-    def call(self, name: str, h: str, core: Attention, keep: Level | None) -> str:
-        """o = core(h), as the model's own module computes it."""
-        at, first = len(self.called), self.called_end
+    def call(self, name: str, h: str, core: Attention, keep: Level | None, behind: int | None) -> str:
+        """o = core(h), as the model's own module computes it, or a, behind which there is a product."""
+        at, first, whole = len(self.called), self.called_end, calls_all(core)
         self.called.append(core)
         self.called_end += core.called
         self.order.append(Drawing("core", at))
-        roles = tuple(core.region.sites)
-        self.steps.append(CallCore(h, f"{name}.o", at, first, core.called, roles, keep))
-        return f"{name}.o"
+        self.inputs += ["table"] * core.tabled
+        roles = tuple(role for role in core.region.sites if whole or role != "o")
+        given = at, first, core.called, roles, keep if whole else "all", whole, core.tabled
+        self.steps.append(CallCore(h, f"{name}.o" if whole else f"{name}.a", *given))
+        return f"{name}.o" if whole else self.left(name, f"{name}.a", core, keep, behind)
 
     def attention(self, name: str, h: str, core: Attention, keep: Level | None, behind: int | None) -> str:
         """o = attention(h) W_o."""
-        sources = self.sources(name, h, core)
-        a = self.attend(name, sources, core)
+        return self.left(name, self.attend(name, self.sources(name, h, core), core), core, keep, behind)
+
+    def left(self, name: str, a: str, core: Attention, keep: Level | None, behind: int | None) -> str:
+        """o = a W_o."""
         out = self.group("out", LinearGroup((("o", core.out),)))
         return self.linears(out, a, f"{name}.s_o", f"{name}.o", keep, "input", behind)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 from transformers.activations import ACT2FN
 
-from petune.kernels.block.cores import called, is_called
+from petune.kernels.block.cores import called, calls_all, is_called
 from petune.kernels.block.sublayers import bottleneck_in, norms_of, scaled_roles
 from petune.kernels.norm_probe import clamps, computes, eps_of
 from petune.models.acts import ACTS
@@ -39,7 +39,7 @@ def refusal(block: nn.Module, sublayers: Sequence[SubLayer], config: Any, activa
     """Why a block of these sub-layers cannot be fused, or None. activation: by its config's name."""
     cores = [sublayer.core for sublayer in sublayers]
     mixed = [core for core in cores if isinstance(core, RoutedMlp)]
-    stepped = [one for one in sublayers if not called(one.core)]
+    stepped = [one for one in sublayers if not calls_all(one.core)]
     for path, part in filter(None, (bottleneck_in(block, one, one is sublayers[-1]) for one in stepped)):
         if part.activation not in ACTS.values():
             where = path or "the block"
@@ -109,6 +109,8 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
         exchange, boundary = exchange_of(module), boundary_of(module)
         if core.called and exchange is not None:
             return "its attention, which is called as it is, does not see tokens of other ranks"
+        if core.called and boundary is not None and boundary.connection == "sequence":
+            return "its attention, which is called as it is, reads tokens of other ranks"
         if core.called and boundary is not None and boundary.overlapped:
             return "its attention, which is called as it is, hides what it says to other ranks in its own way"
         if core.called:

@@ -12,7 +12,7 @@ from torch import nn
 
 from petune.kernels.block.call import Spec
 from petune.kernels.block.called import CalledCore
-from petune.kernels.block.cores import called
+from petune.kernels.block.cores import calls_all
 from petune.kernels.block.mixture import Mixture
 from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.block.refusals import refusal, unread
@@ -57,7 +57,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     boundaries = {
         at: boundary
         for at, one in enumerate(sublayers)
-        if not called(one.core) and (boundary := boundary_of(block.get_submodule(one.core.at)))
+        if not calls_all(one.core) and (boundary := boundary_of(block.get_submodule(one.core.at)))
     }
     program = compiled(
         _exchanging(block, sublayers, heads[1]), Sizes(*heads, ACTS[name], cast("float", eps_of(first)))
@@ -81,7 +81,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         exchanges=[exchange_of(attention) for attention in attentions],
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
-        carry=stack.rule.carry,
+        carry=(*stack.rule.carry, *("",) * stack.rule.besides),
         distances=_distances(block, sublayers),
         clamps=stack.rule.clamps,
     )
@@ -104,8 +104,11 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
     """(heads, key and value heads, columns of one): as the block counts them, whose stack may differ from the
     other one's, else as many as its weights have columns for, of which a rank may have some."""
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
-    if core.called:  # which nobody asks for
+    if calls_all(core):  # nobody asks for them
         return shape.heads, shape.kv_heads, shape.head_dim
+    if core.called:
+        heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))
+        return heads, heads, shape.head_dim
     sites = core.region.sites
     paths = [sites["qkv"] if "qkv" in sites else sites[role] for role in ("q", "k")]
     queries, keys = (cast("LowRank", linear_of(block.get_submodule(path))).outputs for path in paths)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from petune.kernels.block.cores import is_called
+from petune.kernels.block.cores import called, calls_all, is_called
 from petune.models.boundary import boundary_of
 from petune.models.experts import spread_of
 from petune.models.joined import MEMBERS
@@ -41,9 +41,10 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     sublayer = replace(sublayer, core=_chosen(block, sublayer.core))
     core = sublayer.core
     if isinstance(core, Attention) and is_called(core):
-        count = sum(1 for _ in block.get_submodule(core.at).parameters())
-        # what a method puts there is its own affair
-        return replace(sublayer, core=replace(core, called=count))
+        core = _called(block, core)
+        sublayer = replace(sublayer, core=core)
+        if calls_all(core):  # what a method puts there is its own affair
+            return sublayer
     behind, boundary = bottleneck_in(block, sublayer, last), boundary_of(block.get_submodule(core.at))
     part = None if behind is None else behind[1]
     connection = None if boundary is None else boundary.connection
@@ -65,7 +66,7 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
         entries=entries,
         connection=connection,
     )
-    if isinstance(core, Mlp):
+    if isinstance(core, Mlp) or called(core):
         return sublayer
     if isinstance(core, RoutedMlp):
         router: Any = block.get_submodule(core.router)
@@ -96,6 +97,14 @@ def _chosen(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> Attention | 
     if isinstance(core, Mlp):
         return replace(core, up=_present(block, core.up), down=leave)
     return replace(core, groups=tuple(_present(block, group) for group in core.groups), out=leave)
+
+
+def _called(block: nn.Module, core: Attention) -> Attention:
+    """The same with what its call needs."""
+    module = block.get_submodule(core.at)
+    tabled = core.positions is not None and bool(getattr(module, core.positions.asked))
+    positions = core.positions and replace(core.positions, linears=_present(block, core.positions.linears))
+    return replace(core, called=sum(1 for _ in module.parameters()), tabled=tabled, positions=positions)
 
 
 def bottleneck_in(block: nn.Module, sublayer: SubLayer, last: bool) -> tuple[str, BottleneckPart] | None:

@@ -46,7 +46,7 @@ def kept_sizes(shape: BlockShape, keep: Level) -> dict[str, int]:
     """Bytes per token of each value that a block keeps for its backward pass."""
     program = of_shape(shape)
     # these two are all blocks', and one tensor each
-    rows = {"x": shape.width * shape.itemsize, "memory": 0, "bias": 0}
+    rows = {"x": shape.width * shape.itemsize, "memory": 0, "bias": 0, "table": 0}
     for step in program.steps:
         rows |= step.sizes(shape)
         if step.over is not None:

@@ -10,14 +10,16 @@ from petune.kernels.block.called import CalledCore
 from petune.kernels.memory.shape import CoreShape
 from petune.models.gated_delta import state_bytes
 from petune.models.sites import ends_of
-from petune.models.spec import LinearAttention
+from petune.models.spec import LinearAttention, Positions
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, low_rank_of
 
 WIDE = 4  # bytes of what norms and copies for factors are in
 
 
-def core_shape(core: CalledCore, itemsize: int) -> CoreShape:
-    """Those of `core` where activations have so many bytes."""
+def core_shape(core: CalledCore, itemsize: int, longest: int = 0) -> CoreShape:
+    """Those of `core` where activations have so many bytes, in rows of `longest` tokens."""
+    if core.table.positions is not None:
+        return _scoring(core, core.table.positions, itemsize, longest)
     mixes, module = isinstance(core.table, LinearAttention), cast("Any", core.module)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     at = f"{core.table.at}."
@@ -51,3 +53,37 @@ def _of_layer(layer: nn.Linear, itemsize: int) -> float:
     kept = layer.kept_features() if isinstance(layer, TunedLayer) else KeptFeatures()
     copies = kept.input and low_rank_of(layer) is None and itemsize < WIDE
     return itemsize * (kept.inner + kept.after) + copies * WIDE * ends_of(layer)[0]
+
+
+def _scoring(core: CalledCore, positions: Positions, itemsize: int, longest: int) -> CoreShape:
+    """Those of attention that scores positions too: of each token it keeps shares of heads for all keys."""
+    module, at = cast("Any", core.module), f"{core.table.at}."
+    layers = {
+        role: module.get_submodule(path.removeprefix(at))
+        for role, path in core.table.region.sites.items()
+        if role != "o"
+    }
+    inner, width = ends_of(layers["q"])[1], ends_of(layers["q"])[0]
+    table = 2 * getattr(module, positions.half, 0) * core.table.tabled
+    drops = any(
+        isinstance(drop, nn.Dropout) and drop.p > 0
+        for drop in (getattr(module, name, None) for name in positions.drops[:1])
+    )
+    heads = int(getattr(module, core.table.head_counts[0]))
+    # a mask of one byte, and two indices of eight that all rows, some here, share
+    pairs, made, shared = longest * heads * itemsize, itemsize * (width + 5 * inner), 5 * longest
+    tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
+    whole = sum(value.numel() for value in module.parameters())
+    trains = layers["v"].weight.requires_grad
+    return CoreShape(
+        weights=whole if trains else whole - tuned,
+        tuned=0 if trains else tuned,
+        kept=made
+        + sum(_of_layer(layer, itemsize) for layer in layers.values())
+        + pairs * (1 + 2 * drops)
+        + shared,
+        within=3 * pairs + 2 * table * heads * itemsize,
+        flop=8.0 * table * inner,  # of both terms, a product of each token with each position
+        scores=(heads, heads, inner // heads),
+        beside=2 * pairs + table * heads * itemsize,
+    )

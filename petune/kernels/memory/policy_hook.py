@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
+from petune.kernels.block.cores import calls_all
 from petune.kernels.block.layout import MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock, known_part
 from petune.kernels.configs import MemoryConfig, Rung
@@ -185,7 +186,7 @@ class Governor:
             _least(other, (tokens, longest), vocabulary_of(model), rates, self.config, device)
             for other in later
         )
-        shape = shape_of(typical(specs), specs[0].computes_in(device.type))
+        shape = shape_of(typical(specs), specs[0].computes_in(device.type), longest)
         rooms = _room_bytes(specs[0], shape, tokens)
         streamed = self.config.stream != "none"
         pinned = (
@@ -263,7 +264,7 @@ def _least(
     )
     specs = _specs(stack)
     return least_bytes(
-        shape_of(typical(specs), specs[0].computes_in(device.type)),
+        shape_of(typical(specs), specs[0].computes_in(device.type), rounded(longest, 128)),
         len(specs),
         rounded(tokens),
         rounded(longest, 128),
@@ -344,25 +345,27 @@ def pinnable(config: MemoryConfig) -> int:
     return int(available * 1024 * 0.8)
 
 
-def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
-    """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
+def shape_of(spec: Spec, dtype: torch.dtype | None = None, longest: int = 0) -> BlockShape:
+    """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights; longest:
+    tokens of a row, of which a core that is called may keep scores."""
     program, sizes = spec.program, spec.program.sizes
     roles = (role for group in program.groups for role in group.roles)
     linears = (known_part(layer).each for layer in chain(*spec.layers))
     parts = dict(zip(roles, chain(*linears), strict=True))
     out, down, experts = parts.get("o"), parts.get("down"), _experts(spec)
     leave = down if out is None else out
+    trained = out if down is None else down
+    assert leave is not None and trained is not None, "a block has linears of its own"
     # shards are in no bank, nor is what is transposed
     sharded = [] if any(spec.banks) else [form_in(part.weight) for part in parts.values()]
-    trained = out if down is None else down
-    unbanked = [bytes_a_number(form, leave is not None and leave.transposed) for form in sharded]
-    assert leave is not None and trained is not None, "a block has linears of its own"
-    itemsize, heads = (dtype or spec.dtype).itemsize, (0, 0) if spec.called else (sizes.heads, sizes.kv_heads)
+    unbanked = [bytes_a_number(form, leave.transposed) for form in sharded]
+    itemsize = (dtype or spec.dtype).itemsize
+    heads = 0 if any(calls_all(core.table) for core in spec.called) else 1
     ranks = {FIRST.get(role, role): 0 if part.a is None else len(part.a) for role, part in parts.items()}
     return BlockShape(
         width=leave.outputs,
-        heads=heads[0],
-        kv_heads=heads[1],
+        heads=heads * sizes.heads,
+        kv_heads=heads * sizes.kv_heads,
         head_dim=sizes.head_dim,
         columns=0 if down is None else down.inputs,
         gated=program.gated,
@@ -380,7 +383,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         roomless=leave.transposed,
         share=next((one.share for one in spec.boundaries.values()), 1.0),
         experts=experts,
-        called=core_shape(spec.called[0], itemsize) if spec.called else None,
+        called=core_shape(spec.called[0], itemsize, longest) if spec.called else None,
     )
 
 

@@ -99,7 +99,8 @@ class Experts:
 class CoreShape:
     """The sizes of a core that a block calls as it is: numbers of its weights, and of what tunes them. Of a
     token: bytes that its graph keeps, and bytes alive within its backward pass; FLOP beside its products.
-    scores: of attention, its heads, those of keys, and their width."""
+    scores: of attention, its heads, those of keys, and their width. beside: bytes alive within its forward
+    pass."""
 
     weights: int
     tuned: int
@@ -107,6 +108,7 @@ class CoreShape:
     within: float
     flop: float
     scores: tuple[int, int, int] | None = None
+    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class BlockShape:
     described: its sub-layers, where they are others than these. experts: of its mixture, None without one;
     gated and columns are then the shared expert's. roomless: behind its weights, which are transposed, is no
     room for factors. called: its core that is called as it is, None where steps
-    compute all; heads are 0 then."""
+    compute all; heads are 0 then where it makes all of what it gives."""
 
     width: int
     heads: int
@@ -223,7 +225,8 @@ class BlockShape:
     @property
     def parameters(self) -> int:
         """Weights of the block's matrices."""
-        own = self.width * (self.qkv + self.queries + self.gu + self.columns)
+        qkv = 0 if self.called is not None else self.qkv  # which are the core's
+        own = self.width * (qkv + self.queries + self.gu + self.columns)
         own += 0 if self.called is None else self.called.weights
         return own + (0 if self.experts is None else self.experts.weights(self.width))
 

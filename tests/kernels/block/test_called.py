@@ -192,19 +192,19 @@ def test_ranks_of_a_plan_train_as_one_process_with_dropout(plan: str, kept: int)
 # ------------------------------------------------------------------ planted faults
 
 
-def _unasked(self: BoundCore, graph: Any, dy: Tensor, asked: bool, needs: Any) -> Any:
-    dx, found = BoundCore.gradients(self, graph, dy, asked, needs)
-    return None if dx is None else torch.zeros_like(dx), found
+def _unasked(self: BoundCore, graph: Any, dy: Tensor, asked: Any, needs: Any) -> Any:
+    grads, found = BoundCore.gradients(self, graph, dy, asked, needs)
+    return [None if grad is None else torch.zeros_like(grad) for grad in grads], found
 
 
-def _the_first_alone(self: BoundCore, graph: Any, dy: Tensor, asked: bool, needs: Any) -> Any:
+def _the_first_alone(self: BoundCore, graph: Any, dy: Tensor, asked: Any, needs: Any) -> Any:
     dx, found = BoundCore.gradients(self, graph, dy, asked, needs)
     return dx, {at: grad for at, grad in found.items() if at == min(found)}
 
 
-def _elsewhere(self: CoreCall, x: Tensor, tensors: Any) -> Tensor:
+def _elsewhere(self: CoreCall, tensors: Any, x: Tensor) -> Tensor:
     self.here = replace(self.here, drawn=self.here.drawn + 1)  # from call to call
-    return CoreCall.__call__(self, x, tensors)
+    return CoreCall.__call__(self, tensors, x)
 
 
 def _one_sample(self: CalledCore, given: Any, known: Any) -> Any:
