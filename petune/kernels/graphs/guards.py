@@ -63,6 +63,6 @@ def _read_by(block: FusedBlock) -> Iterator[nn.Module]:
     for parent, _, layer in spec.homes:
         yield parent
         yield from layer.modules()
-    for owner, _ in (*spec.norms, *spec.dropouts):
+    for owner, _ in (*spec.norms, *spec.vectors, *spec.dropouts):
         yield owner
         yield from owner.children()  # a dropout

@@ -4,7 +4,7 @@ layers."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from petune.kernels.fuse import fuse
 from petune.kernels.graphs.guards import Guards
 from petune.models import family_of
 from tests.kernels.fused_pairs import METHODS, MODELS
+from tests.methods.zoo import tiny
 
 Change = Callable[[Any], object]  # of the second block of a model
 
@@ -87,6 +88,16 @@ def test_a_change_in_any_block_is_seen(name: str, method: str, change: Change) -
     change(blocks[1])
     assert not guards.hold(blocks)
     assert not guards.hold(blocks[:1])
+
+
+def test_a_vector_that_is_exchanged_is_seen() -> None:
+    model = tiny("dinov2-classify")
+    assert fuse(model, family_of(model), "reference")
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
+    guards = Guards(blocks)
+    assert guards.hold(blocks)
+    cast("Any", blocks[1]).layer_scale2.lambda1 = nn.Parameter(torch.ones(96))
+    assert not guards.hold(blocks)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

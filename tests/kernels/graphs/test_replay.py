@@ -36,6 +36,7 @@ from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS, MOVED, fresh
 from tests.kernels.replays import Again, replayed, stacks
+from tests.methods.zoo import batch as of_zoo
 from tests.methods.zoo import tiny
 
 Batch = dict[str, Tensor]
@@ -173,6 +174,28 @@ def test_blocks_with_windows_and_angles_of_their_own_are_replayed(lengths: Seque
     (stack,) = stacks(model)
     assert {kind for graph in cast("Graphs", stack.whole).graphs.values() for kind in graph.kinds} == {0, 1}
     assert {one.window for block in fused_blocks(model) for one in block.spec.program.attends} == {4, None}
+
+
+@pytest.mark.parametrize("settings", [LORA, METHODS["full"]], ids=["lora", "full"])
+@pytest.mark.parametrize("name", ["gpt2-causal", "dinov2-classify"])
+def test_transposed_weights_and_vectors_are_replayed(name: str, settings: dict[str, Any]) -> None:
+    model = tuned(name, settings, lambda: tiny(name))
+    plain, recorder = copy.deepcopy(model), replayed(model)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain)]
+    for step in range(4):
+        inputs = of_zoo(name, rows=2, seed=step)
+        extra = {"use_cache": False} if name == "gpt2-causal" else {}
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(next(model.parameters()).dtype)
+        losses = [one(**inputs, **extra).loss for one in (model, plain)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=1e-6, atol=0)
+        assert_same_gradients(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert recorder.forwards == recorder.backwards > 0
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
