@@ -36,6 +36,8 @@ PARTED: dict[str, tuple[str, list[str]]] = {
     "GLM-4": ("glm4-causal", ["gate", "up"]),
     "GPT-2": ("gpt2-causal", ["q", "k", "v"]),
 }
+# with blocks of their own kinds, of which tests of these tell over quantised bases
+OTHERS = {"GPT-2": "gpt2-causal", "DeBERTa": "deberta-classify", "DINOv2": "dinov2-classify"}
 PLANS: dict[str, Any] = {
     "one process": "none",
     "dp": {"dp": 2},
@@ -60,7 +62,8 @@ HEAD = """# What is fused, and what is not
 Written by `python -m tests.test_fused_table`, which asks the code; a test compares. Yes means fused blocks:
 one autograd node a block, with `memory`, and the loss without logits where the task has one. Elsewhere LoRA's
 linears and RMS norms are fused one by one, and the header of the run says why. Numbers are equal everywhere;
-[kernels.md](kernels.md) says how. Mixers and gated attention of Qwen3.5 are called as they are inside it.
+[kernels.md](kernels.md) says how. Mixers and gated attention of Qwen3.5, and DeBERTa's attention, are called
+as they are inside it.
 
 Adapters here have the activation silu. Bottlenecks of {fused} are fused alike; of another activation blocks
 are not, and the header says which: {others}.
@@ -111,7 +114,8 @@ def tables(every: bool = True) -> str:
     """The document; `every` form of quantised weights is asked in each cell, or one."""
     notes = Notes()
     lines = [HEAD, "## Families and methods, on one device", ""]
-    lines += rows(TOLD, COLUMNS, lambda name, method: of_blocks(TOLD[name], method, None, notes))
+    whole = TOLD | OTHERS
+    lines += rows(whole, COLUMNS, lambda name, method: of_blocks(whole[name], method, None, notes))
     lines += ["", "The same with `base_dtype: nf4`, `int8` or `fp8`:", ""]
     lines += rows(TOLD, COLUMNS, lambda name, method: of_forms(TOLD[name], method, notes, every))
     lines += ["", "LoRA by [parts of one linear](methods.md#parts-of-one-linear), `targets: [q, v]`:", ""]

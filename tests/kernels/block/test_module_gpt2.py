@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("lora", {"r": 4, "dropout": 0.3}),
     "lora of a rank too large to fold": ("lora", {"r": 70}),
     "pissa": ("lora", {"r": 4, "init": "pissa"}),
+    "adapter, pfeiffer": ("adapter", {"kind": "pfeiffer", "reduction": 4, "dropout": 0.3}),
     "side": ("side", {"reduction": 4}),
 }
 
