@@ -64,8 +64,10 @@ class CallCore(Step):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        given = shape.width if self.whole else shape.queries
-        return {self.y: given * shape.itemsize, self.graph: int(shape.called_core.kept)}
+        if self.whole:
+            return {self.y: shape.width * shape.itemsize, self.graph: int(shape.called_core.kept)}
+        given = shape.queries * shape.itemsize  # kept by itself, where the graph ends
+        return {self.y: given, self.graph: int(shape.called_core.kept) - given}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. Scores that are not kept."""

@@ -70,8 +70,9 @@ def _scoring(core: CalledCore, positions: Positions, itemsize: int, longest: int
         for drop in (getattr(module, name, None) for name in positions.drops[:1])
     )
     heads = int(getattr(module, core.table.head_counts[0]))
-    # a mask of one byte, and two indices of eight that all rows, some here, share
-    pairs, made, shared = longest * heads * itemsize, itemsize * (width + 5 * inner), 5 * longest
+    pairs, of_table = longest * heads * itemsize, table * heads * itemsize
+    made = itemsize * (width + 6 * inner + 2 * table * inner / max(1, longest))  # the table's by row
+    shared = 5 * longest  # a mask of one byte, and two indices of eight that all rows, some here, share
     tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
     whole = sum(value.numel() for value in module.parameters())
     trains = layers["v"].weight.requires_grad
@@ -82,8 +83,8 @@ def _scoring(core: CalledCore, positions: Positions, itemsize: int, longest: int
         + sum(_of_layer(layer, itemsize) for layer in layers.values())
         + pairs * (1 + 2 * drops)
         + shared,
-        within=3 * pairs + 2 * table * heads * itemsize,
+        within=2 * (pairs + of_table) + itemsize * inner,
         flop=8.0 * table * inner,  # of both terms, a product of each token with each position
         scores=(heads, heads, inner // heads),
-        beside=2 * pairs + table * heads * itemsize,
+        beside=(4 - 2 * drops) * pairs + of_table,  # at the softmax, behind which dropout keeps two
     )

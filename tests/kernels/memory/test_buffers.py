@@ -3,7 +3,6 @@ engine really holds."""
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from petune.kernels import grouped, grouped_reference
@@ -36,6 +34,7 @@ from petune.models.form import Form
 from petune.models.frozen_weight import QuantisedWeight
 from petune.models.spec import LinearGroup, Norm, Role
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank, Scaling
+from tests.kernels.live import Live
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, ROUTED, SHARED, VOCABULARY
 
 
@@ -163,35 +162,6 @@ def test_streamed_blocks_rest_on_the_host_and_three_are_on_the_device() -> None:
 
 
 # ------------------------------------------------------------------ the tables against the engine
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of tensors made and not yet freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {
-            value.untyped_storage()._cdata
-            for value in tree_leaves((args, kwargs))
-            if isinstance(value, Tensor)
-        }
-        for value in (one for one in tree_leaves(out) if isinstance(one, Tensor)):
-            storage = value.untyped_storage()
-            if storage._cdata not in self.seen | given:
-                self.seen.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def free(self, key: int, size: int) -> None:
-        self.now -= size
-        self.seen.discard(key)
 
 
 def made(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
