@@ -196,6 +196,46 @@ SHAPES: Mapping[str, Shape] = {
         ("Wqkv", "Wo", "Wi"),
         AutoModelForSequenceClassification,
     ),
+    "deberta-large": Shape(  # DeBERTa-v3
+        "deberta-v2",
+        {
+            **_BERT,
+            **_NO_DROPOUT,
+            "vocab_size": 128100,
+            "type_vocab_size": 0,
+            "relative_attention": True,
+            "position_buckets": 256,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "max_relative_positions": -1,
+        },
+        ("query_proj", "key_proj", "value_proj", "dense"),
+        AutoModelForSequenceClassification,
+    ),
+    "gpt2-large": Shape(
+        "gpt2",
+        {
+            "vocab_size": 50257,
+            "n_embd": 1280,
+            "n_layer": 36,
+            "n_head": 20,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        },
+        ("c_attn", "c_proj", "c_fc"),
+    ),
+    "glm4-9b": Shape(
+        "glm4",
+        _llama(4096, 13696, 40, 151552, num_key_value_heads=2, partial_rotary_factor=0.5, pad_token_id=0),
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
+    ),
+    "cohere2-7b": Shape(
+        "cohere2",
+        _llama(4096, 14336, 32, 256000, tie_word_embeddings=True, layer_norm_eps=1e-5, sliding_window=4096),
+        _GATED,
+    ),
+    "ministral3-8b": Shape("ministral3", _llama(4096, 14336, 34, 131072, tie_word_embeddings=True), _GATED),
     "qwen3.5-4b": Shape(  # three mixers, then attention
         "qwen3_5_text",
         {
@@ -223,7 +263,7 @@ TINY: Sizes = {
         ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
     ),
     **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "num_experts": 8, "moe_intermediate_size": 16},
-    "num_local_experts": 8,
+    **{"num_local_experts": 8, "n_layer": 1, "n_embd": 64, "n_head": 4},
 }
 
 
@@ -320,7 +360,11 @@ def method_settings(case: Case) -> dict[str, Any]:
     shape = SHAPES[case.shape]
     if case.method not in ("lora", "dora", "miss"):
         return {}
-    roles = ["q", "k", "v", "o", "up", "down"] if shape.family == "bert" else [*shape.linears, *shape.experts]
+    roles = (
+        ["q", "k", "v", "o", "up", "down"]
+        if shape.family in ("bert", "deberta-v2")
+        else [*shape.linears, *shape.experts]
+    )
     settings = {"r": case.r, "dropout": case.dropout, "targets": roles}
     return settings if case.method == "miss" else settings | {"alpha": 2 * case.r}
 
