@@ -260,7 +260,7 @@ def _saved_at(
     tokens = extent.whole if beside is None else extent.own
     wide, narrow = (down.in_features, down.out_features) if isinstance(down, nn.Linear) else (0, 0)
     if isinstance(block, FusedBlock):
-        shape = replace(shape_of(block.spec), itemsize=work.itemsize)
+        shape = replace(shape_of(block.spec, longest=extent.whole), itemsize=work.itemsize)
         mixed = (wide + 2 * narrow) * work.itemsize
         return Saved(tokens * (mixed + kept_bytes(shape, block.spec.rung.keep)))
     mixed = wide * work.itemsize + 2 * narrow * 4

@@ -215,7 +215,7 @@ def policy_for(
     # of all stacks, with blocks as those of the last one, which are no smaller
     longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
     itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
-    shape = replace(shape_of(typical(alike), longest=longest), itemsize=itemsize)
+    shape = replace(shape_of(typical(alike), longest=rounded(longest, 128)), itemsize=itemsize)
     tokens = rounded(rows * longest)
     fixed = resident_bytes(fused[0]) if streams(recipe) else stands
     assert drawn.family is not None
