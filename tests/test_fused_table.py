@@ -26,8 +26,11 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
 # blocks of 64 inputs fill the MLPs, and experts
 WIDE = dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128)
 WIDE |= {"hidden_size": 64, "moe_intermediate_size": 64, "linear_value_head_dim": 16}
-# every method, and kinds of adapters beside the usual one
-COLUMNS = [*list(METHODS)[:-1], "adapter, pfeiffer", "adapter, parallel", "side"]
+# every method that tunes a language model, and kinds of adapters beside the usual one
+COLUMNS = [
+    *(name for name in METHODS if name not in ("side", "head")),
+    *("adapter, pfeiffer", "adapter, parallel", "side"),
+]
 TOLD = {**MODELS, "Qwen3-MoE": "qwen3moe-causal", "gpt-oss": "gptoss-causal", "Qwen3.5": "qwen3_5-causal"}
 # models in which linears are several, and the parts of these
 PARTED: dict[str, tuple[str, list[str]]] = {

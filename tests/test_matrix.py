@@ -196,6 +196,21 @@ def test_side_networks_of_other_kinds_train_as_in_one_process(
     check(case(name, "side", plan, steps=1, dropout=0.1, tuning=KINDS[kind], blocks=blocks))
 
 
+# (backend, family, whether blocks are fused): a head alone, whose gradients no block sees
+HEADED = ("bert-classify", "bart-classify", "t5-classify", "llama-classify")
+HEADS = list(product(BACKENDS, HEADED, (False, True)))
+SHORT_HEADS = [
+    *(("pp-1f1b", "llama-classify", False), ("pp-1f1b", "bart-classify", True)),
+    *(("tp", "t5-classify", False), ("shard", "bert-classify", True), ("galaxy", "bert-classify", False)),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "fused"), in_part(HEADS, SHORT_HEADS))
+def test_a_head_alone_trains_as_in_one_process(backend: str, name: str, fused: bool) -> None:
+    plan, blocks = BACKENDS[backend](name, 2), KEPT[0] if fused else None
+    check(case(name, "head", plan, blocks=blocks))
+
+
 def test_side_blocks_that_read_positions_have_those_of_their_own_tokens() -> None:
     """Ministral 3 scales queries by them."""
     check(case("ministral3-causal", "side", BACKENDS["galaxy"]("ministral3-causal", 2), passes=(3,), steps=1))

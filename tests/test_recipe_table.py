@@ -120,6 +120,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of a family's recipe of lora
     "qlora": {"base_dtype": "nf4"},
     "dora": {"method": "dora"},
 }
+FROZEN: dict[str, dict[str, Any]] = {"head": {"method": "head", "lr": 1e-2, "epochs": 10}}  # the same
 KINDS: dict[str, dict[str, Any]] = {  # of a recipe: other settings of its method
     "bert_adapter_pfeiffer": {"name": "adapter", "kind": "pfeiffer", "activation": "relu"},
     "bart_side_only": {"name": "side", "end": "paper"},
@@ -156,6 +157,7 @@ NAMES = [
     *ALONE,
     "llama_full_streamed",
     "t5_side_cache",
+    "bert_head_cache",
     *(f"llama_{variant}" for variant in VARIANTS),
     *KINDS,
     *OTHER_TASKS,
@@ -179,7 +181,8 @@ def test_a_recipe_of_a_shape_is_its_row_of_the_table(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in SHAPES])
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     family, written, *over = name.split("_", 2)
-    method = "lora" if written in VARIANTS else written
+    own = (VARIANTS | FROZEN).get(written)
+    method = written if own is None else "lora"
     row = (
         {
             **SHARED,
@@ -189,7 +192,7 @@ def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
             "out": f"runs/{name}",
         }
         | {"name": name}
-        | VARIANTS.get(written, {})
+        | (own or {})
     )
     if over == ["streamed"]:
         row |= STREAMED

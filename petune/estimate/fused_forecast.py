@@ -201,6 +201,8 @@ def policy_for(
     fused = _fused(drawn, plan, at, own.modules)
     if isinstance(fused, str):
         return f"unfused: {fused}"
+    if method_of(drawn.recipe.method).head_alone:
+        return "fused: they keep nothing, as no gradient goes back through them"
     if method_of(drawn.recipe.method).ladder:
         again, keep = drawn.recipe.gradient_checkpointing, _of_ladders(drawn.recipe)
         kept = "levels are computed again" if again else keep
@@ -242,9 +244,9 @@ def policy_for(
 
 def block_shapes(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]) -> list[BlockShape]:
     """Those of the blocks that a run on GPUs would fuse on the first rank of `plan`, in order; none where it
-    would not fuse them all, and where a ladder keeps what is kept. held: that rank's modules, which are
+    would not fuse them all, and where they have no backward pass. held: that rank's modules, which are
     changed."""
-    if drawn.device != "cuda" or method_of(drawn.recipe.method).ladder or unable(drawn) is not None:
+    if drawn.device != "cuda" or method_of(drawn.recipe.method).still or unable(drawn) is not None:
         return []
     fused = _fused(drawn, plan, FIRST, held)
     if isinstance(fused, str):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from petune.estimate.durations import Both
 from petune.estimate.workload import Workload
-from petune.methods.configs import SideConfig
+from petune.methods.configs import method_of
 from petune.models.spec import Attention, LinearAttention
 from petune.parallel.plan import ParallelPlan, apportion
 from petune.recipe import Recipe
@@ -81,6 +81,6 @@ def may_pay(plan: ParallelPlan, work: Workload, recipe: Recipe) -> bool:
     cut = plan.cut
     if cut is None or "heads" not in (cut.attention, cut.mlp) or recipe.data.packing:
         return False
-    if isinstance(recipe.method, SideConfig):  # whose blocks have no way back
+    if method_of(recipe.method).still:  # whose blocks have no way back
         return False
     return takes_halves(work) and min(apportion(work.rows, plan.shares)) // plan.microbatches > 1

@@ -21,7 +21,6 @@ all of them fit its room; where they do not, threads read them ahead of the pass
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,21 +29,20 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.files.given import path_of
+from petune.methods.cached_backbone import identity_of, refuse_moving
 from petune.methods.configs import ROOM
 from petune.methods.held_levels import Room
 from petune.methods.level_reader import AHEAD, Request, Threads
 from petune.methods.row_keys import alike, sources_of
 from petune.methods.stack_levels import StackLevels, form_of, sizes_of, token_bytes
 from petune.methods.stack_levels import Stored as Stored
-from petune.methods.trainable import frozen_digest, frozen_tensors, moving
-from petune.methods.wrapped import is_wrapped, tuning
-from petune.models import FAMILIES, family_of
+from petune.methods.wrapped import is_wrapped
+from petune.models import family_of
 from petune.models.port import names_of
 from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in
@@ -357,42 +355,3 @@ def waits_for_files(device: torch.device) -> bool:
 def _kind(stack: Stack, sources: Mapping[str, Any]) -> str:
     """Which of the rows of a call go through a stack."""
     return "decoder" if stack.name == "decoder" and "decoder" in sources else "input"
-
-
-def refuse_moving(model: nn.Module) -> None:
-    """Raise UsageError unless what the blocks of `model` give depends on nothing that trains, and for a model
-    of no family."""
-    stacks = list(stacks_in(model).values())
-    if is_wrapped(model) and not any(stack.ladder is not None for stack in stacks):
-        raise UsageError(
-            "an activation cache is for ladders and frozen models: this method changes what blocks give",
-            where="cache",
-            expected="method side, or a frozen model that is not wrapped, with a head that trains",
-            found=tuning(model).method,
-            remedy="leave the cache out",
-        )
-    if family_of(model) is None:
-        what = f"an activation cache needs a model family petune knows, not {type(model).__name__}"
-        raise UsageError(what, where="cache", expected=", ".join(FAMILIES), remedy="leave the cache out")
-    ladders = [stack.ladder for stack in stacks if stack.ladder is not None]
-    after = {id(value) for ladder in ladders for value in cast("nn.Module", ladder).parameters()}
-    base = getattr(model, "base_model", model)
-    before = {id(value) for value in base.parameters()} - after
-    for name, value in moving(model).items():
-        if id(value) in before:
-            raise UsageError(
-                "an activation cache is for a backbone that stays as it is, and this tensor of it trains",
-                where=name,
-                remedy=(
-                    "take it out of also_train, or freeze it (requires_grad_(False)) where the model is not"
-                    " wrapped; or leave the cache out"
-                ),
-            )
-
-
-def identity_of(model: nn.Module, frozen: str | None = None) -> str:
-    """16 digits by which a backbone is known: every bit of what does not train, and the version of
-    transformers. frozen: `frozen_digest` of the model, where it was taken already."""
-    frozen = frozen or frozen_digest(model)
-    text = f"transformers {transformers.__version__} {list(frozen_tensors(model))} {frozen}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

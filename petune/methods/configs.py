@@ -249,6 +249,17 @@ class SideConfig(MethodConfig):
         return replace(self, start="random", fisher_rows=None)
 
 
+@dataclass(frozen=True)
+class HeadConfig(MethodConfig):
+    """A head alone on a frozen model (Alain and Bengio 2016, arXiv:1610.01644): nothing before the end of the
+    last block trains."""
+
+    also_train: str | tuple[str, ...] = field(
+        default="auto",
+        metadata={"doc": "modules behind the last block, which train; auto: the task head of the family"},
+    )
+
+
 # the files of a tuned folder: whose library reads them besides petune
 FileLayout = Literal["peft", "transformers", "petune"]
 
@@ -269,6 +280,13 @@ class Method:
     mergeable: bool = False
     row_cut: bool = True  # its layers can be cut by their inputs across ranks
     ladder: bool = False  # a network of its own climbs beside the blocks
+    # its blocks give the same in every step, and have a forward pass alone
+    still: bool = False
+
+    @property
+    def head_alone(self) -> bool:
+        """Whether nothing trains but what stands behind the blocks."""
+        return self.still and not self.ladder
 
     @property
     def apply(self) -> Callable[..., None]:
@@ -285,7 +303,8 @@ METHODS: dict[str, Method] = {
     "ia3": Method(Ia3Config, "petune.methods.ia3", 3e-3, files="peft", mergeable=True),
     "miss": Method(MissConfig, "petune.methods.miss", 2e-5, files="peft", mergeable=True, row_cut=False),
     "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True),
-    "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, ladder=True),
+    "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, ladder=True, still=True),
+    "head": Method(HeadConfig, "petune.methods.head", 1e-3, needs_family=True, mergeable=True, still=True),
 }
 
 

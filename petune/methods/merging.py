@@ -185,7 +185,7 @@ def refuse_unmergeable(model: nn.Module) -> None:
             f"{record.method} cannot be merged into the weights",
             remedy="keep the base model and use petune.load(base, folder)",
         )
-    assert method.trains_base or any(True for _ in tuned_layers(model))
+    assert method.trains_base or method.head_alone or any(True for _ in tuned_layers(model))
 
 
 def _untie(model: nn.Module, layer: TunedLayer) -> None:

@@ -17,6 +17,7 @@ from petune.methods.merging import was_merged
 from petune.methods.saving import remember
 from petune.methods.settings import (
     AdapterSettings,
+    HeadSettings,
     Ia3Settings,
     LoraSettings,
     MissSettings,
@@ -47,6 +48,8 @@ def wrap(model: Model, method: Literal["miss"], **settings: Unpack[MissSettings]
 def wrap(model: Model, method: Literal["adapter"], **settings: Unpack[AdapterSettings]) -> Model: ...
 @overload
 def wrap(model: Model, method: Literal["side"], **settings: Unpack[SideSettings]) -> Model: ...
+@overload
+def wrap(model: Model, method: Literal["head"], **settings: Unpack[HeadSettings]) -> Model: ...
 @overload
 def wrap(model: Model, method: Literal["full"], **settings: Unpack[Shared]) -> Model: ...
 @overload
@@ -102,6 +105,12 @@ def wrap(
             "memory.stream is a setting of recipes: here the optimizer is yours",
             where="memory.stream",
             remedy=remedy,
+        )
+    if METHODS[method].head_alone and settings_of_memory != MemoryConfig():
+        raise UsageError(
+            "memory is about what blocks keep for a backward pass, and under head they have none",
+            where="memory",
+            remedy="leave it out",
         )
     check_kernels(model, kernels)
     check_base_dtype(base_dtype)

@@ -80,3 +80,9 @@ class SideSettings(Shared, total=False):
     temperature: float
     dropout: float
     also_train: Names
+
+
+class HeadSettings(Shared, total=False):
+    """Of head."""
+
+    also_train: Names

@@ -8,6 +8,7 @@ recomputation, dropout) this file is alone. `blocks`, or an index, give the bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -42,6 +43,7 @@ class Stack(nn.ModuleList):
     beneath: Beneath | None = None
     levels: Levels | None = None
     recompute = False
+    still = False  # its blocks have a forward pass alone: nothing trains in them or before them
     now: Pass | None = None  # the pass that is on its way
     reached = True  # whether a port was called since the module around the stack was
     around: tuple[RemovableHandle, ...] = ()  # the hooks on the module that holds the stack
@@ -129,6 +131,18 @@ class Stack(nn.ModuleList):
         """The call of a port: run block `number` with these arguments. Returns what the block does; the last
         one's hidden states are those that leave the stack. Raises UsageError for a block that is called
         before the first one."""
+        with torch.no_grad() if self.still else nullcontext():
+            return self._advance(number, block, first, last, args, kwargs)
+
+    def _advance(
+        self,
+        number: int,
+        block: nn.Module | Elsewhere,
+        first: bool,
+        last: bool,
+        args: tuple[Any, ...],
+        kwargs: Call,
+    ) -> Any:
         self.reached = True
         by_position = self.arguments[number][: len(args)]
         call: Call = dict(zip(by_position, args, strict=True)) | kwargs

@@ -94,6 +94,13 @@ _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
 _EITHER = {"kernels": "parallel"}  # single modules are fused then
 
 
+# Key -> whether it says nothing of what blocks keep.
+_KEPT: Mapping[str, Callable[[Recipe], bool]] = {
+    "gradient_checkpointing": lambda recipe: not recipe.gradient_checkpointing,
+    "memory": lambda recipe: recipe.memory == MemoryConfig(),
+}
+
+
 def _fused(asking: str, leaving_none: str) -> Rule:
     """No recipe asks for fused blocks with one key and leaves none with another: a setting without effect is
     an error."""
@@ -165,9 +172,9 @@ STREAMED = (
 CACHED = (
     Rule(
         ("cache", "method"),
-        lambda recipe: not recipe.cache or method_of(recipe.method).ladder,
+        lambda recipe: not recipe.cache or method_of(recipe.method).still,
         "it keeps what frozen blocks give, and this method changes that in every step",
-        "remove cache, or set method: side",
+        "remove cache, or set method: side or head",
     ),
     Rule(
         ("cache", "task"),
@@ -320,6 +327,15 @@ RULES = (
         "it cannot cut a linear by its inputs, which `o` and `down` are under tp, galaxy, galaxy2 and heads"
         " of cut",
         "set parallel: dp, sp or pp, or name targets among " + ", ".join(_BY_OUTPUTS),
+    ),
+    *(
+        Rule(
+            (key, "method"),
+            lambda recipe, unset=unset: unset(recipe) or not method_of(recipe.method).head_alone,  # type: ignore[misc]
+            "it is about what blocks keep for a backward pass, and under this method they have none",
+            f"remove {key}, or set another method",
+        )
+        for key, unset in _KEPT.items()
     ),
     Rule(
         ("gradient_checkpointing", "memory"),

@@ -153,7 +153,8 @@ class Recipe(BaseModel):
         RerankConfig(), description="task rerank: bce or softmax; or a mapping with loss"
     )
     cache: bool | Literal["fp32", "bf16", "fp8"] = Field(
-        False, description="side: run the frozen backbone once for each row; true, or the dtype to store"
+        False,
+        description="side, head: run the frozen backbone once for each row; true, or a dtype to store",
     )
     cache_folder: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="cache: folder that keeps it for other runs; null: in the run folder until its end"
@@ -203,7 +204,10 @@ class Recipe(BaseModel):
         Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)]]
     ) = Field("none", description="classify: balanced, or a mapping of label to weight in the loss")
     head_only: bool = Field(
-        True, description="classify: also train a head on the frozen model, as the score to beat"
+        True,
+        description=(
+            "classify: also train a head on the frozen model, as the score to beat; method head is such a one"
+        ),
     )
     timeout: Annotated[float, Field(ge=1, le=86_400)] = Field(
         60.0, description="several processes: seconds one may be silent before the run ends, naming it"

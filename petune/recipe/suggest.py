@@ -148,6 +148,7 @@ _VALUE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("qlora", "peft"), "lora"),
     **dict.fromkeys(("houlsby", "bottleneck"), "adapter"),
     **dict.fromkeys(("lst", "ladder"), "side"),
+    **dict.fromkeys(("linear-probe", "linear_probe", "linear-probing", "probe", "frozen"), "head"),
     **dict.fromkeys(("finetune", "full-finetuning", "none"), "full"),
     **dict.fromkeys(("minimize", "lower"), "min"),
     **dict.fromkeys(("maximize", "higher"), "max"),

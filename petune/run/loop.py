@@ -10,6 +10,7 @@ from typing import Any
 
 from petune.errors import Stopped, UsageError
 from petune.log import phase
+from petune.methods.configs import method_of
 from petune.parallel import Mesh
 from petune.parallel.launch import process_group
 from petune.run import distributed, rank_health
@@ -227,7 +228,8 @@ class Loop:
         control = None
         with untouched_base(self.runner.modules, self.recipe.method):
             before = self.score()
-            if self.task.names_classes and self.recipe.head_only:
+            alone = method_of(self.recipe.method).head_alone  # which would be held against itself
+            if self.task.names_classes and self.recipe.head_only and not alone:
                 with self.step.explain_memory("evaluation"):
                     control = head_only_control(
                         self.runner, self.prepared, self.check_stop, self.step.weights

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from petune.errors import TrainingFault, UsageError
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
-from petune.methods.activation_cache import ActivationCache, identity_of
+from petune.methods.activation_cache import ActivationCache
+from petune.methods.cached_backbone import identity_of
 from petune.methods.trainable import frozen_digest
 from petune.models.contents import contents_of
 from petune.parallel import Batch, Mesh, alone, local

@@ -13,7 +13,7 @@ from torch import nn
 
 from petune.errors import MachineError, UsageError
 from petune.estimate.footprint import held_by
-from petune.estimate.forecast import PROCESS, Forecast, Sketch, forecast, sketch
+from petune.estimate.forecast import PROCESS, Forecast, Sketch, cached_row, forecast, sketch
 from petune.methods import count_parameters
 from petune.parallel import make_plan
 from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfig
@@ -286,6 +286,17 @@ def test_the_blocks_that_leave_with_a_whole_cache_are_all_but_embedding_and_ladd
     for changes in ({"cache": False}, {"method": method | {"start": "pruned"}, "cache": True}):
         (rank,) = forecast(recipe_of("bert-classify", tmp_path, **{"method": method, **changes})).ranks
         assert rank.memory.leaving == 0
+
+
+def test_a_head_alone_keeps_no_activations_and_all_blocks_may_leave(tmp_path: Path) -> None:
+    drawn = sketch(recipe_of("bert-classify", tmp_path, method={"name": "head"}, cache=True))
+    blocks = sum(4 * value.numel() for name, value in drawn.model.named_parameters() if ".encoder." in name)
+    (rank,) = forecast(drawn.recipe).ranks
+    head = 4 * sum(value.numel() for value in drawn.model.classifier.parameters())
+    assert (rank.memory.activations, rank.memory.tuned, rank.memory.optimizer) == (0, head, 2 * head)
+    assert rank.memory.leaving == blocks < rank.memory.frozen
+    row = drawn.work.tokens["encoder"] * drawn.config.hidden_size * 4
+    assert cached_row(drawn) == row, "what the last block gives alone"
 
 
 # ------------------------------------------------------------------ what does not fit

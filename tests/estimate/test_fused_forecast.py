@@ -309,6 +309,15 @@ def test_blocks_beside_a_ladder_keep_nothing_and_its_own_what_is_asked(
     assert told.lines == (f"blocks   fused: the backbone's keep nothing, the ladder's {kept}",)
 
 
+def test_blocks_below_a_head_alone_keep_nothing(tmp_path: Path) -> None:
+    settings = {"method": {"name": "head"}, "device": "cuda"}
+    found = forecast(recipe_of("llama-classify", tmp_path, **settings), memory=[H200])
+    told = outlook(found, "H200")
+    cast_head = 2 * 3 * found.drawn.config.hidden_size
+    assert (told.policies, told.forecast.ranks[0].memory.activations) == ((), cast_head)
+    assert told.lines == ("blocks   fused: they keep nothing, as no gradient goes back through them",)
+
+
 def test_what_is_asked_for_by_name_and_cannot_be_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_search_tries_overlap_where_halves_go_through_fused_blocks(tmp_path: P
     assert not tried("llama-causal", tp, method={"name": "side", "reduction": 4}), (
         "blocks beside a ladder have no way back"
     )
+    assert not tried("llama-classify", tp, method="head"), "nor have those below a head alone"
 
 
 def test_what_is_proposed_is_overlapped_where_that_is_faster(tmp_path: Path) -> None:

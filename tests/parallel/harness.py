@@ -142,10 +142,10 @@ def _built(case: Case) -> nn.Module:
     """Made once before ranks are forked, which then need not."""
     dropouts = dict.fromkeys(DROPOUTS[case.family] if case.dropout else (), case.dropout)
     model = tiny(case.name, **(dropouts | dict(case.settings))).to(case.dtype)
-    own = {"dropout": case.dropout} if case.dropout and case.method != "full" else {}
+    own = {"dropout": case.dropout} if case.dropout and case.method not in ("full", "head") else {}
     own |= dict(case.tuning)
     torch.manual_seed(3)
-    tune(model, make_config(case.method, SETTINGS[case.method] | own))
+    tune(model, make_config(case.method, SETTINGS.get(case.method, {}) | own))
     stir(model, std=0.1)
     return model.train()
 
@@ -252,7 +252,8 @@ def objective(case: Case) -> Objective:
 
 def optimizer(values: Any) -> torch.optim.Optimizer:
     """AdamW, see the top of this file for its eps."""
-    return torch.optim.AdamW(values, lr=LR, eps=EPS, weight_decay=0.01)
+    groups = [{"params": list(values)}]  # of none, on a stage where nothing trains
+    return torch.optim.AdamW(groups, lr=LR, eps=EPS, weight_decay=0.01)
 
 
 # ------------------------------------------------------------------ the steps

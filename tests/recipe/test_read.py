@@ -351,7 +351,7 @@ def test_the_json_schema_names_every_setting() -> None:
     assert (
         short["enum"]
         == [one["properties"]["name"]["const"] for one in methods]
-        == ["full", "lora", "dora", "ia3", "miss", "adapter", "side"]
+        == ["full", "lora", "dora", "ia3", "miss", "adapter", "side", "head"]
     )
     assert schema["properties"]["data"]["anyOf"][1]["required"] == ["path"]
     keeps, memory = schema["properties"]["memory"]["anyOf"]

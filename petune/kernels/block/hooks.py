@@ -79,12 +79,14 @@ class NoCache:
         """Act before every other hook of `model`, which must see the call as it will be."""
         self.takes = takes_a_cache(model)
         stacks = [module for module in model.modules() if isinstance(module, Stack)]
-        # beside a ladder the model itself is in eval mode
+        self.stacks = stacks
+        # beside a ladder, and before a head alone, the model itself is in eval mode
         self.learners = [model, *(cast("Any", stack.ladder) for stack in stacks if stack.ladder is not None)]
         return model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The call, with use_cache=False where it says nothing."""
         silent = kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None
-        learns = torch.is_grad_enabled() and any(one.training for one in self.learners)
+        learning = any(one.training for one in self.learners) or any(one.still for one in self.stacks)
+        learns = torch.is_grad_enabled() and learning
         return args, kwargs | {"use_cache": False} if silent and self.takes and learns else kwargs

@@ -1,0 +1,58 @@
+"""The backbone of an activation cache: what it must be, and by what it is known."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import cast
+
+import transformers
+from torch import nn
+
+from petune.errors import UsageError
+from petune.methods.configs import method_of
+from petune.methods.trainable import frozen_digest, frozen_tensors, moving
+from petune.methods.wrapped import is_wrapped, tuning
+from petune.models import FAMILIES, family_of
+from petune.models.stack import stacks_in
+
+
+def refuse_moving(model: nn.Module) -> None:
+    """Raise UsageError unless what the blocks of `model` give depends on nothing that trains, and for a model
+    of no family."""
+    stacks = list(stacks_in(model).values())
+    method = method_of(tuning(model).config) if is_wrapped(model) else None
+    if method is not None and not method.still:
+        raise UsageError(
+            "an activation cache is for ladders and frozen models: this method changes what blocks give",
+            where="cache",
+            expected="method side or head, or a frozen model that is not wrapped, with a head that trains",
+            found=tuning(model).method,
+            remedy="leave the cache out",
+        )
+    if family_of(model) is None:
+        what = f"an activation cache needs a model family petune knows, not {type(model).__name__}"
+        raise UsageError(what, where="cache", expected=", ".join(FAMILIES), remedy="leave the cache out")
+    if method is not None and method.head_alone:
+        return  # which takes nothing else
+    ladders = [stack.ladder for stack in stacks if stack.ladder is not None]
+    after = {id(value) for ladder in ladders for value in cast("nn.Module", ladder).parameters()}
+    base = getattr(model, "base_model", model)
+    before = {id(value) for value in base.parameters()} - after
+    for name, value in moving(model).items():
+        if id(value) in before:
+            raise UsageError(
+                "an activation cache is for a backbone that stays as it is, and this tensor of it trains",
+                where=name,
+                remedy=(
+                    "take it out of also_train, or freeze it (requires_grad_(False)) where the model is not"
+                    " wrapped; or leave the cache out"
+                ),
+            )
+
+
+def identity_of(model: nn.Module, frozen: str | None = None) -> str:
+    """16 digits by which a backbone is known: every bit of what does not train, and the version of
+    transformers. frozen: `frozen_digest` of the model, where it was taken already."""
+    frozen = frozen or frozen_digest(model)
+    text = f"transformers {transformers.__version__} {list(frozen_tensors(model))} {frozen}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
