@@ -44,7 +44,9 @@ ALIKE = [f"max_steps={STEPS}", "head_only=false", "report=false", "eval_every=10
 # rates to choose among, over that of the recipe of full fine-tuning; the others keep their recipes'
 TRIED = {"full": (0.5, 1, 2), "ia3": (5, 20, 80), "miss": (0.5, 2, 8)}
 METHODS = ("full", "lora", "dora", "ia3", "miss", "adapter", "side")
-FEW = ("full", "lora")  # of bert, whose steps are long
+FEW = ("full", "lora", "head")  # of bert, whose steps are long
+# recipes of another name; a run of less than an epoch meets no row twice
+OTHERS = {"dora": ("{}_lora", []), "head": ("{}_head_cache", ["cache=false"])}
 WITHIN = 0.01
 
 
@@ -103,9 +105,8 @@ def recipe_of(task: str, method: str, folder: Path) -> Recipe:
     words = [*SMALL[task], *ALIKE, f"out={folder / f'{task}-{method}'}"]
     if method in TRIED:
         return load_recipe(f"{task}_full", [*words, f"method={method}"])
-    return load_recipe(
-        f"{task}_lora" if method == "dora" else f"{task}_{method}", [*words, f"method={method}"]
-    )
+    name, more = OTHERS.get(method, (f"{{}}_{method}", []))
+    return load_recipe(name.format(task), [*words, f"method={method}", *more])
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def main() -> int:
     )
     parser.add_argument("--tasks", nargs="+", default=["llama", "bert"], choices=list(SMALL))
     parser.add_argument(
-        "--methods", nargs="+", default=None, choices=METHODS, help="default: all, of bert two"
+        "--methods", nargs="+", default=None, choices=(*METHODS, "head"), help="default: all, of bert three"
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="keep the runs here, and go on with them")

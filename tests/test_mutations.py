@@ -35,7 +35,7 @@ from petune.kernels.block.steps import Run
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.mixing import mixed
-from petune.methods import miss, pissa, pruning, registry, several, side
+from petune.methods import head, miss, pissa, pruning, registry, several, side
 from petune.methods.adapter import AdapterBlock, AdapterLinear, AdapterNorm, Bottleneck
 from petune.methods.configs import AdapterConfig, LoraConfig
 from petune.methods.dora import DoraLinear
@@ -856,6 +856,14 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "parallel's step: its scale": (
         *(BottleneckPart, "with_tensors", _unscaled_up),
         _fused("llama", "adapter beside"),
+    ),
+    "head: its base stands still": (
+        *(head.StandStill, "__call__", lambda self, base, args: None),
+        partial(references.head_trains_behind_a_base_without_gradients, "bert-classify", "off"),
+    ),
+    "head: its blocks have no way back": (
+        *(head, "own_stacks", lambda model, family: {}),
+        references.blocks_below_a_head_make_no_node,
     ),
     "a ladder's start: what matters": (pruning, "kept", _the_least, PRUNED),
     "a ladder's start: the order": (pruning, "kept", _in_order_of_size, PRUNED),

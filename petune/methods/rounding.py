@@ -64,7 +64,7 @@ def refuse_unrounded(layers: Iterable[TunedLayer], dtype: torch.dtype | None) ->
     found = {dtype or getattr(layer, name).dtype for layer in layers for name in layer.weights}
     if not found:
         raise UsageError(
-            "there is no update to round stochastically: full fine-tuning has changed the weights themselves",
+            "there is no update to round stochastically: what trained lies in the model's own weights",
             where="rounding",
             remedy="leave it out",
         )

@@ -302,7 +302,7 @@ class Run:
         return sentence_files(config, int(model.config.hidden_size), limit)
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write what another library reads: `peft` (lora), `adapters` (adapter), `hf` (lora and full),
+        """Write what another library reads: `peft` (lora), `adapters` (adapter), `hf` (what merges),
         `bitsandbytes` (the base of a run with base_dtype: nf4, as it was trained beside), or a server of
         SERVERS (lora); `serve_report` then says what to type there. Raises UsageError for other formats and
         methods, and for what a server refuses."""
@@ -320,7 +320,8 @@ class Run:
             raise UsageError(f"there is no export to {to!r}", expected=known)
         name, files = self.recipe.method_name, method_of(self.recipe.method).files
         if to == "peft" and files != "peft":
-            remedy = "petune.load(base, folder) reads it" if files == "petune" else "use --to hf"
+            merges = method_of(self.recipe.method).mergeable
+            remedy = "use --to hf" if merges else "petune.load(base, folder) reads it"
             raise UsageError(f"peft reads LoRA, not {name}", remedy=remedy)
         if to == "adapters" and name != "adapter":
             raise UsageError(f"adapters' layout is for bottleneck adapters, not {name}")

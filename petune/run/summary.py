@@ -159,7 +159,6 @@ def ways_out(recipe: Recipe, phase: str) -> list[str]:
         same = "" if streams(recipe) else f" accumulate={recipe.accumulate * 2} (the same numbers)"
         ways = [f"batch_size={recipe.batch_size // 2}{same}"] * (recipe.batch_size > 1)
         ways += ["cache_room=0"] * bool(recipe.cache and recipe.cache_room)
-        ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + [
-            "a smaller data.max_length"
-        ]
+        keeps = not (recipe.gradient_checkpointing or method_of(recipe.method).head_alone)
+        ways += ["gradient_checkpointing=true"] * keeps + ["a smaller data.max_length"]
     return ways + ["method=lora"] * (method_of(recipe.method).trains_base and not streams(recipe))

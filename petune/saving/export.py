@@ -317,8 +317,8 @@ def verify(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning, which
-    has nothing to merge.
+    """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning and
+    for a head alone, which have nothing to merge.
 
     `dtype`: that was written. `update`: norm of the updates. `ulps`: root mean square of an update's entry
     over the spacing of numbers at the weights' own root mean square: below 1, most entries move to a
@@ -343,7 +343,9 @@ class MergeReport:
 
     def __str__(self) -> str:
         text = f"merged {self.layers} layers into {self.dtype}"
-        if self.seed is None:
+        if not self.layers:
+            text = f"written in {self.dtype}: what trained lies in the model's own weights, nothing is summed"
+        elif self.seed is None:
             text += f": {100 * self.lost:.3g} % of the update rounded away"
         else:
             text += f", rounded stochastically by seed {self.seed}: {100 * self.kept:.3g} % of the update"

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from petune.kernels.block import module as fused_block
 from petune.kernels.configs import KernelsName
+from petune.kernels.fuse import fused_blocks
 from petune.methods import tuned_parameters, tuned_state, wrap
 from petune.methods.configs import DoraConfig
 from petune.methods.dora import DoraLinear
@@ -99,6 +101,56 @@ def pfeiffers_adapters_follow_the_paper(
             optimizer.step()
         for key, value in trained.items():
             torch.testing.assert_close(value, made[key], rtol=0, atol=near)
+
+
+# dropout of the base alone, by the family: the head's own would draw other masks in another order
+DROPS = {"bert": {"hidden_dropout_prob": 0.5, "classifier_dropout": 0.0}, "llama": {"attention_dropout": 0.5}}
+
+
+def probed(name: str, **settings: Any) -> Any:
+    """A model of the zoo under method head, in training mode."""
+    return wrap(tiny(name, **DROPS.get(name.partition("-")[0], {})), "head", **settings).train()
+
+
+def adamw_steps(model: Any, name: str, number: int = 3) -> list[Tensor]:
+    """The losses of AdamW's steps over what trains, on two batches in turns."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(number):
+        loss = model(**batch(name, seed=step % 2)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def head_trains_behind_a_base_without_gradients(name: str, kernels: KernelsName) -> None:
+    """Three steps of Hugging Face's model without dropout, whose base is frozen, against ours with it."""
+    model, twin = probed(name, kernels=kernels), tiny(name).train()
+    trained = tuned_parameters(model)
+    for own, value in twin.named_parameters():
+        value.requires_grad_(own in trained)
+    assert trained and not any(own.startswith(f"{twin.base_model_prefix}.") for own in trained)
+    losses = adamw_steps(model, name), adamw_steps(twin, name)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    for own, value in twin.named_parameters():
+        found = model.get_parameter(own)
+        assert found.requires_grad is (own in trained)
+        torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
+
+
+def blocks_below_a_head_make_no_node() -> None:
+    """Fused blocks run forward only in training, none handed a cache of keys and values."""
+    model, nodes = probed("llama-classify", kernels="reference"), list[Any]()
+    apply = fused_block.Node.apply
+    try:
+        fused_block.Node.apply = lambda *args: nodes.append(args) or apply(*args)  # type: ignore[method-assign,func-returns-value]  # a spy
+        adamw_steps(model, "llama-classify", 1)
+    finally:
+        fused_block.Node.apply = apply  # type: ignore[method-assign]  # and away
+    assert fused_blocks(model) and not nodes
+    assert model(**batch("llama-classify")).past_key_values is None
 
 
 def _of_sum(parts: tuple[Tensor, ...], module: nn.Module, args: Any, output: Any) -> Any:

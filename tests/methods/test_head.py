@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import petune
 from petune.errors import UsageError
-from petune.kernels.block import module as fused_block
-from petune.kernels.fuse import fused_blocks
 from petune.methods import merge, tuned_parameters, tuned_state, wrap
 from petune.methods.activation_cache import ActivationCache
 from petune.models.stack import stacks_in
+from tests.methods.references import (
+    DROPS,
+    adamw_steps,
+    blocks_below_a_head_make_no_node,
+    head_trains_behind_a_base_without_gradients,
+    probed,
+)
 from tests.methods.zoo import batch, stir, tiny
 
 long = pytest.mark.long
@@ -25,43 +30,16 @@ HEADED = [
     *("bert-classify", "t5-classify", "llama-classify"),
     *(pytest.param(name, marks=long) for name in ("bert-tokens", "bart-classify", "gemma3-classify")),
 ]
-# dropout of the base alone, by the family: the head's own would draw other masks in another order
-DROPS = {"bert": {"hidden_dropout_prob": 0.5, "classifier_dropout": 0.0}, "llama": {"attention_dropout": 0.5}}
-
-
-def steps(model: Any, name: str, number: int = 3) -> list[Tensor]:
-    """The losses of AdamW's steps, on two batches in turns."""
-    trained = [value for value in model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    losses = []
-    for step in range(number):
-        loss = model(**batch(name, seed=step % 2)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
-
-
-def probed(name: str, **settings: Any) -> Any:
-    """A model of the zoo under method head, in training mode."""
-    return wrap(tiny(name, **DROPS.get(name.partition("-")[0], {})), "head", **settings).train()
 
 
 @pytest.mark.parametrize("kernels", ["off", "reference"])
 @pytest.mark.parametrize("name", HEADED)
 def test_three_steps_are_hugging_faces_on_a_base_without_gradients(name: str, kernels: Any) -> None:
-    model, twin = probed(name, kernels=kernels), tiny(name).train()
-    trained = tuned_parameters(model)
-    for own, value in twin.named_parameters():
-        value.requires_grad_(own in trained)
-    assert trained and not any(own.startswith(f"{twin.base_model_prefix}.") for own in trained)
-    torch.testing.assert_close(steps(model, name), steps(twin, name), rtol=1e-6, atol=1e-6)
-    for own, value in twin.named_parameters():
-        found = model.get_parameter(own)
-        assert found.requires_grad is (own in trained)
-        torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
-    assert bool(fused_blocks(model)) is (kernels == "reference")
+    head_trains_behind_a_base_without_gradients(name, kernels)
+
+
+def test_fused_blocks_have_a_forward_pass_alone_and_fill_no_cache_of_keys() -> None:
+    blocks_below_a_head_make_no_node()
 
 
 @pytest.mark.crossed(1)
@@ -73,22 +51,10 @@ def test_a_cached_head_trains_bit_by_bit_as_without_and_runs_each_row_once(
 ) -> None:
     model, twin = (probed(name, kernels=kernels, base_dtype=base_dtype) for _ in range(2))
     with ActivationCache(model, tmp_path) as cache:
-        found = steps(model, name, 6)
-    assert all(map(torch.equal, found, steps(twin, name, 6)))
+        found = adamw_steps(model, name, 6)
+    assert all(map(torch.equal, found, adamw_steps(twin, name, 6)))
     assert all(map(torch.equal, tuned_state(model).values(), tuned_state(twin).values()))
     assert cache.counts.read == 2 * cache.counts.computed > 0 == cache.counts.passed_by
-
-
-def test_fused_blocks_have_a_forward_pass_alone_and_fill_no_cache_of_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def never(*args: Any) -> None:
-        raise AssertionError("a node of autograd's was made")
-
-    monkeypatch.setattr(fused_block.Node, "apply", never)
-    model = probed("llama-classify", kernels="reference")
-    steps(model, "llama-classify", 1)
-    assert not any(block.spec.said for block in fused_blocks(model)), "none was handed a cache"
 
 
 def test_the_base_stands_still_while_its_head_drops_out() -> None:
@@ -123,7 +89,9 @@ def test_what_works_behind_the_last_block_trains_when_it_is_named(
     model, twin = (wrap(tiny(name), "head", also_train=also_train).train() for _ in range(2))
     assert trains in tuned_parameters(model)
     with ActivationCache(model, tmp_path) as cache:
-        torch.testing.assert_close(steps(model, name, 4), steps(twin, name, 4), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            adamw_steps(model, name, 4), adamw_steps(twin, name, 4), rtol=1e-6, atol=1e-6
+        )
     assert cache.counts.read == cache.counts.computed > 0
 
 

@@ -17,7 +17,7 @@ FAR = {  # modules by whose tensors it is known, but for heads
     "llama-causal": {"model.norm", "lm_head"},
     "bert-mlm": {"cls.predictions", "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"},
     "deberta-classify": {"pooler.dense"},
-    "vit-classify": {"vit.layernorm"},
+    "dinov2-classify": {"dinov2.layernorm"},
 }
 
 

@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from petune.errors import RecipeError, Stopped, UsageError
+from petune.recipe import load_recipe
+from petune.run.summary import ways_out
+from tests.picture_runs import write_pictures, write_vit
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import (
     Listener,
@@ -116,10 +119,11 @@ def test_a_merged_run_and_a_new_one_from_its_head_begin_where_it_ended(tmp_path:
         name: value.tolist() for name, value in head.items()
     }
     merged = load_file(first.merge() / "model.safetensors")
+    assert "nothing is summed, logits 0 from" in first.merge_report
     base = load_file(tmp_path / "bert" / "model.safetensors")
     assert all(torch.equal(merged[name], value) for name, value in head.items())
     assert all(torch.equal(merged[f"bert.{name}"], value) for name, value in base.items())
-    with pytest.raises(UsageError, match="not head"):
+    with pytest.raises(UsageError, match=r"not head[\s\S]*use --to hf"):
         first.export("peft")
 
 
@@ -139,6 +143,25 @@ def test_what_means_nothing_for_a_head_is_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=words):
         run(brief(tmp_path, "bert", HEAD) | changes)
+
+
+@long
+def test_classes_of_pictures_train_as_without_a_cache(tmp_path: Path) -> None:
+    write_vit(tmp_path / "vit")
+    data = str(write_pictures(tmp_path))
+    recipe = {"model": str(tmp_path / "vit"), "data": data, "method": "head", "lr": 0.01, "epochs": 3}
+    recipe |= {"out": str(tmp_path / "plain"), "device": "cpu", "batch_size": 4}
+    listener = Listener()
+    found = run(recipe | {"cache": True, "out": str(tmp_path / "cached")}, listener).folder
+    for one, other in zip(numbers(found), numbers(run(recipe).folder), strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    assert any("blocks ran for 24 rows" in line for line in listener.notes)
+
+
+def test_who_runs_out_of_memory_is_not_told_what_would_be_refused(tmp_path: Path) -> None:
+    told = ways_out(load_recipe(brief(tmp_path, "bert", HEAD)), "forward and backward pass")
+    assert "batch_size=1 accumulate=4 (the same numbers)" in told
+    assert "gradient_checkpointing=true" not in told
 
 
 @pytest.mark.parametrize(("family", "task"), [("llama", "causal"), ("bert", "embed")])
