@@ -70,6 +70,9 @@ as they are inside it.
 
 Adapters here have the activation silu. Bottlenecks of {fused} are fused alike; of another activation blocks
 are not, and the header says which: {others}.
+
+Blocks below a head alone (`head`) have nothing of a method in them: they are fused as under lora, and
+run their forward pass alone, so `memory` is refused there.
 """
 HEAD = HEAD.format(
     fused=", ".join(name for name in ACTIVATIONS if name in ACTS),
@@ -109,7 +112,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "fused blocks": {},
     "`memory`": {"memory": "input"},
     "fused over `base_dtype`": {"base_dtype": "nf4"},
-    "`cache: true` (side)": {"method": "side", "cache": True},
+    "`cache: true` (side, head)": {"method": "side", "cache": True},
 }
 
 
