@@ -366,7 +366,7 @@ def foretold(planner: Planner, configs: Sequence[ParallelConfig], here: Here) ->
         plan = planner.plan(config)
         at = coordinate(plan, here.rank)
         rows = apportion(planner.work.rows, plan.shares)[at.dp]
-        counted = planner.bytes_of(plan, at.pp, at.tp, rows, False, at.dp)
+        counted = planner.memory.bytes_of(plan, at.pp, at.tp, rows, False, at.dp)
         seen = outlook(priced(drawn, config, here.world, memory)).forecast.ranks[here.rank]
         found["planner"].append((counted - process) / GIB)
         found["fused"].append((seen.total - process) / GIB)

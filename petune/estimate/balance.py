@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 
 from petune.errors import MachineError, UsageError
@@ -53,25 +54,33 @@ def _refuse_full(least: Sequence[float], what: str) -> None:
         )
 
 
-def partition(total: int, ranks: int, cost: Callable[[int, int, int], float], what: str) -> tuple[int, ...]:
-    """`total` units in their order over ranks, at least one each, of which rank i needs cost(i, a, b) for
-    units [a, b), never less for more. Raises as `balance`."""
+LARGEST = sys.float_info.max  # seconds, as infinity says that there is no memory
+Stretch = Callable[[int, int], float]  # the cost of units [a, b)
+
+
+def partition(total: int, costs: Sequence[Stretch], what: str) -> tuple[int, ...]:
+    """`total` units in their order over ranks, at least one each, of which rank i needs costs[i](a, b) for
+    units [a, b), never less for more. Ranks that are alike have the same cost, which is asked once for each
+    stretch. Raises as `balance`."""
+    ranks = len(costs)
     if total < ranks:
         raise UsageError(f"every rank needs a {what}", expected=f"at most {total} ranks", found=str(ranks))
-    best = _filled(total, ranks, cost, math.inf)
+    known = {one: cache(one) for one in costs}
+    costs = [known[one] for one in costs]
+    best = _filled(total, costs, math.inf)
     if best is None:
         raise MachineError(f"the devices together have no memory for every {what}")
-    low, high = 0.0, _longest(best, cost)
+    low, high = 0.0, _longest(best, costs)
     while high - low > 1e-6 * high:
-        found = _filled(total, ranks, cost, (low + high) / 2)
+        found = _filled(total, costs, (low + high) / 2)
         if found is None:
             low = (low + high) / 2
         else:
-            best, high = found, min((low + high) / 2, _longest(found, cost))
-    return _smoothed(best, cost)
+            best, high = found, min((low + high) / 2, _longest(found, costs))
+    return _smoothed(best, costs)
 
 
-def _filled(total: int, ranks: int, cost: Callable[[int, int, int], float], limit: float) -> list[int] | None:
+def _filled(total: int, costs: Sequence[Stretch], limit: float) -> list[int] | None:
     """Units in order, each rank with what it does within the limit, the first ones with the most; None where
     some are left.
 
@@ -79,12 +88,15 @@ def _filled(total: int, ranks: int, cost: Callable[[int, int, int], float], limi
     So every place is followed where a rank can begin.
     """
 
-    def fits(rank: int, start: int, end: int) -> bool:
-        return _within(cost(rank, start, end), limit)
+    limit = min(limit, LARGEST)
 
+    def furthest(cost: Stretch, start: int) -> int:
+        return start + bisect_right(range(start + 1, total + 1), limit, key=partial(cost, start))
+
+    known = {cost: cache(partial(furthest, cost)) for cost in costs}
     starts = [[range(1)]]
-    for rank in range(ranks):
-        starts.append(_ends(starts[-1], total - (ranks - 1 - rank), partial(fits, rank)))
+    for rank, cost in enumerate(costs):
+        starts.append(_ends(starts[-1], total - (len(costs) - 1 - rank), known[cost]))
     end, counts = total, []
     if not any(total in one for one in starts[-1]):
         return None
@@ -95,19 +107,15 @@ def _filled(total: int, ranks: int, cost: Callable[[int, int, int], float], limi
     return counts[::-1]
 
 
-def _ends(starts: list[range], most: int, fits: Callable[[int, int], bool]) -> list[range]:
+def _ends(starts: list[range], most: int, furthest: Callable[[int], int]) -> list[range]:
     """Where a rank can end, at `most` at the latest, that begins at one of the starts; ranges in order."""
-
-    def furthest(start: int) -> int:
-        return start + bisect_left(range(start + 1, most + 1), True, key=lambda end: not fits(start, end))
-
     ends: list[range] = []
     for places in starts:
         start = places[0]
         while start <= places[-1]:
             # Every unit up to the furthest end fits alone, so the rank can begin at each of them.
-            last = max(start, min(furthest(start) - 1, places[-1]))
-            first, stop = start + 1, furthest(last) + 1
+            last = max(start, min(furthest(start) - 1, most - 1, places[-1]))
+            first, stop = start + 1, min(furthest(last), most) + 1
             if ends and first <= ends[-1].stop:  # which is never beyond this one
                 first = ends.pop().start
             if first < stop:
@@ -116,16 +124,12 @@ def _ends(starts: list[range], most: int, fits: Callable[[int, int], bool]) -> l
     return ends
 
 
-def _within(seconds: float, limit: float) -> bool:
-    return seconds <= limit and not math.isinf(seconds)
+def _longest(counts: Sequence[int], costs: Sequence[Stretch]) -> float:
+    bounds = pairwise(accumulate(counts, initial=0))
+    return max(cost(*ends) for cost, ends in zip(costs, bounds, strict=True))
 
 
-def _longest(counts: Sequence[int], cost: Callable[[int, int, int], float]) -> float:
-    bounds = enumerate(pairwise(accumulate(counts, initial=0)))
-    return max(cost(rank, start, end) for rank, (start, end) in bounds)
-
-
-def _smoothed(counts: list[int], cost: Callable[[int, int, int], float]) -> tuple[int, ...]:
+def _smoothed(counts: list[int], costs: Sequence[Stretch]) -> tuple[int, ...]:
     """The same with no neighbours of which one could take from the other and both be done sooner."""
     ends = [0, *accumulate(counts)]
     for _ in counts:
@@ -133,7 +137,8 @@ def _smoothed(counts: list[int], cost: Callable[[int, int, int], float]) -> tupl
         for left in range(len(counts) - 1):
             start, middle, end = ends[left : left + 3]
             near = [one for one in (middle, middle - 1, middle + 1) if start < one < end]
-            ends[left + 1] = min(near, key=lambda at: max(cost(left, start, at), cost(left + 1, at, end)))
+            before_it, behind_it = costs[left : left + 2]
+            ends[left + 1] = min(near, key=lambda at: max(before_it(start, at), behind_it(at, end)))
         if ends == before:
             break
     return tuple(end - start for start, end in pairwise(ends))

@@ -20,6 +20,7 @@ stand, each host's one after the other, `times` hosts alike.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -82,8 +83,7 @@ class Cluster:
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a ring of these ranks has, which are in rising order."""
-        ends = (*self.hosts, len(self.devices))
-        together = any(first <= ranks[0] and ranks[-1] < end for first, end in pairwise(ends))
+        together = bisect_right(self.hosts, ranks[0]) == bisect_right(self.hosts, ranks[-1])
         return self.inside if together else self.between
 
 

@@ -31,8 +31,9 @@ from petune.errors import UsageError
 from petune.estimate.cluster import Cluster, Device, Link, scaled
 from petune.estimate.footprint import held_by
 from petune.estimate.forecast import Sketch, limits_of, sketch
+from petune.estimate.part_seconds import line
 from petune.estimate.rank_shares import share_of
-from petune.estimate.workload import Workload, line, workload
+from petune.estimate.workload import Workload, workload
 from petune.kernels.fuse import fuse
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.parallel import ParallelConfig, make_plan

@@ -10,9 +10,8 @@ suit the slowest of them. The even plan of each layout is always among what is c
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,28 +19,29 @@ from itertools import accumulate
 from typing import Any
 
 from petune.errors import MachineError, RecipeError, UsageError
-from petune.estimate.balance import balance, partition, reduced, up_to
+from petune.estimate.balance import Stretch, balance, partition, reduced, up_to
 from petune.estimate.choice import Choice, Findings
 from petune.estimate.cluster import Cluster
-from petune.estimate.durations import Both, Group
+from petune.estimate.durations import Group
 from petune.estimate.expert_shares import over_experts
 from petune.estimate.forecast import Sketch
 from petune.estimate.halves import may_pay
 from petune.estimate.layouts import kind_of, layouts, overlapped, plain
+from petune.estimate.part_seconds import line_of, seconds_at
+from petune.estimate.rank_memory import RankMemory
 from petune.estimate.rank_shares import (
     beside_regions,
     even_tokens,
-    numbers_of,
-    span,
-    spread_of,
+    shares_at,
     stacked,
     tokens_by_speed,
 )
-from petune.estimate.room import Rest, Room
+from petune.estimate.room import Room
 from petune.estimate.step_time import Clock
-from petune.estimate.workload import Part, Place, line_of, seconds_at, workload
+from petune.estimate.workload import Part, Place, workload
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
+from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, apportion, columns_together, grain, in_flight
 from petune.recipe import load_recipe
 
@@ -62,6 +62,9 @@ class Planner:
             raise UsageError(what, where="model")
         self.drawn, self.cluster, self.family = drawn, cluster, drawn.family
         self.work, self.room = workload(drawn), Room(drawn)
+        self.memory = RankMemory(self.room, self.work, cluster)
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(cluster.devices))}
+        self.devices = [numbers[one] for one in cluster.devices]  # by what they are
         self.refused: dict[str, str] = {}
         self.clocks = {again: Clock(self.work, cluster, again) for again in (False, True)}
         fixed = again if again is not None else drawn.recipe.gradient_checkpointing or None
@@ -121,10 +124,10 @@ class Planner:
     def _that_fit(self, layout: ParallelConfig, even: ParallelPlan, again: bool) -> list[Choice]:
         """The plans of a layout that fit, if blocks are computed `again`."""
         found, clock = [], self.clocks[again]
-        for lists in self.shared(layout, again) if self._could_fit(even, again) else ():
+        for lists in self.shared(layout, again) if self.memory.could_fit(even, again) else ():
             plans = [(one, plan, clock.of(plan)) for one, plan in self._hidden_or_not(lists)]
             for parallel, plan, time in sorted(plans, key=lambda one: one[2].total):
-                if not math.isinf(fullest := self.fullest(plan, again)):
+                if not math.isinf(fullest := self.memory.fullest(plan, again)):
                     found.append(Choice(parallel, plan, again, time, fullest, self.room.fuses(plan)))
                     break  # the other one is slower
         return found
@@ -154,48 +157,6 @@ class Planner:
         head = drawn.work.vocabulary_head
         return make_plan(parallel, self.family, drawn.config, world, self.work.rows, world, head)
 
-    # ------------------------------------------------------------ memory
-
-    def fullest(self, plan: ParallelPlan, again: bool) -> float:
-        """The largest part of its memory that a rank fills; infinite where one does not fit, 0 where no
-        memory is known."""
-        most, seen = 0.0, set()
-        rows = apportion(self.work.rows, plan.shares)
-        for rank, device in enumerate(self.cluster.devices):
-            pp, dp, tp = rank // (plan.dp * plan.tp), rank // plan.tp % plan.dp, rank % plan.tp
-            key = (pp, tp, spread_of(plan, dp, self.work.rows), rows[dp], device.memory)
-            if device.memory is None or key in seen:
-                continue
-            seen.add(key)
-            most = max(most, self.bytes_of(plan, pp, tp, rows[dp], again, dp) / device.memory)
-        return most if most <= 1 else math.inf
-
-    def _could_fit(self, plan: ParallelPlan, again: bool) -> bool:
-        """Whether all devices together have what the ranks of an even plan need, and a tenth beside."""
-        memory = [device.memory for device in self.cluster.devices if device.memory is not None]
-        if len(memory) < plan.world:
-            return True
-        rows = max(apportion(self.work.rows, plan.shares))
-        needed = sum(self.bytes_of(plan, pp, 0, rows, again) for pp in range(plan.pp))
-        return needed * plan.dp * plan.tp <= 1.1 * sum(memory)
-
-    def bytes_of(self, plan: ParallelPlan, pp: int, tp: int, rows: int, again: bool, dp: int = 0) -> float:
-        """What a rank of so many rows needs. dp: its replica, where replicas share experts."""
-        if plan.ep > 1:
-            rest = self._rest(plan, 0, 0, len(self.work.blocks), rows)
-            return self.room.of_experts(*spread_of(plan, dp, self.work.rows), rest, again)
-        spans = (span(plan, self.work, number) for number in numbers_of(plan, pp))
-        stages = [self._rest(plan, pp, *ends, rows) for ends in spans]  # of which one computes at a time
-        needs = [self.room.need(plan.cut, tp, rest, again) for rest in stages]
-        own = sum(one.stays for one in needs) + max(one.beside for one in needs)
-        return own + self.room.process + self.room.messages(plan, rows)
-
-    def _rest(self, plan: ParallelPlan, pp: int, start: int, end: int, rows: float) -> Rest:
-        shards = 1 if plan.sharding is None else plan.dp // plan.sharding.replicas
-        piece, fused = -(-int(rows) // plan.microbatches), self.room.fuses(plan)
-        reckoned = self.room.in_steps(piece) if fused else piece
-        return Rest(start, end, reckoned, in_flight(plan, pp), plan.sharding, shards, fused)
-
     # ------------------------------------------------------------ shares
 
     def shared(self, layout: ParallelConfig, again: bool) -> Iterator[ParallelConfig]:
@@ -209,9 +170,12 @@ class Planner:
                 found = self._over_experts(layout, plan, again)
                 ways = [self._cut(found, plan, again, parts, even) for even in even_tokens(plan.cut)]
                 found = min(ways, key=partial(self._pace, again)) if len(ways) > 1 else ways[0]
-                for _ in range(2 if plan.pp > 1 and plan.dp > 1 else 1):  # stages suit rows, and rows stages
+                for _ in range(2):  # stages suit rows, and rows stages
+                    rows = found.dp
                     found = self._staged(found, self.plan(found), again)
                     found = self._rowed(found, self.plan(found), again)
+                    if found.pp is None or found.dp == rows:
+                        break
                 if found not in seen:
                     seen.add(found)
                     yield found
@@ -235,7 +199,7 @@ class Planner:
 
         def price(parallel: ParallelConfig) -> float:
             found = self.plan(parallel)
-            return self.clocks[again].of(found).total if self.fullest(found, again) <= 1 else math.inf
+            return self.clocks[again].of(found).total if self.memory.fullest(found, again) <= 1 else math.inf
 
         return over_experts(layout, plan, self.clocks[again], price)
 
@@ -253,11 +217,11 @@ class Planner:
         if cut is None:
             return layout
         kinds = {group.kinds for _, group in self._groups(plan)}
-        by_rank = [{clock.rates[own[index]] for own in kinds} for index in range(plan.tp)]
+        by_rank = [frozenset(clock.rates[own[index]] for own in kinds) for index in range(plan.tp)]
         piece = max(1, self.work.rows // plan.dp / plan.microbatches)
         name, axis = next((name, axis) for name, axis in layout.axes.items() if isinstance(axis, CutConfig))
         shape, filled = self.work.shape, dict[str, Any]()
-        room = self._limits(plan, again)
+        room = self.memory.limits(plan, again)
         beside = beside_regions(every, cut)
 
         def costs(places: Sequence[Place], total: int) -> list[Any]:
@@ -286,89 +250,75 @@ class Planner:
             filled["columns"] = (*(count * step for count in counts), last * step + rest)
         if cut.sequence and not even:
             filled["sequence"] = reduced(tokens_by_speed(cut, every, by_rank, piece))
-        if len(set(map(frozenset, by_rank))) == 1 and "sequence" not in filled:
+        if len(set(by_rank)) == 1 and "sequence" not in filled:
             return layout
         found: dict[str, Any] = {name: replace(axis, **filled)}
         return replace(layout, **found)
-
-    def _limits(self, plan: ParallelPlan, again: bool) -> list[float]:
-        """The largest share of a block that each rank of a cut has memory for, in even stages."""
-        assert plan.cut is not None
-        rows = max(apportion(self.work.rows, plan.shares))
-        found, messages = [1.0] * plan.tp, self.room.messages(plan, rows)
-        known: dict[tuple[int, int], float] = {}
-        for rank, device in enumerate(self.cluster.devices):
-            pp, tp = rank // (plan.dp * plan.tp), rank % plan.tp
-            if device.memory is None:
-                continue
-            key = pp, device.memory
-            if key not in known:
-                rest = self._rest(plan, pp, *span(plan, self.work, pp), rows)
-                known[key] = self.room.most(plan.cut, rest, again, device.memory - messages)
-            found[tp] = min(found[tp], known[key])
-        return found
 
     def _staged(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
         """Blocks by how long stages take, with embedding and head in theirs."""
         if plan.pp == 1 or layout.pp is None:
             return layout
-        clock, rows = self.clocks[again], apportion(self.work.rows, plan.shares)
-        count, blocks = len(plan.stages), len(self.work.blocks)
-        groups = {
-            (number, clock.group(plan, dp, number % plan.pp), rows[dp] / plan.microbatches)
-            for number in range(count)
-            for dp in range(plan.dp)
-        }
-        sums: dict[int, list[tuple[list[float], float, float]]] = {}
-        for number, group, piece in groups:
-            each = (sum(clock.block(at, group, plan.cut, piece), start=Both()).total for at in range(blocks))
-            ends = (
-                clock.region(one, group, plan.cut, piece).total
-                for one in (self.work.embedding, self.work.head)
-            )
-            first, last = ends
-            sums.setdefault(number, []).append(([*accumulate(each, initial=0.0)], first, last))
+        costs = self._of_stages(plan, again) * (len(plan.stages) // plan.pp)
+        stages = partition(len(self.work.blocks), costs, "block")
+        return replace(layout, pp=replace(layout.pp, stages=stages))
 
-        least = [self._least(plan, pp) for pp in range(plan.pp)]
-        on_each = count // plan.pp
-
-        alike, known = len(self.work.kinds) == 1, dict[object, bool]()
-        messages = self.room.messages(plan, max(rows))
-
-        def holds(pp: int, start: int, end: int) -> bool:
-            key = (pp, start == 0, end == blocks, end - start) if alike else (pp, start, end)
+    def _of_stages(self, plan: ParallelPlan, again: bool) -> list[Stretch]:
+        """Seconds of blocks [start, end) on each rank of a pipeline, with embedding and head in theirs;
+        infinite where a device has no memory for them. Ranks of devices that are alike have the same."""
+        rows, costs, each = apportion(self.work.rows, plan.shares), [], plan.dp * plan.tp
+        known: dict[object, Stretch] = {}
+        for pp in range(plan.pp):
+            here = range(pp * each, (pp + 1) * each)
+            tightest = self.memory.tightest(plan, here, (max(rows),) * plan.dp)
+            groups = frozenset((self.clocks[again].group(plan, dp, pp), rows[dp]) for dp in range(plan.dp))
+            memory = frozenset((shares_at(plan.cut, at.tp), size) for at, size in tightest)
+            key = in_flight(plan, pp), groups, memory
             if key not in known:
-                rest = self._rest(plan, pp, start, end, max(rows))
-                known[key] = all(
-                    self.room.bytes(plan.cut, index, rest, again) <= (memory - messages) / on_each
-                    for index, memory in least[pp].values()
+                known[key] = self._of_stage(plan, groups, tightest, again)
+            costs.append(known[key])
+        return costs
+
+    def _of_stage(
+        self,
+        plan: ParallelPlan,
+        groups: Iterable[tuple[Group, int]],
+        tightest: Sequence[tuple[Coordinate, int]],
+        again: bool,
+    ) -> Stretch:
+        """The same of a rank of these groups of devices, with the rows of each, and such memory."""
+        clock, blocks, cut = self.clocks[again], len(self.work.blocks), plan.cut
+        sums: list[tuple[list[float], float, float]] = []
+        for group, count in groups:
+            piece = count / plan.microbatches
+            each = ((one + other).total for one, other in clock.each(group, cut, piece))
+            first, last = (
+                clock.region(one, group, cut, piece).total for one in (self.work.embedding, self.work.head)
+            )
+            sums.append(([*accumulate(each, initial=0.0)], first, last))
+        most = max(apportion(self.work.rows, plan.shares))
+        messages, on_each = self.room.messages(plan, most), len(plan.stages) // plan.pp
+        alike, known = len(self.work.kinds) == 1, dict[object, bool]()
+
+        def holds(start: int, end: int) -> bool:
+            key = (start == 0, end == blocks, end - start) if alike else (start, end)
+            if key not in known:
+                rest = self.memory.rest(plan, tightest[0][0].pp, start, end, most) if tightest else None
+                known[key] = rest is None or all(
+                    self.room.bytes(cut, at.tp, rest, again) <= (memory - messages) / on_each
+                    for at, memory in tightest
                 )
             return known[key]
 
-        def cost(number: int, start: int, end: int) -> float:
-            if not holds(number % plan.pp, start, end):
+        def cost(start: int, end: int) -> float:
+            if not holds(start, end):
                 return math.inf
             return max(
                 own[end] - own[start] + first * (start == 0) + last * (end == blocks)
-                for own, first, last in sums[number]
+                for own, first, last in sums
             )
 
-        stages = partition(blocks, count, cost, "block")
-        return replace(layout, pp=replace(layout.pp, stages=stages))
-
-    def _least(self, plan: ParallelPlan, pp: int) -> dict[tuple[float, ...], tuple[int, int]]:
-        """Of the ranks at a place of the pipeline that have the same share of blocks: one along the cut, and
-        the smallest memory."""
-        found: dict[tuple[float, ...], tuple[int, int]] = {}
-        first = pp * plan.dp * plan.tp
-        cut = plan.cut
-        for rank in range(first, first + plan.dp * plan.tp):
-            memory, tp = self.cluster.devices[rank].memory, rank % plan.tp
-            lists = (cut.heads, cut.columns, cut.sequence, cut.vocabulary) if cut else ()
-            key = tuple(one[tp] for one in lists if one)
-            if memory is not None:
-                found[key] = min(found.get(key, (tp, memory)), (tp, memory), key=lambda one: one[1])
-        return found
+        return cost
 
     def _rowed(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
         """Rows by how long replicas take for one."""
@@ -379,22 +329,10 @@ class Planner:
         costs = []
         for dp in range(plan.dp):
             ranks = [(pp * plan.dp + dp) * plan.tp + tp for pp in range(plan.pp) for tp in range(plan.tp)]
-            key = tuple(self.cluster.devices[rank] for rank in ranks)
+            key = tuple(self.devices[rank] for rank in ranks)
             if key not in known:
                 each = max(clock.busy(plan, dp, rows / plan.dp)) / (rows / plan.dp)
-                most = bisect_left(
-                    range(1, rows + 1), True, key=lambda count: self._overflows(plan, dp, count, again)
-                )
-                known[key] = each, most
+                known[key] = each, self.memory.most_rows(plan, ranks, again)
             costs.append(partial(up_to, *known[key]))
         shares = balance(rows, costs, "row", plan.microbatches)
         return replace(layout, dp=replace(layout.dp, shares=reduced(shares) if len(set(shares)) > 1 else ()))
-
-    def _overflows(self, plan: ParallelPlan, dp: int, rows: int, again: bool) -> bool:
-        """Whether a rank of a replica has no memory for so many rows."""
-        for pp in range(plan.pp):
-            first = (pp * plan.dp + dp) * plan.tp
-            for index, device in enumerate(self.cluster.devices[first : first + plan.tp]):
-                if device.memory is not None and self.bytes_of(plan, pp, index, rows, again) > device.memory:
-                    return True
-        return False

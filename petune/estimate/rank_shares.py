@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 from petune.estimate.balance import partition
 from petune.estimate.footprint import routed
-from petune.estimate.workload import Block, Part, Place, Workload, line_of, seconds_at
+from petune.estimate.part_seconds import Straight, line_of, seconds_at
+from petune.estimate.workload import Block, Part, Place, Workload
 from petune.kernels.memory.block_cost import Rates
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
@@ -106,7 +108,7 @@ def even_tokens(cut: Cut | None) -> tuple[bool, ...]:
 
 
 def tokens_by_speed(
-    cut: Cut, parts: Mapping[Part, int], by_rank: Sequence[set[Rates]], rows: float
+    cut: Cut, parts: Mapping[Part, int], by_rank: Sequence[frozenset[Rates]], rows: float
 ) -> tuple[int, ...]:
     """Tokens of the ranks, of which later ones cost more where attention is causal. by_rank: of each, the
     rates of all devices at its place."""
@@ -114,27 +116,30 @@ def tokens_by_speed(
     turned = cut.exchange == "ulysses"
     late = {part: own[part] for part in own if part.place == "scores" and part.causal and not turned}
     same = {part: own[part] for part in own if part not in late}
-    lines = [[(line_of(one, same, rows), line_of(one, late, rows)) for one in rates] for rates in by_rank]
+    lines = {
+        rates: [(line_of(one, same, rows), line_of(one, late, rows)) for one in rates]
+        for rates in set(by_rank)
+    }
     total = max(FINEST, 4 * len(by_rank))
 
-    def cost(index: int, start: int, end: int) -> float:
+    def cost(own: Sequence[tuple[Straight, Straight]], start: int, end: int) -> float:
         share, seen = (end - start) / total, (end**2 - start**2) / total**2
-        return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in lines[index])
+        return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in own)
 
-    return partition(total, len(by_rank), cost, "token")
-
-
-def numbers_of(plan: ParallelPlan, pp: int) -> range:
-    """The stages of a rank of the pipeline."""
-    return range(pp, max(1, len(plan.stages)), plan.pp)
+    of_rates = {rates: partial(cost, own) for rates, own in lines.items()}
+    return partition(total, [of_rates[rates] for rates in by_rank], "token")
 
 
-def span(plan: ParallelPlan, work: Workload, number: int) -> tuple[int, int]:
-    """The blocks [start, end) of a stage, counted over all stacks."""
-    if not plan.stages:
-        return 0, len(work.blocks)
-    counts = [sum(end - first for first, end in stage.blocks.values()) for stage in plan.stages[: number + 1]]
-    return sum(counts[:-1]), sum(counts)
+def spans_of(plan: ParallelPlan, work: Workload) -> tuple[tuple[int, int], ...]:
+    """The blocks [start, end) of every stage, counted over all stacks; of one that has all where there is no
+    pipeline. Those of its rank pp are every plan.pp-th from pp on."""
+    return plan.spans or ((0, len(work.blocks)),)
+
+
+def shares_at(cut: Cut | None, index: int) -> tuple[int, ...]:
+    """What a rank has by every list of a cut."""
+    lists = (cut.heads, cut.columns, cut.sequence, cut.vocabulary) if cut else ()
+    return tuple(one[index] for one in lists if one)
 
 
 def spread_of(plan: ParallelPlan, dp: int, rows: int) -> tuple[float, float]:

@@ -9,117 +9,26 @@ Of blocks that a GPU would run fused it is what the engine keeps (petune.kernels
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from petune.estimate.activations import Saved
 from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_by, saved_in
 from petune.estimate.forecast import PROCESS, Sketch
-from petune.estimate.fused_room import FusedBlocks, fused_blocks_of
+from petune.estimate.fused_room import fused_blocks_of
 from petune.estimate.message_rooms import message_rooms
+from petune.estimate.slices import Bytes, Need, Rest, Slice, between, mixed, on_line
 from petune.kernels.memory.buffers import head_bytes
 from petune.kernels.memory.policy import WORKSPACE
 from petune.kernels.memory.policy_hook import rounded
-from petune.models.spec import Family
+from petune.models.spec import Attention, Family
 from petune.models.stack import Stack
 from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Sharding, features_of_block
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """Of a stretch of blocks, or of what lies beside them: frozen and tuned weights; all that an optimizer
-    adds to these; copies that autocast makes; what is kept for each row, and once."""
-
-    frozen: float = 0.0
-    tuned: float = 0.0
-    trains: float = 0.0
-    copies: float = 0.0
-    row: float = 0.0
-    once: float = 0.0
-
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(*(mine + its for mine, its in zip(self.all, other.all, strict=True)))
-
-    def __sub__(self, other: Bytes) -> Bytes:
-        return self + other * -1
-
-    def __mul__(self, times: float) -> Bytes:
-        return Bytes(*(one * times for one in self.all))
-
-    __rmul__ = __mul__
-
-    @property
-    def all(self) -> tuple[float, ...]:
-        """Every number."""
-        return self.frozen, self.tuned, self.trains, self.copies, self.row, self.once
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Where a rank stands: the stretch of blocks it holds, rows of a micro-batch, passes on their way, how
-    weights are sharded over how many replicas; whether blocks may be fused under its plan."""
-
-    start: int
-    end: int
-    rows: float
-    passes: float = 1.0
-    sharding: Sharding | None = None
-    shards: int = 1
-    fused: bool = True
-
-
-class Need(NamedTuple):
-    """Bytes that a stage of a rank holds and keeps, and those that are alive beside while it computes."""
-
-    stays: float
-    beside: float
-
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.stays + self.beside
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """A rank's part of the model: its blocks and the two ends. scores: bytes of whole logits of a row, which
-    fused blocks do not make."""
-
-    blocks: tuple[Bytes, ...]
-    before: Bytes
-    behind: Bytes
-    scores: float
-    fused: FusedBlocks | None = None
-
-    @cached_property
-    def sums(self) -> tuple[Bytes, ...]:
-        """Of the blocks before each, and of all."""
-        return tuple(accumulate(self.blocks, initial=Bytes()))
-
-    @cached_property
-    def largest(self) -> Bytes:
-        """Of the block that has most."""
-        return max(self.blocks, key=lambda one: sum(one.all))
-
-    def stretch(self, start: int, end: int) -> Bytes:
-        """Of blocks [start, end) and the ends that are with them."""
-        found = self.sums[end] - self.sums[start]
-        found = found + self.before if start == 0 else found
-        return found + self.behind if end == len(self.blocks) else found
-
-    def as_fused(self, blocks: FusedBlocks) -> _Slice:
-        """The same with what these keep, of which gradients go through as many."""
-        found = []
-        for number, one in enumerate(self.blocks):
-            row, copies = blocks.of_block(number)
-            found.append(replace(one, copies=copies, row=row * (one.row > 0), once=0.0))
-        return replace(self, blocks=tuple(found), fused=blocks)
 
 
 class Room:
@@ -128,7 +37,11 @@ class Room:
     def __init__(self, drawn: Sketch) -> None:
         self.drawn, self.family = drawn, cast("Family", drawn.family)
         self.first = first_trained(drawn.model, self.family)
-        self.slices: dict[object, tuple[_Slice, _Slice, _Slice]] = {}
+        self.slices: dict[object, tuple[Slice, Slice, Slice]] = {}
+        self.known: dict[object, tuple[Bytes, Bytes]] = {}
+        self.ends: tuple[Bytes, Bytes] | None = None
+        cores = (one.core for rule in self.family.stacks.values() for one in rule.sublayers)
+        self.calls = any(isinstance(core, Attention) and core.called for core in cores)
         self.weighed = weighed(drawn.model)
         self.process = PROCESS[drawn.device]
         self.shape = self.family.shape(drawn.config)
@@ -162,12 +75,12 @@ class Room:
         number, whole, (twice, four) = self.shape.experts, self._whole, self.spread
         at = (held * number - 1) / (number - 1), copies * number / 2 - 1
         span = rest.start, rest.end
-        own = _mixed(whole.stretch(*span), twice.stretch(*span), four.stretch(*span), *at)
-        largest = _mixed(whole.largest, twice.largest, four.largest, *at)
+        own = mixed(whole.stretch(*span), twice.stretch(*span), four.stretch(*span), *at)
+        largest = mixed(whole.largest, twice.largest, four.largest, *at)
         return self._kept_and_standing(own, largest, rest, again, 1.0, 1.0).total + self.process
 
     @cached_property
-    def spread(self) -> tuple[_Slice, _Slice]:
+    def spread(self) -> tuple[Slice, Slice]:
         """What a rank holds that has one expert of each mixture, where these see the copies of twice and of
         four times as many tokens as are its own."""
         plan = ParallelPlan(dp=2, shares=(1, 1), ep=2, experts=(1, self.shape.experts - 1))
@@ -196,16 +109,16 @@ class Room:
         held, done, tokens, table = shares
         plain, fused, full = self._slices(cut)
         whole, half = (full, fused) if rest.fused else (self._whole, plain)
-        own, largest = (
-            _between(one, other, held, done)
-            for one, other in (
-                (whole.stretch(rest.start, rest.end), half.stretch(rest.start, rest.end)),
-                (whole.largest, half.largest),
-            )
-        )
+        span = rest.start, rest.end
+        key = (self._kind(cut), rest.fused, span, held, done)  # passes, rows and shards are others each time
+        if key not in self.known:
+            pairs = (whole.stretch(*span), half.stretch(*span)), (whole.largest, half.largest)
+            own, largest = (between(*pair, held, done) for pair in pairs)
+            self.known[key] = own, largest
+        own, largest = self.known[key]
         busy = 0.0
         if whole.fused is not None and half.fused is not None:
-            busy = _on_line(whole.fused.busy(rest.rows, again), half.fused.busy(rest.rows, again), done)
+            busy = on_line(whole.fused.busy(rest.rows, again), half.fused.busy(rest.rows, again), done)
         return self._kept_and_standing(own, largest, rest, again, tokens, table, busy)
 
     def _kept_and_standing(
@@ -271,33 +184,52 @@ class Room:
     def fuses(self, plan: ParallelPlan) -> bool:
         """Whether blocks would be fused under a plan; those whose experts are shared out are counted as if
         they were not."""
-        slices = (self._slice(cut, fused=True) for cut in (None, plan.cut))
-        return plan.ep == 1 and plan.unfused is None and all(one.fused is not None for one in slices)
+        if plan.ep > 1 or plan.unfused is not None:
+            return False
+        return all(self._slices(cut)[1].fused is not None for cut in (None, plan.cut))
 
-    @property
-    def _whole(self) -> _Slice:
-        return self._slice(None)
+    @cached_property
+    def _whole(self) -> Slice:
+        return self._slices(None)[0]
 
-    def _slice(self, cut: Cut | None, fused: bool = False) -> _Slice:
-        """The model, or what one of two ranks holds that share it evenly. fused: as fused blocks keep it."""
-        return self._slices(cut)[fused]
-
-    def _slices(self, cut: Cut | None) -> tuple[_Slice, _Slice, _Slice]:
-        """As unfused and as fused blocks keep it; and the model as a rank of the cut would have it, fused,
-        that did all of it."""
-        kind = () if cut is None else (cut.attention, cut.mlp, cut.connection, cut.exchange, cut.overlap)
-        key = (*kind, bool(cut and cut.vocabulary))
-        if key not in self.slices:
+    def _slices(self, cut: Cut | None) -> tuple[Slice, Slice, Slice]:
+        """What one of two ranks holds that share the model evenly, or all of it, as unfused and as fused
+        blocks keep it; and the model as a rank of the cut would have it, fused, that did all of it."""
+        key = self._kind(cut)
+        if key not in self.slices and cut is not None and cut.vocabulary:
+            plain, fused, full = self._slices(replace(cut, vocabulary=()))
+            before, behind = self._ends(cut)
+            plain, fused = (replace(one, before=before, behind=behind) for one in (plain, fused))
+            self.slices[key] = plain, fused, full
+        elif key not in self.slices:
             plan = ALONE if cut is None else ParallelPlan(tp=2, cut=self._halved(cut))
             held = held_by(self.drawn.model, self.family, plan, Coordinate())
             plain = fused = self._sums(held, plan, self.drawn.work)
             if (blocks := fused_blocks_of(self.drawn, plan, held.modules)) is not None:
                 fused = plain.as_fused(blocks)
-            full = fused if cut is None else self._slice(None, fused=True)
+            full = fused if cut is None else self._slices(None)[1]
             if cut is not None and blocks is not None and full.fused is not None:
                 full = full.as_fused(blocks.in_full(full.fused))
             self.slices[key] = plain, fused, full
         return self.slices[key]
+
+    def _ends(self, cut: Cut) -> tuple[Bytes, Bytes]:
+        """What one of two ranks holds before and behind the blocks that share the vocabulary evenly: the same
+        of all cuts."""
+        if self.ends is None:
+            plan = ParallelPlan(tp=2, cut=self._halved(cut))
+            held = held_by(self.drawn.model, self.family, plan, Coordinate())
+            one = self._sums(held, plan, self.drawn.work)
+            self.ends = one.before, one.behind
+        return self.ends
+
+    def _kind(self, cut: Cut | None) -> object:
+        """What cuts have in common of which slices are the same. Blocks are so whether or not ranks hide what
+        they say, but not fused if they call a core as it is."""
+        if cut is None:
+            return None
+        apart = cut.overlap and self.calls
+        return cut.attention, cut.mlp, cut.connection, cut.exchange, bool(cut.vocabulary), apart
 
     def _halved(self, cut: Cut) -> Cut:
         shape = self.shape
@@ -315,7 +247,7 @@ class Room:
             vocabulary=(1, 1) if cut.vocabulary else (),
         )
 
-    def _sums(self, held: Held, plan: ParallelPlan, work: Pass) -> _Slice:
+    def _sums(self, held: Held, plan: ParallelPlan, work: Pass) -> Slice:
         (model,) = held.modules
         config = self.drawn.config
         blocks: list[Bytes] = []
@@ -342,7 +274,7 @@ class Room:
         scores = (
             list(work.tokens.values())[-1] * len(head.weight) * (work.itemsize + 8) if head is not None else 0
         )
-        return _Slice(
+        return Slice(
             tuple(blocks),
             self._of(early, Saved()),
             self._of(late, Saved()),
@@ -367,26 +299,6 @@ class Room:
             saved.row,
             saved.once,
         )
-
-
-def _between(whole: Bytes, half: Bytes, held: float, done: float) -> Bytes:
-    """What a rank has that holds and does such parts of the whole, on the line through the whole and a
-    half."""
-    parts = (held, held, held, held, done, done)
-    pairs = zip(whole.all, half.all, parts, strict=True)
-    return Bytes(*(_on_line(*three) for three in pairs))
-
-
-def _on_line(whole: float, half: float, done: float) -> float:
-    """A number of a rank that does such a part of the work, on the line through those of all and of half."""
-    return max(0.0, half + (whole - half) * (2 * done - 1))
-
-
-def _mixed(whole: Bytes, twice: Bytes, four: Bytes, held: float, copies: float) -> Bytes:
-    """What a rank has of experts: of their tensors on the line through those of one, 0, and of all, 1; of
-    what they keep on the line through copies of twice as many tokens, 0, and of four times as many, 1."""
-    tensors, kept = twice + (whole - twice) * held, twice + (four - twice) * copies
-    return replace(tensors, row=kept.row, once=kept.once)
 
 
 def _mean(index: int, lists: Sequence[Sequence[int]], weights: Sequence[int]) -> float:

@@ -30,9 +30,10 @@ from petune.estimate.comm_cost import (
 )
 from petune.estimate.durations import Both, Group, StepTime
 from petune.estimate.halves import Turn, added, in_turns, takes_halves
-from petune.estimate.rank_shares import Weighed, held_experts, held_of, numbers_of, segments, share_of, span
+from petune.estimate.part_seconds import line
+from petune.estimate.rank_shares import Weighed, held_experts, held_of, segments, share_of, spans_of
 from petune.estimate.timeline import end_of
-from petune.estimate.workload import Part, Region, Workload, line
+from petune.estimate.workload import Part, Region, Workload
 from petune.models.spec import StackName
 from petune.parallel.fsdp import is_light
 from petune.parallel.link_speed import HIDDEN, UNEVEN
@@ -49,6 +50,7 @@ class Clock:
     def __init__(self, work: Workload, cluster: Cluster, again: bool = False) -> None:
         self.work, self.cluster, self.again = work, cluster, again
         self.known: dict[object, Any] = {}
+        self.groups: dict[range, Group] = {}
         rates = [device.rates for device in cluster.devices]
         self.rates = list(dict.fromkeys(rates))
         numbers = {one: number for number, one in enumerate(self.rates)}
@@ -62,7 +64,9 @@ class Clock:
         """Those that share the blocks of a stage of a replica."""
         first = (pp * plan.dp + dp) * plan.tp
         ranks = range(first, first + plan.tp)
-        return Group(tuple(self.kinds[first : first + plan.tp]), self.cluster.link(ranks))
+        if ranks not in self.groups:
+            self.groups[ranks] = Group(tuple(self.kinds[first : first + plan.tp]), self.cluster.link(ranks))
+        return self.groups[ranks]
 
     def region(self, region: Region, group: Group, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares it."""
@@ -83,14 +87,10 @@ class Clock:
         again = slowest.forward if self.again and inside and slowest.backward else 0.0
         return slowest + Both(backward=again)
 
-    def block(self, number: int, group: Group, cut: Cut | None, rows: float) -> tuple[Both, Both]:
-        """A block's computing, and what its ranks say to one another, of so many rows."""
-        return self._block(*self.work.blocks[number], number >= self.work.lowest, group, cut, rows)
-
     def _block(
         self, stack: StackName, kind: int, back: bool, group: Group, cut: Cut | None, rows: float
     ) -> tuple[Both, Both]:
-        """A block of some kind, to which gradients go back or not."""
+        """The same of a block of some kind, to which gradients go back or not."""
         key = (stack, kind, back, group, cut, rows)
         if key not in self.known:
             if self.halved(cut, rows):
@@ -122,21 +122,22 @@ class Clock:
             found.append(Turn(self.segment(parts, group, cut, rows), saying, moved * (1 / memory)))
         return found
 
-    def stage(self, plan: ParallelPlan, dp: int, number: int, rows: float) -> tuple[Both, Both]:
-        """The same of a stage, with what it has beside blocks."""
-        return self._stage(plan, self.group(plan, dp, number % plan.pp), number, rows)
-
-    def _stage(self, plan: ParallelPlan, group: Group, number: int, rows: float) -> tuple[Both, Both]:
-        cut = plan.cut
-        start, end = span(plan, self.work, number)
-        key = ("stage", group, cut, start, end, rows)
-        if key not in self.known:
-            self.known[key] = self.stretch(group, cut, start, end, rows)
-        found: tuple[Both, Both] = self.known[key]
-        return found
+    def each(self, group: Group, cut: Cut | None, rows: float) -> list[tuple[Both, Both]]:
+        """Of every block its computing, and what its ranks say to one another, of so many rows."""
+        lowest = self.work.lowest
+        kinds = [(*kind, number >= lowest) for number, kind in enumerate(self.work.blocks)]
+        known = {kind: self._block(*kind, group, cut, rows) for kind in set(kinds)}
+        return [known[kind] for kind in kinds]
 
     def stretch(self, group: Group, cut: Cut | None, start: int, end: int, rows: float) -> tuple[Both, Both]:
         """The same of blocks [start, end), with what stands before the first and behind the last."""
+        key = ("stretch", group, cut, start, end, rows)
+        if key not in self.known:
+            self.known[key] = self._stretch(group, cut, start, end, rows)
+        found: tuple[Both, Both] = self.known[key]
+        return found
+
+    def _stretch(self, group: Group, cut: Cut | None, start: int, end: int, rows: float) -> tuple[Both, Both]:
         computing = saying = Both()
         lowest = self.work.lowest
         for low, high in ((start, min(end, lowest)), (max(start, lowest), end)):
@@ -238,14 +239,17 @@ class Clock:
         return [self._busy(plan, self.group(plan, dp, pp), pp, rows) for pp in range(plan.pp)]
 
     def _busy(self, plan: ParallelPlan, group: Group, pp: int, rows: float) -> float:
-        pieces = plan.microbatches
-        stages = (self._stage(plan, group, number, rows / pieces) for number in numbers_of(plan, pp))
+        pieces, cut = plan.microbatches, plan.cut
+        own = spans_of(plan, self.work)[pp :: plan.pp]
+        stages = (self.stretch(group, cut, *ends, rows / pieces) for ends in own)
         return pieces * sum(computing.total + saying.total for computing, saying in stages)
 
     def _pass(self, plan: ParallelPlan, dp: int, rows: int) -> StepTime:
         """A forward and a backward pass of a replica."""
         piece = rows / plan.microbatches
-        stages = [self.stage(plan, dp, number, piece) for number in range(max(1, len(plan.stages)))]
+        groups = [self.group(plan, dp, pp) for pp in range(plan.pp)]
+        spans = enumerate(spans_of(plan, self.work))
+        stages = [self.stretch(groups[number % plan.pp], plan.cut, *ends, piece) for number, ends in spans]
         if plan.pp == 1:
             computing, saying = stages[0]
             return StepTime(computing.total, saying.total + self._gathering(plan, computing), 0.0)
@@ -320,10 +324,11 @@ class Clock:
         work = self.work
         load = Load(1, dict(work.tokens), work.itemsize)
         every = transitions(replace(plan, cut=None, tp=1), work.family, work.shape, work.depth, load)
+        spans = spans_of(plan, work)
         for number, one in enumerate(one for one in every if one.when == "stage"):
             here, there = (((stage % plan.pp) * plan.dp + dp) * plan.tp for stage in (number, number + 1))
             link = self.cluster.link(sorted((here, there))).of("send")
-            flows = span(plan, work, number)[1] > work.lowest
+            flows = spans[number][1] > work.lowest
             yield Both(link.seconds(1, one.forward * rows), link.seconds(1, one.backward * rows * flows))
 
     def _gathering(self, plan: ParallelPlan, computing: Both) -> float:
@@ -331,10 +336,9 @@ class Clock:
         if (sharding := plan.sharding) is None:
             return 0.0
         shards, light = plan.dp // sharding.replicas, is_light(self.work.weighed, plan)
-        link, sent = self.cluster.link(range(0, plan.dp * plan.tp, plan.tp)), 0
+        link = self.cluster.link(range(0, plan.dp * plan.tp, plan.tp))
         sends = sharding.frozen and sharding.reshard  # else frozen weights travel once in a run, or lie whole
-        for part in self.work.parts(0, len(self.work.blocks)).elements():
-            sent += (part.weights - part.tuned) * sends + part.tuned * (not light)
+        sent = self.work.frozen * sends + self.work.tuned * (not light)
         size = sent * self.work.itemsize / plan.tp * (shards - 1) / shards
         gather = link.seconds(len(self.work.blocks) * (shards - 1), size) if sent else 0.0
         hidden = computing * self.work.overlaps
@@ -346,8 +350,8 @@ class Clock:
         sharding = None if is_light(self.work.weighed, plan) else plan.sharding
         shards = 1 if sharding is None else plan.dp // sharding.replicas
         for pp in range(plan.pp):
-            spans = [span(plan, self.work, one) for one in numbers_of(plan, pp)]
-            parts = [one for bounds in spans for one in self.work.parts(*bounds).items() if one[0].tuned]
+            spans = spans_of(plan, self.work)[pp :: plan.pp]
+            parts = [one for ends in spans for one in self.work.parts(*ends).items() if one[0].tuned]
             groups = {self.group(plan, dp, pp) for dp in range(plan.dp)}
             each = {(self.group(plan, dp, pp).kinds, experts[dp % plan.ep]) for dp in range(plan.dp)}
             for kinds, held in each:

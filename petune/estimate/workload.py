@@ -2,40 +2,21 @@
 
 Read off the model on the meta device, so a frozen weight has no gradient of its own, a block below the lowest
 tuned one no backward pass, a ladder its levels and a backbone without one, a decoder's block its attention to
-the encoder, and the last stage its head and loss. Costs are those of petune.kernels.memory.op_cost, seconds
-those of `Rates`.
+the encoder, and the last stage its head and loss. How long a part takes is in petune.estimate.part_seconds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from torch import nn
 
 from petune.estimate.footprint import first_trained
 from petune.estimate.forecast import Sketch
-from petune.kernels.memory.block_cost import Rates
-from petune.kernels.memory.op_cost import (
-    Cost,
-    Kind,
-    Operation,
-    activate,
-    activate_backward,
-    adamw,
-    attention,
-    attention_backward,
-    costing,
-    cross_entropy_,
-    grouped,
-    low_rank,
-    matmul,
-    rms_norm,
-    rms_norm_backward,
-)
 from petune.models.experts import sizes_of, weights_of
 from petune.models.gated_delta import keys_of
 from petune.models.sites import ends_of
@@ -113,15 +94,6 @@ Block = tuple[Region, ...]
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds of a share of a part: fixed + share * slope, forward and backward, and those of its update."""
-
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-    update: float
-
-
-@dataclass(frozen=True)
 class Workload:
     """A forward and a backward pass of all replicas: blocks in the order of the stages, each by its stack and
     its number among `kinds`, and what stands before the first and behind the last of them. overlaps: what
@@ -145,6 +117,17 @@ class Workload:
         """The first block to which gradients go back; as many as there are for none."""
         back = (index for index, (_, kind) in enumerate(self.blocks) if any(map(_returns, self.kinds[kind])))
         return next(back, len(self.blocks))
+
+    @cached_property
+    def tuned(self) -> int:
+        """Numbers that train, of all parts."""
+        return sum(part.tuned * times for part, times in self.parts(0, len(self.blocks)).items())
+
+    @cached_property
+    def frozen(self) -> int:
+        """Numbers of matrices beside these."""
+        parts = self.parts(0, len(self.blocks)).items()
+        return sum((part.weights - part.tuned) * times for part, times in parts)
 
     @cached_property
     def depth(self) -> dict[StackName, int]:
@@ -316,82 +299,3 @@ def _of_experts(module: nn.Module) -> Iterator[Product]:
     for name, value in module.named_parameters():
         if value.dim() == 3 and name not in weights_of(module):
             yield Product(value.shape[2], value.shape[1], value.requires_grad, True, experts=len(value))
-
-
-# ---------------------------------------------------------------- seconds
-
-
-@cache
-def line(rates: Rates, part: Part, rows: float) -> Line:
-    """Seconds of a part on a device, over so many rows."""
-    ahead = _forward(part, rows) if part.forward else ()
-    back = _backward(part, rows) if part.returned else ()
-    without = replace(rates, launch=0.0)
-    length = part.tokens
-
-    def way(work: tuple[Operation, ...]) -> tuple[float, float]:
-        return rates.launch * sum(one.times for one in work), without.seconds(work, length)
-
-    update = without.seconds(costing(Operation("update", "memory", adamw(part.tuned))), length)
-    return Line(way(ahead), way(back), update)
-
-
-def line_of(rates: Rates, parts: Mapping[Part, float], rows: float) -> tuple[float, float]:
-    """Seconds of both passes of some parts on a device, with how many there are of each, that are there for
-    any share, and those of the whole."""
-    lines = [(line(rates, part, rows), times) for part, times in parts.items()]
-    ways = [(way, times) for one, times in lines for way in (one.forward, one.backward)]
-    return sum(times * fixed for (fixed, _), times in ways), sum(times * slope for (_, slope), times in ways)
-
-
-def seconds_at(one: tuple[float, float], share: float) -> float:
-    """Seconds of a share on such a line."""
-    return one[0] + share * one[1]
-
-
-def _forward(part: Part, rows: float) -> tuple[Operation, ...]:
-    tokens, size = rows * part.tokens * part.copies, part.itemsize
-    found = [_product(one, rows * part.keys if one.across else tokens, size) for one in part.products]
-    if part.heads:
-        keys = None if part.keys == part.tokens else part.keys
-        found.append(("attention", attention(tokens, part.tokens, *part.heads, part.causal, size, keys)))
-    if part.columns:
-        found.append(("memory", activate(tokens, part.columns, part.gated, size)))
-    found += [("memory", rms_norm(tokens, part.width, size, residual=True))] * part.norms
-    if part.vocabulary:
-        found.append(("memory", cross_entropy_(tokens, part.vocabulary, 4)))
-    if part.place == "embedding":
-        found.append(("memory", Cost(0, 2 * size * tokens * part.width)))
-    return _operations(part, found)
-
-
-def _backward(part: Part, rows: float) -> tuple[Operation, ...]:
-    """Gradients of what came in, and of what trains."""
-    tokens, size = rows * part.tokens * part.copies, part.itemsize
-    found: list[tuple[Kind, Cost]] = []
-    for one in part.products:
-        found += [_product(one, rows * part.keys if one.across else tokens, size)] * (1 + one.trained)
-    if part.heads:
-        keys = None if part.keys == part.tokens else part.keys
-        cost = attention_backward(tokens, part.tokens, *part.heads, part.causal, size, keys)
-        found.append(("attention_backward", cost))
-    if part.columns:
-        found.append(("memory", activate_backward(tokens, part.columns, part.gated, size)))
-    found += [("memory", rms_norm_backward(tokens, part.width, size, dresidual=True))] * part.norms
-    if part.table:
-        found.append(("memory", Cost(0, 2 * size * tokens * part.width)))
-    return _operations(part, found)
-
-
-def _product(one: Product, tokens: float, itemsize: int) -> tuple[Kind, Cost]:
-    if one.experts > 1:
-        kind: Kind = "narrow" if one.narrow else "grouped"
-        return kind, grouped(tokens, one.inner, one.columns, one.experts, itemsize)
-    if one.narrow:
-        wide, low = max(one.inner, one.columns), min(one.inner, one.columns)
-        return "narrow", low_rank(tokens, wide, low, itemsize)
-    return "matmul", matmul(tokens, one.inner, one.columns, itemsize)
-
-
-def _operations(part: Part, found: list[tuple[Kind, Cost]]) -> tuple[Operation, ...]:
-    return costing(*(Operation(part.place, kind, cost) for kind, cost in found))

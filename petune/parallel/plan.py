@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from petune.errors import Problem, UsageError
@@ -100,6 +102,12 @@ class ParallelPlan:
     microbatches: int = 1
     ep: int = 1
     experts: tuple[int, ...] = ()
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The blocks [first, end) of each stage, counted over all stacks; none without stages."""
+        counts = (sum(end - first for first, end in stage.blocks.values()) for stage in self.stages)
+        return tuple(pairwise(accumulate(counts, initial=0)))
 
     @property
     def edp(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
@@ -55,23 +56,25 @@ def test_no_other_stretches_are_done_sooner(work: list[float], speeds: list[floa
         return max(cost(rank, *ends[rank : rank + 2]) for rank in range(len(counts)))
 
     best = min(map(last, divisions(len(work), len(speeds))))
+    alike = {speed: partial(cost, speeds.index(speed)) for speed in speeds}
+    costs = [alike[speed] for speed in speeds]
     if math.isinf(best):
         with pytest.raises(MachineError, match="together"):
-            partition(len(work), len(speeds), cost, "block")
+            partition(len(work), costs, "block")
         return
-    counts = partition(len(work), len(speeds), cost, "block")
+    counts = partition(len(work), costs, "block")
     assert sum(counts) == len(work) and min(counts) >= 1
     assert last(counts) <= best * (1 + 1e-5)
 
 
 def test_units_that_are_alike_are_spread_evenly() -> None:
-    assert partition(10, 4, lambda _, start, end: end - start, "block") == (3, 3, 2, 2)
+    assert partition(10, [lambda start, end: end - start] * 4, "block") == (3, 3, 2, 2)
     assert balance(10, [float] * 4, "head") == (3, 3, 2, 2)
 
 
 def test_fewer_units_than_ranks_are_refused() -> None:
     with pytest.raises(UsageError, match="every rank needs a block"):
-        partition(2, 3, lambda _, start, end: end - start, "block")
+        partition(2, [lambda start, end: end - start] * 3, "block")
     with pytest.raises(UsageError, match="every rank needs a row"):
         balance(5, [float] * 3, "row", least=2)
 

@@ -11,8 +11,9 @@ import torch
 from petune.estimate.cluster import Link, scaled
 from petune.estimate.forecast import sketch
 from petune.estimate.measure import _half, _runner, cluster_of, fitted, link_of
+from petune.estimate.part_seconds import line
 from petune.estimate.rank_shares import share_of
-from petune.estimate.workload import line, workload
+from petune.estimate.workload import workload
 from petune.kernels.memory.block_cost import CPU
 from petune.parallel import link_speed as link_speed_module
 from petune.parallel.link_speed import link_speed

@@ -159,7 +159,7 @@ def test_experts_go_where_memory_is(tmp_path: Path) -> None:
     drawn = drawn_of(tmp_path, "mixtral-causal", method="full")
     only = [ParallelConfig(ep=EpConfig(size=2, shares=(1, 1)))]
     roomy = Planner(drawn, cluster_of((1, 1), memory=10**12))
-    needs = [roomy.bytes_of(roomy.plan(only[0]), 0, 0, 4, False, dp) for dp in (0, 1)]
+    needs = [roomy.memory.bytes_of(roomy.plan(only[0]), 0, 0, 4, False, dp) for dp in (0, 1)]
     small = replace(
         cluster_of((1, 1)), devices=tuple(Device("a", CPU, int(size)) for size in (needs[0] - 1e5, 1e12))
     )
@@ -244,7 +244,7 @@ def test_memory_is_the_footprint(name: str, method: str, tmp_path: Path) -> None
         ranks = priced(drawn, parallel, 2, [10**12]).ranks
         for rank in ranks:
             place = rank.at.pp, rank.at.tp, rank.rows
-            own = planner.bytes_of(plan, *place, again=False, dp=rank.at.dp) - rank.process
+            own = planner.memory.bytes_of(plan, *place, again=False, dp=rank.at.dp) - rank.process
             assert own == pytest.approx(rank.memory.total, rel=0.06), (parallel, rank.rank)
 
 
@@ -284,7 +284,7 @@ def test_memory_of_gpus_is_what_fused_blocks_keep(
     told = outlook(forecast(recipe, 2, [140 * 2**30], ON_GPUS[name]), "H200")
     assert told.policies, told.lines
     for rank in told.forecast.ranks:
-        own = of_gpus.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again, dp=rank.at.dp)
+        own = of_gpus.memory.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again, dp=rank.at.dp)
         assert own == pytest.approx(rank.total, rel=0.05), rank.rank
 
 
@@ -293,7 +293,7 @@ def test_tokens_are_counted_in_the_steps_of_the_policy(on_gpus: Recipe) -> None:
     recipe = load_recipe(on_gpus, {"data.max_length": 200, "batch_size": 8})
     planner, parallel = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12)), PLANS["dp"]
     told = outlook(forecast(recipe, 2, [140 * 2**30], parallel), "H200").forecast.ranks[0]
-    own = planner.bytes_of(planner.plan(parallel), 0, 0, told.rows, False) - planner.room.process
+    own = planner.memory.bytes_of(planner.plan(parallel), 0, 0, told.rows, False) - planner.room.process
     kept = told.memory.activations
     assert own - told.memory.total == pytest.approx(0, abs=0.1 * kept)
 
@@ -306,7 +306,7 @@ def test_blocks_that_a_cut_leaves_unfused_are_counted_so(tmp_path: Path) -> None
     assert planner.room.fuses(planner.plan(PLANS["dp"])) and not planner.room.fuses(cut)
     alone = Planner(sketch(recipe.model_copy(update={"kernels": "off"})), planner.cluster)
     for again in (False, True):
-        assert planner.bytes_of(cut, 0, 0, 8, again) == alone.bytes_of(cut, 0, 0, 8, again)
+        assert planner.memory.bytes_of(cut, 0, 0, 8, again) == alone.memory.bytes_of(cut, 0, 0, 8, again)
 
 
 def test_fused_blocks_recompute_by_themselves(on_gpus: Recipe) -> None:
@@ -315,7 +315,9 @@ def test_fused_blocks_recompute_by_themselves(on_gpus: Recipe) -> None:
     def best(kernels: str) -> Choice:
         drawn = sketch(on_gpus.model_copy(update={"kernels": kernels}))
         planner = Planner(drawn, cluster_of((1, 1)))
-        kept, again = (planner.bytes_of(planner.plan(PLANS["dp"]), 0, 0, 4, one) for one in (False, True))
+        kept, again = (
+            planner.memory.bytes_of(planner.plan(PLANS["dp"]), 0, 0, 4, one) for one in (False, True)
+        )
         assert again < kept
         tight = cluster_of((1, 1), memory=int(kept + again) // 2)
         return Planner(drawn, tight).search([PLANS["dp"]]).choices[0]
@@ -348,7 +350,7 @@ def test_decoder_blocks_of_t5_cost_more_than_those_of_the_encoder(tmp_path: Path
     clock, plan = planner.clocks[False], planner.plan(ParallelConfig())
     group = clock.group(plan, 0, 0)
     times = {
-        stack: clock.block(number, group, None, 8.0)[0].total
+        stack: clock.each(group, None, 8.0)[number][0].total
         for number, (stack, _) in enumerate(planner.work.blocks)
     }
     assert times["decoder"] > 1.15 * times["encoder"]
@@ -359,7 +361,7 @@ def test_frozen_weights_have_no_gradients_and_ladders_no_backbone_behind_them(tm
         planner = Planner(drawn_of(tmp_path, **changes), cluster_of((1,)))
         plan = planner.plan(ParallelConfig())
         clock = planner.clocks[False]
-        return clock.block(0, clock.group(plan, 0, 0), None, 8.0)[0], clock.of(plan).total
+        return clock.each(clock.group(plan, 0, 0), None, 8.0)[0][0], clock.of(plan).total
 
     full, lora = times(method="full"), times()
     side = times(method={"name": "side", "reduction": 4})
@@ -376,7 +378,7 @@ def test_blocks_talk_about_attention_where_it_is_their_turn(tmp_path: Path) -> N
     place.write_text(json.dumps(tiny("qwen3_5-causal", **kinds).config.to_dict()))
     planner = Planner(drawn_of(tmp_path, model=f"config:{place}"), cluster_of((1, 1), SLOW))
     plan, clock = planner.plan(ParallelConfig(tp=CutConfig())), planner.clocks[False]
-    said = [clock.block(number, clock.group(plan, 0, 0), plan.cut, 8.0)[1].total for number in range(4)]
+    said = [said.total for _, said in clock.each(clock.group(plan, 0, 0), plan.cut, 8.0)[:4]]
     assert said[0] == said[1] == said[2] > 0 and said[3] > 1.5 * said[0]
 
 

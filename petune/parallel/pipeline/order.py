@@ -1,5 +1,6 @@
 """In which order the ranks of a pipeline compute: torch's own schedules, run with stages that compute nothing
-and write down what they are asked for. No group of processes and no model are needed."""
+and write down what they are asked for. No group of processes and no model are needed. torch makes the order
+of all ranks for each of them, so 1F1B, whose order is a simple one, is written here."""
 
 from __future__ import annotations
 
@@ -27,10 +28,22 @@ class Step:
 
 def order_of(plan: ParallelPlan) -> tuple[tuple[Step, ...], ...]:
     """What each rank of the pp axis computes in a training step, in its order."""
-    return tuple(_of_rank(plan, rank) for rank in range(plan.pp))
+    way = one_forward_one_backward if plan.schedule == "1f1b" else recorded
+    return tuple(way(plan, rank) for rank in range(plan.pp))
 
 
-def _of_rank(plan: ParallelPlan, rank: int) -> tuple[Step, ...]:
+def one_forward_one_backward(plan: ParallelPlan, rank: int) -> tuple[Step, ...]:
+    """The order of a rank under 1F1B (Narayanan et al. 2019): as many passes forward as stages are left, then
+    one back and one forward in turns, then what is left to go back."""
+    pieces = range(plan.microbatches)
+    first = min(plan.microbatches, plan.pp - rank)
+    ahead, back = ([Step(kind, rank, piece) for piece in pieces] for kind in ("F", "B"))
+    turns = [step for pair in zip(back, ahead[first:], strict=False) for step in pair]
+    return (*ahead[:first], *turns, *back[len(turns) // 2 :])
+
+
+def recorded(plan: ParallelPlan, rank: int) -> tuple[Step, ...]:
+    """The order of a rank as torch's schedule asks for passes."""
     steps: list[Step] = []
     stages = [_Recorder(number, plan, steps) for number in stages_of(plan, rank)]
     pieces = torch.zeros(plan.microbatches, 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed.pipelining import PipelineStage
 
-from petune.parallel.pipeline.order import Step, order_of
+from petune.parallel.pipeline.order import Step, order_of, recorded
 from petune.parallel.plan import ParallelPlan, Stage
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, collate, place, rows, total
@@ -53,6 +53,12 @@ def test_each_rank_of_1f1b_keeps_as_many_micro_batches_as_stages_are_left() -> N
     order = order_of(ParallelPlan(pp=3, stages=(Stage({}),) * 3, microbatches=4))
     assert [[step.kind for step in steps].index("B") for steps in order] == [3, 2, 1]
     assert order[2][:4] == (Step("F", 2, 0), Step("B", 2, 0), Step("F", 2, 1), Step("B", 2, 1))
+
+
+@pytest.mark.parametrize(("ranks", "pieces"), [(2, 2), (3, 4), (4, 9)])
+def test_1f1b_as_it_is_written_is_that_of_torch(ranks: int, pieces: int) -> None:
+    plan = ParallelPlan(pp=ranks, stages=(Stage({}),) * ranks, microbatches=pieces)
+    assert order_of(plan) == tuple(recorded(plan, rank) for rank in range(ranks))
 
 
 def test_no_micro_batch_is_forgotten() -> None:
