@@ -25,6 +25,7 @@ from petune.kernels.memory.op_cost import (
     matmul,
     rms_norm,
     rms_norm_backward,
+    stepwise_rms_norm,
 )
 
 Straight = tuple[float, float]  # seconds that are there for any share, and those of the whole beside
@@ -74,7 +75,10 @@ def _forward(part: Part, rows: float) -> tuple[Operation, ...]:
         found.append(("attention", attention(tokens, part.tokens, *part.heads, part.causal, size, keys)))
     if part.columns:
         found.append(("memory", activate(tokens, part.columns, part.gated, size)))
-    found += [("memory", rms_norm(tokens, part.width, size, residual=True))] * part.norms
+    if part.stepwise:
+        found += [("memory", one) for one in stepwise_rms_norm(tokens, part.width, size)[0]] * part.norms
+    else:
+        found += [("memory", rms_norm(tokens, part.width, size, residual=True))] * part.norms
     if part.vocabulary:
         found.append(("memory", cross_entropy_(tokens, part.vocabulary, 4)))
     if part.place == "embedding":
@@ -94,7 +98,10 @@ def _backward(part: Part, rows: float) -> tuple[Operation, ...]:
         found.append(("attention_backward", cost))
     if part.columns:
         found.append(("memory", activate_backward(tokens, part.columns, part.gated, size)))
-    found += [("memory", rms_norm_backward(tokens, part.width, size, dresidual=True))] * part.norms
+    if part.stepwise:
+        found += [("memory", one) for one in stepwise_rms_norm(tokens, part.width, size)[1]] * part.norms
+    else:
+        found += [("memory", rms_norm_backward(tokens, part.width, size, dresidual=True))] * part.norms
     if part.table:
         found.append(("memory", Cost(0, 2 * size * tokens * part.width)))
     return _operations(part, found)

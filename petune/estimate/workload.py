@@ -58,7 +58,8 @@ class Product:
 class Part:
     """What ranks share by one rule. tokens: of a row; keys: those that attention sees. returned: whether the
     backward pass comes here. heads: of attention, with those of keys and their width; columns: of an
-    activation; norms: over `width` features; vocabulary: of a loss; rows: of a table that is looked up;
+    activation; norms: over `width` features, stepwise: RMS norms by torch, one operation after the other;
+    vocabulary: of a loss; rows: of a table that is looked up;
     copies: of each token, one for every expert that it goes through."""
 
     place: Place
@@ -72,6 +73,7 @@ class Part:
     columns: int = 0
     gated: bool = False
     norms: int = 0
+    stepwise: bool = False
     vocabulary: int = 0
     table: int = 0
     returned: bool = True
@@ -217,10 +219,12 @@ class _Reader:
     ) -> Iterator[Region]:
         """Attention, MLP, and what lies between them."""
         inside: set[int] = set()
-        norms = 0
-        for core in (sublayer.core for sublayer in rule.sublayers_in(block)):
-            region = core.region
+        norms, kinds = 0, set[str]()
+        for sublayer in rule.sublayers_in(block):
+            core, region = sublayer.core, sublayer.core.region
             norms += 1
+            around = (sublayer.norm_in, sublayer.norm_out, sublayer.norm_after_sum)
+            kinds |= {one.kind for one in around if one is not None}
             if isinstance(core, RoutedMlp):
                 yield self._mixture(block, core, plain, inside)
                 continue
@@ -251,7 +255,8 @@ class _Reader:
             one for one in block.modules() if isinstance(one, nn.Linear) and id(one) not in inside
         ]  # bottlenecks
         products = [replace(item, narrow=True) for one in others for item in _products(one)]
-        yield (replace(plain, products=tuple(products), norms=norms),)
+        stepwise = self.drawn.device == "cpu" and "rms" in kinds  # torch has layer norms in one operation
+        yield (replace(plain, products=tuple(products), norms=norms, stepwise=stepwise),)
 
     def _mixture(self, block: nn.Module, core: RoutedMlp, plain: Part, inside: set[int]) -> Region:
         """Experts, the shared one, and the router beside both, whose modules are put `inside`."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petune.parallel.collectives import Transfer
+from petune.parallel.collectives import Transfer, all_max_
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.link import Link
 from petune.parallel.peer_memory import reachable
@@ -28,19 +28,22 @@ FIRST = 3  # times as much has the first rank of what is cut unevenly as any oth
 
 def link_speed(device: torch.device) -> dict[str, tuple[float, float]]:
     """Of each kind of message between all ranks: seconds that one between neighbours of a ring takes by
-    itself, and bytes/s of large ones. Every rank calls it.
+    itself, and bytes/s of large ones, until the last rank goes on, as a block's next region waits for all.
+    Every rank calls it, and finds the same.
 
     Kinds are those of petune.estimate.comm_cost within blocks, `send` between stages, and `gradients`: a sum
-    through the group. HIDDEN ones are behind other work, where they go another way.
+    through the group, in place. HIDDEN ones are behind other work, where they go another way.
     """
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None, "the ranks have met"
     link = Link(group, CopyEngines(group, device) if reachable(device, group) else None)
     small, large = (dict(_ways(link, device, size)) for size in (4 * (FIRST + ranks), LARGE[device.type]))
+    pairs = [[_seconds(ways[name][2], device) for ways in (small, large)] for name in small]
+    slowest = torch.tensor(pairs, dtype=torch.float64, device=device)
+    all_max_([slowest], group)
     found = {}
-    for name, (messages, _, say) in small.items():
-        few, (_, size, say_much) = _seconds(say, device), large[name]
-        found[name] = few / messages, size / max(_seconds(say_much, device) - few, 1e-9)
+    for name, (few, many) in zip(small, slowest.tolist(), strict=True):
+        found[name] = few / small[name][0], large[name][1] / max(many - few, 1e-9)
     return found
 
 
@@ -59,9 +62,9 @@ def _ways(link: Link, device: torch.device, size: int) -> Iterator[tuple[str, Wa
     yield "gradients", (2 * ring, 2 * size * ring / ranks, partial(dist.all_reduce, whole))
     apart = link.engines is not None and ranks > 2
     for hidden, by in (("", link), (HIDDEN, replace(link, hidden=True)))[: 1 + apart]:
-        if link.engines is not None:  # else they are sums like those of gradients
-            way = partial(by.all_reduce, whole, own=True)
-            yield f"{hidden}all-reduce", (2 * ring, 2 * size * ring / ranks, way)
+        # On a GPU fused blocks sum in place; on a CPU what a block has made stays, and is copied first.
+        way = partial(by.all_reduce, whole, own=device.type == "cuda")
+        yield f"{hidden}all-reduce", (2 * ring, 2 * size * ring / ranks, way)
         for uneven, shares in (("", (1,) * ranks), (UNEVEN, (FIRST, *(1,) * ring))):
             sizes = apportion(tokens * ranks, shares)
             sent, part = ring * size * max(sizes) / sum(sizes), whole[:, : sizes[own]].contiguous()

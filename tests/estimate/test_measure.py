@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from petune.estimate.cluster import Link, scaled
 from petune.estimate.forecast import sketch
@@ -16,6 +18,7 @@ from petune.estimate.rank_shares import share_of
 from petune.estimate.workload import workload
 from petune.kernels.memory.block_cost import CPU
 from petune.parallel import link_speed as link_speed_module
+from petune.parallel.link import Link as Talk
 from petune.parallel.link_speed import link_speed
 from petune.parallel.plan import Cut
 from tests.pool import run
@@ -91,7 +94,23 @@ def test_every_kind_of_message_is_measured_as_blocks_say_it(monkeypatch: pytest.
     assert own.keys() == other.keys()
     link = link_of(own)
     assert link.bandwidth == own["gradients"][1] and all(rate > 0 for _, rate in own.values())
-    for kind in ("all-gather", "uneven reduce-scatter", "all-to-all", "send"):
+    for kind in ("all-reduce", "all-gather", "uneven reduce-scatter", "all-to-all", "send"):
         assert link.of(kind) == Link(*own[kind])
     assert link.of("hidden uneven all-gather") == link.of("uneven all-gather")
-    assert link.of("slice") is link.of("all-reduce") is link
+    assert link.of("slice") is link and link.of("hidden all-reduce") == link.of("all-reduce")
+
+
+def told_by_a_slow_rank() -> tuple[dict[str, tuple[float, float]], bool]:
+    """What is found where the second rank takes twice as long; whether a block's sum leaves its terms."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    ways = dict(link_speed_module._ways(Talk(group), torch.device("cpu"), 2**10))
+    say: Any = ways["all-reduce"][2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_speed_module, "_seconds", lambda say, device: 1.0 + rank)
+        return link_speed(torch.device("cpu")), say() is not say.args[0]
+
+
+def test_a_message_is_as_slow_as_on_the_rank_that_is_done_last() -> None:
+    (own, apart), (other, _) = run(2, told_by_a_slow_rank)
+    assert own == other and apart
+    assert own["all-reduce"][0] == 1.0 and own["all-gather"][0] == 2.0, "two messages, and one"

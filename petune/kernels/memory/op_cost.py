@@ -136,6 +136,25 @@ def rms_norm_backward(rows: float, columns: float, itemsize: int = 2, dresidual:
     return Cost((8 + dresidual) * rows * columns, (3 + dresidual) * itemsize * rows * columns + 4 * rows)
 
 
+def stepwise_rms_norm(rows: float, columns: float, itemsize: int = 2) -> tuple[list[Cost], list[Cost]]:
+    """The operations of an RMS norm as models write it in torch, after a residual is added: forward, and
+    backward with a frozen weight. Each reads what it needs from memory and writes what it makes: in four
+    bytes at least, but for the residual and the product with the weight.
+
+    Forward the sum; the square and its mean; the product with the root, and with the weight. Backward the
+    last; the product's gradients, one of them summed; the mean's; the square's, which makes 2 x in two
+    operations; both added up, and the residual's.
+    """
+    wide = max(itemsize, 4)
+    casts = [itemsize + wide] * 2 if wide > itemsize else []
+    ahead = [3 * itemsize, 2 * wide, wide, 2 * wide, 2 * itemsize, *casts]
+    inside = [2 * wide, 3 * wide, wide, wide, 2 * wide, 2 * wide, 3 * wide, 3 * wide]
+    back = [2 * itemsize, *inside, 3 * itemsize, *casts]
+    found = ([Cost(rows * columns, moved * rows * columns) for moved in way] for way in (ahead, back))
+    forward, backward = found
+    return forward, backward
+
+
 def layer_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
     """As `rms_norm`, with a mean and a bias."""
     return rms_norm(rows, columns, itemsize, residual) + Cost(3 * rows * columns, 4 * rows)

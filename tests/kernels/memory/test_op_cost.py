@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from petune.kernels import reference
 from petune.kernels.memory import op_cost
@@ -115,3 +120,35 @@ def test_attention_of_other_heads_and_kernels_is_priced_as_measured(
     )
     for cost, base, found in zip(priced, (487, 374), rate, strict=True):
         assert base * cost.flop / (cost.flop + cost.beside) == pytest.approx(found, rel=0.2)
+
+
+class _Moved(TorchDispatchMode):
+    """Counts bytes that operations read and write; views move none, and what is broadcast is read once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        places = {one.untyped_storage().data_ptr() for one in read}
+        own = [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+        if not all(one.untyped_storage().data_ptr() in places for one in own):
+            self.bytes += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in (*read, *own))
+        return made
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_a_norm_by_torch_moves_what_its_operations_read_and_write(dtype: torch.dtype, itemsize: int) -> None:
+    norm = LlamaRMSNorm(256).to(dtype).requires_grad_(False)
+    before, after = (torch.randn(64, 256, dtype=dtype, requires_grad=True) for _ in range(2))
+    costs = [sum(one.bytes for one in way) for way in op_cost.stepwise_rms_norm(64, 256, itemsize)]
+    with _Moved() as ahead:
+        total = before + after
+        found = norm(total)
+    ones = torch.ones_like(found), torch.ones_like(total)
+    with _Moved() as back:
+        torch.autograd.grad((found, total), (before, after), ones)
+    assert costs == pytest.approx([ahead.bytes, back.bytes], rel=0.06)
+    assert costs[0] > 2 * op_cost.rms_norm(64, 256, itemsize, residual=True).bytes
