@@ -36,6 +36,15 @@ def state_bytes(mixer: Any, itemsize: int) -> float:
     return float(heads * (WIDE * (scan + values) + itemsize * values) + 2 * itemsize * mixer.conv_dim)
 
 
+def looped_bytes(mixer: Any) -> float:
+    """Bytes that the backward pass of the rule moves, for a token and each token of its sequence. The loop
+    over chunks takes its chunk out of five tensors of the whole sequence, and autograd gives each such piece
+    a gradient of that length: zeros that are written, then read, added to what is there and written."""
+    keys, values = mixer.head_k_dim, mixer.head_v_dim
+    taken = values + 3 * keys + CHUNK  # what is written, read, asked and stored, and scores inside a chunk
+    return float(4 * WIDE * mixer.num_v_heads * taken / CHUNK)
+
+
 def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:
     """Each feature of x [rows, tokens, features] convolved with its own weight [features, taps], the last of
     which is the token's own; taps that would reach into the sample before are left out."""

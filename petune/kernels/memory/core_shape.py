@@ -8,7 +8,7 @@ from torch import nn
 
 from petune.kernels.block.called import CalledCore
 from petune.kernels.memory.shape import CoreShape
-from petune.models.gated_delta import state_bytes
+from petune.models.gated_delta import looped_bytes, state_bytes
 from petune.models.sites import ends_of
 from petune.models.spec import LinearAttention, Positions
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, low_rank_of
@@ -44,6 +44,7 @@ def core_shape(core: CalledCore, itemsize: int, longest: int = 0) -> CoreShape:
         scores=None
         if mixes
         else (inner // module.head_dim, ends["k"][1] // module.head_dim, module.head_dim),
+        looped=looped_bytes(module) if mixes else 0.0,
     )
 
 
