@@ -23,14 +23,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 from petune.errors import Problem, UsageError
 from petune.kernels.memory.block_cost import CPU, Rates, rates_of
-from petune.recipe.yaml_lines import read, write_scalar
+from petune.recipe.yaml_lines import read
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -110,7 +110,7 @@ def scaled(rates: Rates, speed: float) -> Rates:
     return replace(rates, launch=rates.launch / speed, **changed)
 
 
-def size_of(text: str) -> int | None:
+def read_size(text: str) -> int | None:
     """Bytes of `24GiB`, `8GB` or `24` (GiB); None for what is no size."""
     found = SIZE.fullmatch(text.strip())
     if found is None:
@@ -191,7 +191,7 @@ class _Reader:
         }
         speed = numbers.get("speed", 1.0) * numbers.get("matmul", preset.matmul) / preset.matmul
         rates = scaled(replace(preset, name=name), speed)
-        memory = size_of(str(given["memory"])) if "memory" in given else None
+        memory = read_size(str(given["memory"])) if "memory" in given else None
         if "memory" in given and not memory:
             self.fault(f"{where}.memory", "24GiB, 24GB or 24", given["memory"])
         return Device(name, replace(rates, launch=numbers.get("launch", rates.launch)), memory)
@@ -221,28 +221,3 @@ class _Reader:
         given = self.mapping(value, where, ("latency", "bandwidth", "kinds")[: 3 - where.count(".kinds.")])
         latency = self.number(f"{where}.latency", given.get("latency", 0.0))
         return latency, self.number(f"{where}.bandwidth", given.get("bandwidth"), 1e-9)
-
-
-def written(cluster: Cluster) -> str:
-    """The cluster as a file that `read_cluster` reads; of its rates, how fast matmuls are and what a launch
-    takes."""
-    kinds = {device.name: device for device in cluster.devices}
-    lines = ["devices:"]
-    for name, device in kinds.items():
-        memory = "" if device.memory is None else f", memory: {device.memory}B"
-        rates = f"matmul: {device.rates.matmul:.4g}, launch: {device.rates.launch:.3g}"
-        lines.append(f"  {write_scalar(name)}: {{{rates}{memory}}}")
-    lines.append("hosts:")
-    for first, end in pairwise((*cluster.hosts, len(cluster.devices))):
-        names = ", ".join(write_scalar(device.name) for device in cluster.devices[first:end])
-        lines.append(f"  - {{devices: [{names}]}}")
-    lines.append("links:")
-    for name, one in (("inside", cluster.inside), ("between", cluster.between)):
-        own = ", ".join(f"{kind}: {{{_figures(*figures)}}}" for kind, *figures in one.kinds)
-        beside = f", kinds: {{{own}}}" if own else ""
-        lines.append(f"  {name}: {{{_figures(one.latency, one.bandwidth)}{beside}}}")
-    return "\n".join(lines) + "\n"
-
-
-def _figures(latency: float, bandwidth: float) -> str:
-    return f"latency: {latency:.3g}, bandwidth: {bandwidth:.4g}"

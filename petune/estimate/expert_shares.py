@@ -49,14 +49,14 @@ def over_experts(
     def within(index: int, count: int) -> float:
         return max(clock.within(kind, rows, count / experts) for kind in kinds[index])
 
-    def written(lists: Lists) -> ParallelConfig:
+    def with_lists(lists: Lists) -> ParallelConfig:
         return replace(layout, ep=replace(axis, shares=reduced(lists.rows), experts=lists.experts))
 
     ranks = range(plan.ep)
     outsides, withins = ([partial(way, index) for index in ranks] for way in (outside, within))
-    found = share_out(rows, experts, outsides, withins, lambda lists: price(written(lists)))
+    found = share_out(rows, experts, outsides, withins, lambda lists: price(with_lists(lists)))
     even = apportion(rows, (1,) * plan.ep), plan.experts
-    return layout if (found.rows, found.experts) == even else written(found)
+    return layout if (found.rows, found.experts) == even else with_lists(found)
 
 
 def share_out(
