@@ -42,7 +42,7 @@ def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _biases_here(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
     """Those of the biases that train which this rank has: another stage, or the first rank, may have them."""
-    here = dict(model.named_parameters()) if names else {}
+    here = dict(model.named_parameters(remove_duplicate=False)) if names else {}
     return {name: here[name] for name in names if name in here}
 
 
@@ -65,7 +65,7 @@ def tied_ends(model: nn.Module, also_train: Iterable[str]) -> dict[str, str]:
 
 
 def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict[str, Tensor]:
-    """The biases of the base that train beside a method, by name, with copies of their values.
+    """The biases of the base that train beside a method, by each of their names, with copies of their values.
 
     which: none, all, or lora for those of tuned layers; those in modules that are trained whole are none of
     them. Raises UsageError where there is no bias to train.
@@ -75,7 +75,7 @@ def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict
     tuned = {f"{name}.bias" for name, _ in tuned_layers(model)}
     found = {
         name: value.detach().clone()
-        for name, value in model.named_parameters()
+        for name, value in model.named_parameters(remove_duplicate=False)
         if name.rpartition(".")[2] == "bias"
         and (which == "all" or name in tuned)
         and not within(name, also_train)

@@ -66,11 +66,14 @@ def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Ten
     if is_wrapped(model):
         moving |= {id(value) for value in tuned_parameters(model).values()}
         moving |= {id(value) for value in pissa.starts(model).values()}
-    biases = tuning(model).biases if is_wrapped(model) else {}
+    own = model.state_dict(keep_vars=True)
+    # a bias that is tied trains by one of its names and is the base's under all of them
+    trained = tuning(model).biases if is_wrapped(model) else {}
+    biases = {id(own[name]): value for name, value in trained.items() if name in own}
     return {
-        plain_name(name): biases.get(name, value)
-        for name, value in model.state_dict(keep_vars=True).items()
-        if name in biases or id(value) not in moving
+        plain_name(name): biases.get(id(value), value)
+        for name, value in own.items()
+        if id(value) in biases or id(value) not in moving
     }
 
 

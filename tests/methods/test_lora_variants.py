@@ -183,9 +183,10 @@ def test_a_ratio_of_rates_is_refused_where_the_optimizer_is_the_users() -> None:
 # ---------------------------------------------------------------- biases
 
 
-def test_biases_train_and_without_the_tuning_are_the_bases_again(tmp_path: Path) -> None:
-    base, inputs = tiny("bert-classify"), batch("bert-classify")
-    model = wrap(tiny("bert-classify"), r=2, targets=["q"], bias="all", also_train=())
+@pytest.mark.parametrize("name", ["bert-classify", "bert-mlm"])  # the second has a bias of two names
+def test_biases_train_and_without_the_tuning_are_the_bases_again(name: str, tmp_path: Path) -> None:
+    base, inputs = tiny(name), batch(name)
+    model = wrap(tiny(name), r=2, targets=["q"], bias="all", also_train=())
     stir(model, std=0.1)
     trained = {name for name in tuned_parameters(model) if "lora_" not in name}
     assert trained == {name for name, _ in base.named_parameters() if name.endswith(".bias")}
@@ -194,7 +195,7 @@ def test_biases_train_and_without_the_tuning_are_the_bases_again(tmp_path: Path)
         assert torch.equal(model(**inputs).logits, base(**inputs).logits)
     assert torch.equal(model(**inputs).logits, tuned)
     petune.save(model, tmp_path / "a")
-    again = petune.load(tiny("bert-classify"), tmp_path / "a").eval()
+    again = petune.load(tiny(name), tmp_path / "a").eval()
     assert torch.equal(again(**inputs).logits, tuned)
     with without_tuning(again):
         assert torch.equal(again(**inputs).logits, base(**inputs).logits)
