@@ -272,6 +272,10 @@ def _known(error: Exception) -> PetuneError | None:
         )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return MachineError("too many open files", remedy="raise the limit: ulimit -n 4096")
+    if isinstance(error, RuntimeError) and "determine home directory" in str(error):  # pathlib's words
+        return UsageError(
+            "a path begins with ~ and a user whose home is not known", remedy="write the folder in full"
+        )
     if named := _unusable_name(error):
         return UsageError(
             "no file can have this name", found=named, remedy="give a shorter one, of UTF-8 without NUL"
@@ -283,6 +287,6 @@ def _known(error: Exception) -> PetuneError | None:
             where=where,
             remedy="free some space, or files (inodes)"
             if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else "choose a place that may be written",
+            else "choose a place that you may read and write",
         )
     return None

@@ -33,7 +33,8 @@ def runs(
             "there is no such column", where="--sort", expected=", ".join(listing.KEYS), found=sort
         )
     if not place.is_dir():
-        raise UsageError("there is no such folder", where=str(folder), remedy="petune runs FOLDER")
+        what = "this is a file, not a folder of runs" if place.exists() else "there is no such folder"
+        raise UsageError(what, where=str(folder), remedy="petune runs FOLDER")
     found = listing.rows(find_runs(place), place)
     if verify:
         found = [one | {"folder": _verdict(Path(one["path"]))} for one in found]

@@ -93,7 +93,7 @@ class _Once(yaml.SafeLoader):
 def _read(file: Path) -> dict[str, Any]:
     try:
         tree = _Once(file.read_text(encoding="utf-8")).get_single_data()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         why = str(error).splitlines()[0]
         raise FileError(
             "cannot be read as YAML or JSON", where=str(file), found=why, remedy="check the file"

@@ -231,7 +231,8 @@ def no_run(folder: Path) -> FileError:
 def find_runs(folder: Path, deep: int = _DEEP) -> list[Path]:
     """The run folders in `folder` (itself, if it is one) and up to `deep` levels below, by name.
 
-    Links are not followed.
+    Links are not followed, and what is closed to this user below `folder` is passed by. Raises
+    PermissionError for a `folder` that is.
     """
     if is_run(folder):
         return [folder]
@@ -239,8 +240,15 @@ def find_runs(folder: Path, deep: int = _DEEP) -> list[Path]:
         below = sorted(one.name for one in os.scandir(folder) if one.is_dir(follow_symlinks=False))
     except OSError:
         return []
-    found = [] if deep == 0 else [run for name in below for run in find_runs(folder / name, deep - 1)]
-    return found
+    return [] if deep == 0 else [run for name in below for run in _open_runs(folder / name, deep - 1)]
+
+
+def _open_runs(folder: Path, deep: int) -> list[Path]:
+    """`find_runs` of a folder that may be another user's own."""
+    try:
+        return find_runs(folder, deep)
+    except PermissionError:
+        return []
 
 
 def names_of(runs: Sequence[RunFiles]) -> list[str]:

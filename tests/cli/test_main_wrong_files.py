@@ -81,6 +81,7 @@ NAMES = {
     "dots of Unicode": "․․/x",  # noqa: RUF001
     "the folder itself": ".",
     "a device of another system": "CON",
+    "the home of nobody": "~no-such-user/x",
 }
 USES: dict[str, tuple[str, ...]] = {
     "a run": ("eval", "{}"),

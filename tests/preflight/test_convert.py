@@ -419,6 +419,7 @@ def test_files_of_no_use_are_refused_in_words(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     for text, error, words in (
         ("a: [", FileError, "cannot be read"),
+        ("a: " + "[" * 3000 + "]" * 3000, FileError, "cannot be read"),
         ("- 1", FileError, "no settings"),
         ("lr: 1", UsageError, "no program known"),
         (json.dumps(PEFT), UsageError, r"no data\.path|no data"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from petune.files.lock import RunLock
+from petune.report import files
 from petune.report.files import RunFiles, find_runs, names_of
 from tests.made_runs import evaluation, step_records, write_json, write_run
 
@@ -110,6 +112,22 @@ def test_runs_are_found_below_a_folder_and_links_are_not_followed(tmp_path: Path
     assert [path.relative_to(tmp_path / "runs").as_posix() for path in found] == ["a/one", "a/two", "b"]
     assert find_runs(tmp_path / "runs" / "b") == [tmp_path / "runs" / "b"]
     assert find_runs(tmp_path / "nothing") == []
+
+
+def test_folders_of_another_user_are_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "mine")
+    (tmp_path / "private").mkdir()
+
+    def asked(path: Path, look: Callable[[Path], bool] = files.is_run) -> bool:
+        if path.name == "private":  # what root, who runs tests somewhere, would be allowed
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(files, "is_run", asked)
+    assert find_runs(tmp_path) == [tmp_path / "mine"]
+    assert "did you mean" in str(files.no_run(tmp_path / "mone"))
+    with pytest.raises(PermissionError):
+        find_runs(tmp_path / "private")
 
 
 def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path: Path) -> None:
