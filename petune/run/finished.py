@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from petune.errors import FileError, UsageError
+from petune.errors import FileError, PetuneError, UsageError
 from petune.files.given import path_of
 from petune.files.hashes import FileHashes
 from petune.methods import without_tuning
@@ -276,7 +277,7 @@ class Run:
         occupied folder without `overwrite`, and for rounding or a seed that would do nothing.
         """
         seed = seed_of(rounding, seed, self.recipe.seed)
-        place = Path(out) if out else self.folder / "merged"
+        place = self._place(out, "merged")
         speaker = self.speaker
         model = cast("PreTrainedModel", speaker.model)
         written = None if dtype is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -309,11 +310,11 @@ class Run:
         if to == "hf":
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
         if to == "bitsandbytes":
-            place, task = Path(out) if out else self.folder / "bitsandbytes", self.summary["task"]
+            place, task = self._place(out, to), self.summary["task"]
             how = {"verify_base": self.verify_base, "overwrite": overwrite}
             return write_held_base(self.recipe, self._record, task, place, **how)
         if (server := ALIASES.get(to, to)) in SERVERS:
-            return self._export_for(server, Path(out) if out else self.folder / to, overwrite)
+            return self._export_for(server, self._place(out, to), overwrite)
         layouts = {"peft": export.write_peft, "adapters": export.write_adapters}
         if to not in layouts:
             known = ", ".join((*layouts, "hf", "bitsandbytes", *SERVERS, *ALIASES))
@@ -328,11 +329,21 @@ class Run:
         speaker = self.speaker
         return layouts[to](
             speaker.model,
-            Path(out) if out else self.folder / to,
+            self._place(out, to),
             tokenizer=Processors(speaker.words, speaker.reader),
             base_name=base_name(self.recipe),
             overwrite=overwrite,
         )
+
+    def _place(self, out: str | Path | None, usual: str) -> Path:
+        """Where to write: `out`, or a folder of the run's. Raises UsageError for one the run is read from."""
+        place = Path(out) if out else self.folder / usual
+        own = [self.folder / "tuned", self.folder / "best", *self.folder.glob("checkpoints/*")]
+        with suppress(PetuneError):  # of a full tuning the base may be gone
+            own.append(Path(resolve_model(self.recipe.model, self.recipe.folder).place))
+        if place.resolve() in {one.resolve() for one in own}:
+            raise UsageError("this run is read from here", where=str(place), remedy="give another folder")
+        return place
 
     def _export_for(self, server: str, place: Path, overwrite: bool) -> Path:
         speaker, source = self.speaker, resolve_model(self.recipe.model, self.recipe.folder)

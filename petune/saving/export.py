@@ -97,8 +97,8 @@ def save(
     `base_name` (default: where the model was loaded from) is stored, and for `load` to compare `base_files`,
     {name: {"size", "sha256"}} of the base's files, or `base_sha256`, the SHA-256 of its tensors from
     `full_hash`, for `verify_base` alone. Raises UsageError for a model that is not wrapped, is inside
-    merged_weights, or an occupied folder without `overwrite`; TrainingFault for a NaN or infinity;
-    MachineError.
+    merged_weights, an occupied folder without `overwrite`, or the base's own; TrainingFault for a NaN or
+    infinity; MachineError.
     """
     return save_shared(
         model,
@@ -128,7 +128,11 @@ def save_shared(
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
-    name = base_name or origin(model)
+    base = origin(model)
+    name = base_name or base
+    if base and not method_of(record.config).trains_base and Path(base).resolve() == Path(folder).resolve():
+        what = "the base of this tuning was loaded from here"
+        raise UsageError(what, where=str(folder), remedy="give another folder")
 
     def fill(work: Path) -> None:
         own = tuning(model)

@@ -38,6 +38,7 @@ from petune.saving.peft import (
     is_target,
     refuse_tied_heads,
     refuse_untied,
+    repeats,
     saved_whole,
     shortest,
     strip_wrappers,
@@ -245,6 +246,10 @@ def load_one_tensor(
     shapes = {f"{name}.{layout.tensor}": layout.shape(name, layer, config) for name, layer in linears.items()}
     own = {f"{head}.{key}": value for head in heads for key, value in modules[head].named_parameters()}
     shapes |= {name: tuple(value.shape) for name, value in own.items()}
+    base = model.state_dict(keep_vars=True)
+    given = {
+        name: one for name, one in given.items() if name in shapes or not repeats(name, one, base, given)
+    }
     check_tensors(
         shapes, {name: tuple(value.shape) for name, value in given.items()}, folder / TENSORS, heads
     )

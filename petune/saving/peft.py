@@ -627,8 +627,9 @@ def strip_wrappers(
 
 
 def is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether peft trains the module `name` whole."""
-    return any(name == entry or name.endswith("." + entry) for entry in config.get("modules_to_save") or ())
+    """Whether peft trains the module `name` whole: it asks for the end of a name alone, so `norm` is every
+    layernorm too."""
+    return name.endswith(tuple(config.get("modules_to_save") or ()))
 
 
 def is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> bool:

@@ -76,6 +76,17 @@ def test_a_folder_of_pefts_is_read_and_its_biases_are_merged(tmp_path: Path) -> 
     assert all(value.requires_grad for value in ours.parameters())
 
 
+def test_a_folder_of_pefts_with_the_bases_own_head_is_read(tmp_path: Path) -> None:
+    config = peft.IA3Config(target_modules=["lm_head", "k_proj"], feedforward_modules=["lm_head"])
+    theirs = peft.get_peft_model(tiny("llama-causal"), config)
+    stir(theirs, std=0.3)
+    theirs.save_pretrained(str(tmp_path / "a"))  # lm_head.base_layer.weight is in the file
+    ours, inputs = petune.load(tiny("llama-causal"), tmp_path / "a").eval(), batch("llama-causal")
+    assert_close(ours(**inputs).logits, theirs.eval()(**inputs).logits)
+    with pytest.raises(FileError, match=r"lm_head\.base_layer\.weight  is unexpected"):
+        petune.load(tiny("llama-causal", seed=1), tmp_path / "a")
+
+
 def test_a_scaled_input_that_others_read_gives_way_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for module in ("fuse", "single_modules"):

@@ -235,6 +235,9 @@ def test_an_occupied_folder_is_kept_unless_asked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not overwritten"):
         export.save(model, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
+    model.config._name_or_path = str(tmp_path / "a")
+    with pytest.raises(UsageError, match="the base of this tuning was loaded from here"):
+        export.save(model, tmp_path / "a", overwrite=True)
 
 
 @pytest.mark.parametrize(

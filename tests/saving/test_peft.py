@@ -241,6 +241,7 @@ READ: dict[str, tuple[Any, dict[str, Any]]] = {
     "a tied embedding": (tied_llama, {"target_modules": ["embed_tokens"]}),
     "conv1d, embedding, tied": (gpt2, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}),
     "gaussian": (llama, {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"}),
+    "norms by their end": (llama, {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
 }
 
 
