@@ -159,7 +159,7 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]
-    words = [word for word in words[:end] if word != "--debug"] + words[end:]
+    words = [_in_home(word) for word in words[:end] if word != "--debug"] + words[end:]
     try:
         command = command_line()
         _refuse_other_verbs(command, words[:end])
@@ -185,6 +185,14 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.exit(141)
         _end(error)
     sys.exit(0)
+
+
+def _in_home(word: str) -> str:
+    """`--out=~/x` with the home that shells leave out behind an equals sign, where a folder named ~ would be
+    made."""
+    option, equals, value = word.partition("=")
+    known = option.startswith("--") and value.startswith("~")
+    return option + equals + os.path.expanduser(value) if known else word
 
 
 def _end(error: Exception) -> NoReturn:

@@ -313,3 +313,13 @@ def test_a_verb_of_other_tools_is_told_what_it_is_called_here(verb: str, meant: 
 def test_options_of_a_verb_and_options_of_none_are_left_to_it(type_: Type) -> None:
     assert "No such option" in type_("train", "--banana").err
     assert type_("train", "--help").code == 0
+
+
+def test_the_home_behind_an_equals_sign_is_a_folder(
+    type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "a.yml").write_text("base_model: org/m\nadapter: lora\nmicro_batch_size: 2\n")
+    assert type_("convert", "a.yml", "data=rows.csv", "--out=~/b.yaml").code == 0
+    assert (tmp_path / "home" / "b.yaml").is_file() and not (tmp_path / "~").exists()
