@@ -148,7 +148,8 @@ def by_layer(
 
 
 def head_modules(model: nn.Module, family: Family | None, also_train: str | Sequence[str]) -> tuple[str, ...]:
-    """Full names of the modules trained whole: the family's task heads for `auto`, else the names given.
+    """Full names of the modules trained whole: the family's task heads for `auto`, else the names given, but
+    for those inside another.
 
     Raises UsageError for a given name that is not in the model.
     """
@@ -163,7 +164,7 @@ def head_modules(model: nn.Module, family: Family | None, also_train: str | Sequ
         if not hits:
             raise UsageError([_no_match("also_train", entry, names)])
         found += [hit for hit in hits if hit not in found]
-    return tuple(found)
+    return tuple(name for name in found if not within(name, (other for other in found if other != name)))
 
 
 def refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

@@ -261,11 +261,13 @@ def test_the_task_head_trains_whole_beside_the_method(name: str, method: str) ->
     assert all(model.get_parameter(key).requires_grad for key in head)
 
 
-@pytest.mark.parametrize("given", ["pooler", ["pooler"], ("bert.pooler",)])
+# the last names a module inside another, which peft would not read twice
+@pytest.mark.parametrize("given", ["pooler", ["pooler"], ("bert.pooler",), ("pooler.dense", "pooler")])
 def test_modules_to_train_whole_are_named_by_suffix(given: Any) -> None:
     model = wrap(tiny("bert-classify"), "lora", r=2, also_train=given)
     whole = {name for name in tuned_state(model) if "lora" not in name}
     assert whole == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    assert model.petune_tuning.also_train == ("bert.pooler",)
 
 
 def test_a_single_unknown_module_to_train_is_an_error_too() -> None:

@@ -119,6 +119,8 @@ def test_a_change_of_one_row_needs_the_hash(tmp_path: Path) -> None:
         load(other, tmp_path / "a", verify_base=True)
     with pytest.raises(FileError, match="stores no hash"):
         load(llama(), tmp_path / "unhashed", verify_base=True)
+    export.save(tuned(bert), tmp_path / "before", base_sha256=export.full_hash(bert()))  # with its head
+    load(bert(), tmp_path / "before", verify_base=True)
 
 
 def test_another_number_of_labels_says_so(tmp_path: Path) -> None:
