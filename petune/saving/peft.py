@@ -35,7 +35,7 @@ from petune.files.json_fields import (
     check_fields,
 )
 from petune.files.patterns import Pattern, compile_pattern
-from petune.log import say
+from petune.log import say, warn
 from petune.methods import dora, lora, lora_conv, pissa, tuned_state, tuning
 from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
@@ -194,6 +194,7 @@ def to_peft(
     refuse_tied_heads(model, record.also_train)
     tied = _rows_of_ties(model) if record.config.token_rows else ()
     experts = _experts(model)
+    _warn_of_zeros(state)
     tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items() if name not in tied}
     for path, module in experts.items():
         own = {weight: module.factors(weight)[0].shape[1] for weight in module.weights}
@@ -239,6 +240,18 @@ def to_peft(
         }
     )
     return dict(sorted(config.items())), tensors
+
+
+def _warn_of_zeros(state: Mapping[str, Tensor]) -> None:
+    """Say of dora over a weight with rows of zeros, as a head has that is tied to a table with a row of
+    padding, that others divide by their lengths."""
+    for name, value in state.items():
+        if name.endswith(_MAGNITUDE) and (rows := int((value == 0).sum())):
+            layer = name.removesuffix(f".{_MAGNITUDE}")
+            warn(
+                f"{layer}: {rows} of its rows are zeros, whose length peft divides by: it gives NaN there,"
+                " and petune 0; leave this layer out for peft and servers, or merge"
+            )
 
 
 def in_file_form(model: nn.Module) -> dict[str, Tensor]:

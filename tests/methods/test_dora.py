@@ -158,6 +158,24 @@ def test_files_go_to_peft_and_come_from_it_and_merging_keeps_the_logits(tmp_path
     torch.testing.assert_close(logits(plain), tuned_logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_row_of_zeros_that_peft_makes_nan_of_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def padded() -> Any:
+        model = tiny("llama-causal")
+        model.lm_head.weight.data[0] = 0
+        return model
+
+    model, inputs = wrap(padded(), "dora", r=2, targets=["lm_head"]), batch("llama-causal")
+    said: list[str] = []
+    monkeypatch.setattr("petune.saving.peft.warn", said.append)
+    petune.save(model, tmp_path / "a")
+    assert len(said) == 1 and "lm_head: 1 of its rows are zeros" in said[0]
+    assert torch.isfinite(petune.load(padded(), tmp_path / "a")(**inputs).logits).all()
+    theirs = peft.PeftModel.from_pretrained(padded(), str(tmp_path / "a"))
+    assert theirs(**inputs).logits[..., 0].isnan().all()
+
+
 def test_with_dropout_it_is_never_fused_as_lora_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for module in ("fuse", "single_modules"):
