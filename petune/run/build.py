@@ -257,6 +257,7 @@ def build(prepared: Prepared) -> nn.Module:
 
 def _widen(model: nn.Module, recipe: Recipe) -> None:
     """Let what trains be float32, unless the model is streamed. Raises UsageError for what cannot train."""
+    biases = tuning(model).biases
     for name, parameter in tuned_parameters(model).items():
         if not parameter.is_floating_point():
             raise UsageError(
@@ -266,6 +267,10 @@ def _widen(model: nn.Module, recipe: Recipe) -> None:
             )
         if not streams(recipe):
             parameter.data = parameter.data.float()
+            owner = model.get_submodule(name.rpartition(".")[0])
+            weight = owner._parameters.get("weight") if name in biases else None
+            if weight is not None and weight.dim() == 1:
+                owner.float()  # a norm computes in one dtype
 
 
 def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) -> ParallelPlan:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from petune import load_run
 from petune.errors import Stopped
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
@@ -18,7 +19,7 @@ from petune.recipe import shipped_recipes
 from petune.run.audit import Audit
 from petune.run.train import Run
 from tests.fused_runs import LORA, NEAR, assert_alike, recipe, tuned
-from tests.small_runs import Listener, assert_same_run, run, terminate_at, training, write_model
+from tests.small_runs import Listener, assert_same_run, brief, run, terminate_at, training, write_model
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 DROPPED = {"name": "lora", "r": 2, "dropout": 0.2}
@@ -195,6 +196,24 @@ def test_files_of_a_run_with_fused_blocks_are_read_and_merged_as_any(
     assert (fused.merge() / "model.safetensors").stat().st_size == (
         other.merge() / "model.safetensors"
     ).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("kernels", "base_dtype"),
+    [("off", None), ("reference", None), pytest.param("reference", "int8", marks=pytest.mark.long)],
+)
+def test_biases_train_in_float32_beside_narrower_weights(
+    kernels: str, base_dtype: str | None, tmp_path: Path
+) -> None:
+    method = {"name": "lora", "r": 2, "bias": "all"}
+    exact = run(brief(tmp_path, "bert", method, out="exact", kernels="off", lr=0.01))
+    given = {"dtype": "bf16", "kernels": kernels, "base_dtype": base_dtype, "lr": 0.01}
+    found = run(brief(tmp_path, "bert", method, **given))
+    loss = found.summary["after"]["loss"]
+    assert loss == pytest.approx(exact.summary["after"]["loss"], abs=0.01)
+    biases = {name: value for name, value in tuned(found.folder).items() if name.endswith(".bias")}
+    assert len(biases) > 15 and {value.dtype for value in biases.values()} == {torch.float32}
+    assert load_run(found.folder).eval()["tuned"]["loss"] == pytest.approx(loss, abs=0.01)
 
 
 # ------------------------------------------------------------------ what cannot be

@@ -40,7 +40,8 @@ class PackedForms:
         whole = wide_rows(like.new_empty, sum(rows), k + room)
         for form, out in zip(self.forms, whole[:, :k].split(rows), strict=True):
             self.ops.dense_into(form, out)
-        return Dense(whole[:, :k], self.bias, whole if room else None)
+        bias = None if self.bias is None else self.bias.to(whole.dtype)  # one that trains is float32
+        return Dense(whole[:, :k], bias, whole if room else None)
 
     def linear(self, x: Tensor) -> Tensor:
         """See PackedWeight."""

@@ -54,7 +54,7 @@ class Group:
         factors: Sequence[Tensor | None] = (),
         gates: bool = False,
     ) -> None:
-        self.parts, self.first, self.ops = tuple(parts), first, ops
+        self.parts, self.first, self.ops = tuple(_in_dtype(part, dtype) for part in parts), first, ops
         self.widths = [part.outputs for part in parts]
         self.ranks = [0 if part.a is None else len(part.a) for part in parts]
         alone = all(not part.leads for part in self.parts[1:])  # one weight, of all parts
@@ -359,6 +359,11 @@ class Group:
             there = [sink.needs[own + k] and tensor is not None for k, tensor in enumerate(part.tensors)]
             found += [value if is_there else None for value, is_there in zip(values, there, strict=True)]
         return found
+
+
+def _in_dtype(part: LowRank, dtype: torch.dtype) -> LowRank:
+    """`part` with its bias in a dtype: one that trains is float32 beside a narrower weight."""
+    return part if part.bias is None or part.bias.dtype == dtype else part._replace(bias=part.bias.to(dtype))
 
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
