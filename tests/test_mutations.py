@@ -821,7 +821,7 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         _fused("bert", "dora"),
     ),
     "dora's node: what is before rotary positions": (
-        *(reference, "rope_backward", lambda dq, dk, dv, cos, sin: torch.cat([dq, dk, dv], 1).flatten(1)),
+        *(reference, "rope_backward", lambda dq, dk, dv, *_: torch.cat([dq, dk, dv], 1).flatten(1)),
         _fused("llama", "dora"),
     ),
     "dora's node: the gradient of lengths that readers scale by": (

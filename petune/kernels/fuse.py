@@ -271,9 +271,9 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
 
 def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
     """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, call
-    no graph of autograd's, and what they say to other ranks can be part of one."""
+    no graph of autograd's, read no positions, and what they say to other ranks can be part of one."""
     fixed = plan.memory.stream == "none" and shards_of(model) is None
-    told = any(spec.mixtures or spec.called for spec in specs)
+    told = any(spec.mixtures or spec.called or spec.program.reach for spec in specs)
     says = all(one.recordable for spec in specs for one in spec.crossings)
     return plan.ops.name == "triton" and fixed and not told and says
 

@@ -70,6 +70,8 @@ def clamps(experts: nn.Module) -> bool:
 def _is_scale(module: nn.Module, biased: bool) -> bool:
     """Whether a module holds a weight [n], where `biased` a bias [n] or none too, and nothing else."""
     own = module._parameters
-    if set(own) != ({"weight", "bias"} if biased else {"weight"}) or module._modules or module._buffers:
+    if not {"weight"} <= set(own) <= {"weight", *(["bias"] if biased else [])}:
+        return False
+    if module._modules or module._buffers:
         return False
     return own["weight"] is not None and all(one.dim() == 1 for one in own.values() if one is not None)

@@ -134,22 +134,25 @@ def layer_norm_backward(
 # ------------------------------------------------------------------ rotary positions
 
 
-def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = False) -> Tensor:
     """Turn the first `heads` heads of `qkv` by their positions, in place; returns it.
 
     qkv [m, n] with n a multiple of the head's width d: query and key heads first, values after them. cos, sin
     [p, d], p dividing m: row i has position i % p, and both halves of a row are alike. Su et al. 2021
-    (arXiv:2104.09864) in Hugging Face's layout: the halves of a head are the parts of its complex numbers.
+    (arXiv:2104.09864) in Hugging Face's layout: the halves of a head are the parts of its complex numbers;
+    with `neighbours` in the paper's own: two columns side by side are, and number i has the angle i.
     """
     turned = qkv.unflatten(1, (-1, cos.shape[-1]))[:, :heads]
-    turned.copy_(_turned(wide(turned), cos, sin))
+    turned.copy_(_turned(wide(turned), cos, sin, neighbours))
     return qkv
 
 
-def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False
+) -> Tensor:
     """The gradient of `qkv` before it was turned, [m, n] dense. dq, dk, dv [m, heads of each, d], any strides
     but a dense last dim."""
-    turned = [_turned(wide(part), cos, -sin) for part in (dq, dk)]
+    turned = [_turned(wide(part), cos, -sin, neighbours) for part in (dq, dk)]
     return torch.cat([*turned, wide(dv)], 1).to(dq.dtype).flatten(1)
 
 
@@ -161,6 +164,7 @@ def rope_unscale(
     cos: Tensor,
     sin: Tensor,
     scale: Scale,
+    neighbours: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(the gradient of what became qkv by `scale` and then by `rope_`, sums as of `activate_backward`).
 
@@ -168,11 +172,12 @@ def rope_unscale(
     1 where the angles are rounded or carry a factor of attention; a row without angles, a recording's spare
     one, has no part in anything.
     """
-    grad = rope_backward(wide(dq), wide(dk), wide(dv), cos, sin)
+    grad = rope_backward(wide(dq), wide(dk), wide(dv), cos, sin, neighbours)
     parts = _parts(wide(qkv), cos, dq.shape[1], dk.shape[1])
     size = (wide(cos).square() + wide(sin).square()).to(grad.dtype).repeat(len(dq) // max(1, len(cos)), 1)
+    size = _side_by_side(size) if neighbours else size
     q, k = (part / torch.where(size == 0, 1, size)[:, None] for part in parts[:2])
-    values = rope_backward(q, k, parts[2], cos, sin)
+    values = rope_backward(q, k, parts[2], cos, sin, neighbours)
     values = values if scale.own is None else values - scale.own
     sums = torch.stack([(grad * values).sum(0), *(() if scale.own is None else (grad.sum(0),))])
     return (grad * scale.columns).to(dq.dtype), sums
@@ -237,12 +242,25 @@ def _parts(raw: Tensor, cos: Tensor, heads: int, kv_heads: int) -> tuple[Tensor,
     return found
 
 
-def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
     """[m, heads, d] turned by the angles of [p, d]; m is a multiple of p."""
     times = len(heads) // max(1, len(cos))
     cos, sin = (wide(part).to(heads.dtype).repeat(times, 1)[:, None] for part in (cos, sin))
+    if neighbours:
+        apart = torch.cat([heads[..., ::2], heads[..., 1::2]], -1)
+        return _side_by_side(_turned_halves(apart, cos, sin))
+    return _turned_halves(heads, cos, sin)
+
+
+def _turned_halves(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.chunk(2, -1)
     return heads * cos + torch.cat([-second, first], -1) * sin
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """[..., d] with the columns of its halves in turns."""
+    halves: Tensor = x.unflatten(-1, (2, -1))
+    return halves.transpose(-1, -2).flatten(-2)
 
 
 # ------------------------------------------------------------------ activations

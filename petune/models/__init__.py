@@ -66,6 +66,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "phi3": phi3.FAMILY,
         "glm4": glm4.FAMILY,
         "cohere": cohere.FAMILY,
+        "cohere2": cohere.COHERE2,
         "gemma2": gemma3.FAMILY,
         "gemma3_text": gemma3.FAMILY,
         "gemma4_text": gemma4.FAMILY,

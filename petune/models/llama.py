@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
 
 from petune.models.spec import (
     Attention,
@@ -85,6 +89,15 @@ def like(name: str, *block: SubLayer, unfused: str | None = None, uncut: str | N
     return replace(FAMILY, name=name, stacks={"decoder": rule})
 
 
+def by_position(attention: nn.Module, positions: Tensor) -> Tensor:
+    """What Ministral 3 multiplies queries by: 1 + beta log(1 + floor(position / p)), p the positions of its
+    first training."""
+    rope = cast("Any", attention).config.rope_parameters
+    far = torch.floor(positions / rope["original_max_position_embeddings"])
+    return 1 + float(rope["llama_4_scaling_beta"]) * torch.log(1 + far)
+
+
 GRANITE = like("granite", *(replace(one, scale="residual_multiplier") for one in BLOCK))
 SMOLLM3 = like("smollm3", replace(BLOCK[0], core=replace(ATTENTION, rotary="use_rope")), BLOCK[1])
-MINISTRAL3 = like("ministral3", unfused="its queries are scaled by their positions (llama_4_scaling_beta)")
+REACHING = replace(ATTENTION, q_norm=None, k_norm=None, reach=by_position)
+MINISTRAL3 = like("ministral3", replace(BLOCK[0], core=REACHING), BLOCK[1])

@@ -86,6 +86,9 @@ class Positions:
     drops: tuple[str, ...]
 
 
+# the columns of a head that a position turns as one complex number, d of them: i and i + d / 2, or 2i and
+# 2i + 1; the model's table of angles has each twice, in both halves or, for twins, side by side
+Pairs = Literal["halves", "neighbours", "twins"]
 CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
 Columns = Literal["columns", "dense", "shared"]  # the field of Shape with those of an MLP
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.models.boundary import Connection
@@ -24,6 +24,7 @@ from petune.models.parts import CutKind as CutKind
 from petune.models.parts import LinearGroup as LinearGroup
 from petune.models.parts import Member as Member
 from petune.models.parts import Norm as Norm
+from petune.models.parts import Pairs as Pairs
 from petune.models.parts import Pieces as Pieces
 from petune.models.parts import Positions as Positions
 from petune.models.parts import Region as Region
@@ -45,7 +46,9 @@ class Attention:
     of k and v.
 
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
-    keys are turned by their positions, or the attribute of `at` that says whether they are. window: the keys
+    keys are turned by their positions, or the attribute of `at` that says whether they are; pairs: of which
+    columns, see Pairs; reach: what queries are multiplied by behind that, of `at` and positions [1 or b, t],
+    in float32 and of their shape; None for nothing. window: the keys
     up to its own that a query sees and, where attention is not causal, as many from its own on, None for all;
     softcap: of the scores, None for none; exchange: how it sees other ranks' tokens of its sequence, None
     where all are here; no table says any of them, each block does. scale: of the scores; None for the
@@ -63,6 +66,8 @@ class Attention:
     out: str
     memory: str | None = None
     rotary: bool | str = False
+    pairs: Pairs = "halves"
+    reach: Callable[[nn.Module, Tensor], Tensor] | None = None
     causal: bool = False
     window: int | None = None
     softcap: float | None = None
@@ -188,9 +193,11 @@ class SubLayer:
 
         y = norm_after_sum(x + scale * drop(vector * norm_out(core(norm_in(x)))))
 
-    where a norm, a vector or a dropout that is None does nothing. norm_first: the attribute of the block by
-    which the norm after the sum stands before the core. scale: a number, or the attribute of the block that
-    it is. vector: the path of a parameter with a number for each feature; learns: it trains.
+    where a norm, a vector or a dropout that is None does nothing. parallel: its core reads what that of the
+    sub-layer before it reads, of the same norm, so that both stand beside one another. norm_first: the
+    attribute of the block by which the norm after the sum stands before the core. scale: a number, or the
+    attribute of the block that it is. vector: the path of a parameter with a number for each feature; learns:
+    it trains.
     bottleneck: features of the bottleneck that a method has put behind the core's last linear, 0 without
     one; beside: it reads x; of_sum: it stands behind the sum, which it reads as the block would give it.
     scaled, entries: the roles of linears whose results, or inputs, a method multiplies by a vector.
@@ -202,6 +209,7 @@ class SubLayer:
     norm_in: Norm | None = None
     norm_out: Norm | None = None
     norm_after_sum: Norm | None = None
+    parallel: bool = False
     norm_first: str | None = None
     drop: str | None = None
     scale: float | str = 1.0

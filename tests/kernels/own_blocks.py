@@ -18,7 +18,7 @@ from petune.models.stack import own_stacks
 from petune.rng.context import running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import stand_on
-from tests.methods.zoo import MOE, assert_same_gradients, gradients, stir, tiny
+from tests.methods.zoo import MOE, assert_same_gradients, batch, gradients, stir, tiny
 
 LEVELS: tuple[Any, ...] = ("all", "input", "projections", "attention")
 
@@ -42,6 +42,14 @@ def fused(model: nn.Module, keep: Any = "all") -> Any:
     assert done.blocks and not done.reasons, done.reasons
     stand_on(made, Rung(keep))
     return made
+
+
+def packed(name: str) -> dict[str, Any]:
+    """Two rows of two samples each, of a model that keeps no cache."""
+    ids = batch(name, rows=2)["input_ids"].clamp(3)
+    positions = torch.tensor([[*range(4), *range(5)], [*range(7), *range(2)]])
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
 
 
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -930,7 +930,7 @@ def _without_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
 def _turned_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = reference.rope_backward
     monkeypatch.setattr(
-        reference, "rope_backward", lambda dq, dk, dv, cos, sin: backward(dq, dk, dv, cos, -sin)
+        reference, "rope_backward", lambda dq, dk, dv, cos, sin, *_: backward(dq, dk, dv, cos, -sin)
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from transformers import (
     CamembertConfig,
     CamembertForTokenClassification,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     DebertaV2Config,
@@ -318,4 +320,5 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "whisper-seq2seq": (WhisperForConditionalGeneration, WhisperConfig, WHISPER),
     "dinov2-classify": (Dinov2ForImageClassification, Dinov2Config, DINOV2),
     "t5gemma-seq2seq": (T5GemmaForConditionalGeneration, T5GemmaConfig, T5GEMMA),
+    "cohere2-causal": (Cohere2ForCausalLM, Cohere2Config, {**SLIDING, "logit_scale": 0.5}),
 }

@@ -67,7 +67,7 @@ DROPOUTS = {
     "t5gemma": ("dropout_rate", "attention_dropout"),
     "gemma3": ("attention_dropout",),
     "phi3": ("attention_dropout", "resid_pdrop"),
-    "glm4": ("attention_dropout",),
+    **dict.fromkeys(("glm4", "ministral3", "cohere", "cohere2"), ("attention_dropout",)),
     "modernbert": ("attention_dropout", "mlp_dropout"),
     "qwen3": ("attention_dropout",),
     "opt": ("dropout", "attention_dropout"),

@@ -14,79 +14,17 @@ from torch import Tensor
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
 from petune.kernels.block.part import Heads
+from petune.kernels.block.rotary_steps import angles_in
 from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.memory.op_cost import (
     attention,
     attention_backward,
     norm_rope,
     norm_rope_backward,
-    rope_,
     rope_backward,
-    rope_unscale,
 )
 from petune.kernels.memory.shape import BlockShape
 from petune.models.exchange import Exchanged, ExchangeKind
-
-
-@dataclass(eq=False)
-class Rotate(Step):
-    """q | k | v with q and k turned by their positions, in place. read: attention reads it, and not only what
-    is made of it for that."""
-
-    raw: str
-    qkv: str
-    heads: int  # that are turned
-    read: bool = True
-
-    def __post_init__(self) -> None:
-        self.takes, self.gives = (self.raw,), (self.qkv,)
-        self.keeps = {self.qkv: "projections"} if self.read else {}
-        self.over = self.raw
-
-    def forward(self, run: Run, v: Values) -> None:
-        """See Step."""
-        v[self.qkv] = run.ops.rope_(v[self.raw], *_of(run.angles), self.heads)
-
-    def backward(self, run: Run, v: Values) -> None:
-        """See Step. The gradients come one by one from attention."""
-        run.grads[self.raw] = run.ops.rope_backward(*run.grads.pop(self.qkv), *_of(run.angles))
-
-    def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        return {self.raw: shape.qkv * shape.itemsize}
-
-    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
-        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
-
-    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
-        yield "memory", rope_backward(rows, shape.qkv, shape.itemsize)
-
-
-@dataclass(eq=False)
-class RotateScaled(Rotate):
-    """The same of results that are scaled, and the way back through that. at: their group."""
-
-    at: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.keeps, self.reads = {self.qkv: "projections"}, (self.qkv,)
-
-    def backward(self, run: Run, v: Values) -> None:
-        """See Step."""
-        scale = run.groups[self.at].scale
-        if scale is None:  # its tuning is passed by
-            super().backward(run, v)
-            return
-        given = *run.grads.pop(self.qkv), v[self.qkv], *_of(run.angles)
-        run.grads[self.raw], sums = run.ops.rope_unscale(*given, scale)
-        run.groups[self.at].learn_scale(run.sink, sums)
-
-    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
-        yield "memory", rope_unscale(rows, shape.qkv, shape.itemsize)
 
 
 @dataclass(eq=False)
@@ -114,7 +52,7 @@ class NormHeads(Step):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         v[self.qkv] = run.ops.norm_rope(
-            v[self.raw], self._weights(run), self.eps, *_of(run.angles), self.heads, self.kv_heads
+            v[self.raw], self._weights(run), self.eps, *angles_in(run), self.heads, self.kv_heads
         )
 
     def backward(self, run: Run, v: Values) -> None:
@@ -125,7 +63,7 @@ class NormHeads(Step):
             v[self.raw],
             self._weights(run),
             self.eps,
-            *_of(run.angles),
+            *angles_in(run),
             trains,
         )
         run.grads[self.raw], *own = run.ops.norm_rope_backward(*given)
@@ -155,7 +93,7 @@ class NormWidths(NormHeads):
 
     def _split(self, run: Run, qkv: Tensor) -> tuple[Tensor, ...]:
         """q, k and v, each dense."""
-        width = _of(run.angles)[0].shape[-1]
+        width = angles_in(run)[0].shape[-1]
         keys = self.kv_heads * width
         return tuple(part.contiguous() for part in qkv.split([self.heads * width, keys, keys], 1))
 
@@ -165,12 +103,12 @@ class NormWidths(NormHeads):
         weights = self._weights(run)
         normed = [run.ops.rms_norm(*one, self.eps)[0] for one in zip(parts, weights, strict=True)]
         qkv = torch.cat([*normed, values], 1)
-        v[self.qkv] = run.ops.rope_(qkv, *_of(run.angles), self.heads + self.kv_heads)
+        v[self.qkv] = run.ops.rope_(qkv, *angles_in(run), self.heads + self.kv_heads)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         trains = any(run.sink.needs[place] for place in self.trained)
-        turned = run.ops.rope_backward(*run.grads.pop(self.qkv), *_of(run.angles))
+        turned = run.ops.rope_backward(*run.grads.pop(self.qkv), *angles_in(run))
         found, (*parts, _), (*grads, dv) = [], self._split(run, v[self.raw]), self._split(run, turned)
         for place, grad, part, weight in zip(self.trained, grads, parts, self._weights(run), strict=True):
             rstd = run.ops.rms_norm(part, weight, self.eps)[1]
@@ -186,11 +124,6 @@ class NormWidths(NormHeads):
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step."""
         return 3 * shape.qkv * shape.itemsize
-
-
-def _of(angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    assert angles is not None, "a block with rotary positions is given their angles"
-    return angles
 
 
 @dataclass(eq=False)

@@ -243,7 +243,8 @@ class Draws(NamedTuple):
 class Call:
     """One call of a block: what the node needs beside tensors. hows: of each attention; angles: cos and sin
     [p, d] of rotary positions, where the program reads them; dtype: of the computation; boundaries: of the
-    sub-layers that are cut, as they are in this call; called: of the cores that are called."""
+    sub-layers that are cut, as they are in this call; called: of the cores that are called; reach: see
+    Run."""
 
     spec: Spec
     hows: tuple[How, ...]
@@ -255,6 +256,7 @@ class Call:
     dtype: torch.dtype
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     called: Sequence[CoreCall] = ()
+    reach: Tensor | None = None
 
     def groups(self, tensors: Sequence[Tensor | None], factors: Sequence[Tensor | None] = ()) -> list[Group]:
         """The groups with `tensors` in them; `factors` are what `factors_of` earlier ones gives."""
@@ -350,6 +352,7 @@ class Call:
             turns=turns,
             called=called,
             vectors=vectors,
+            reach=self.reach,
         )
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:

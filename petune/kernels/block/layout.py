@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.varlen import Segments, each_row
+from petune.models.spec import Pairs
 from petune.rng.context import running
 from petune.rng.dropout import places
 
@@ -65,9 +67,15 @@ def places_of(hidden: Tensor, segments: Segments | None, length: int) -> Tensor:
     return numbers if segments.places is None else numbers[segments.places]
 
 
-def angles_of(angles: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [p, d] of [1 or b, t, d], or of their first halves where the second are the same."""
+def angles_of(angles: tuple[Tensor, Tensor], head_dim: int, pairs: Pairs = "halves") -> tuple[Tensor, Tensor]:
+    """cos and sin [p, d], both halves alike, of [1 or b, t, d], or of their first halves where the second are
+    the same; of neighbours, see Pairs, those for fewer columns too, behind which nothing is turned."""
     cos, sin = angles
+    if pairs != "halves":
+        own = cos.shape[-1] // 2
+        each = slice(None, None, 2) if pairs == "twins" else slice(own)
+        rest = 0, head_dim // 2 - own
+        cos, sin = F.pad(cos[..., each], rest, value=1.0), F.pad(sin[..., each], rest)
     if 2 * cos.shape[-1] == head_dim:
         cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
     return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])

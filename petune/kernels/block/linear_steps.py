@@ -57,7 +57,8 @@ class Low(Step):
 @dataclass(eq=False)
 class Product(Step):
     """y = x W^T + bias + s b^T of a group. norm: the step that gave x, from which x need not be made again
-    for the gradients of A. behind: which of the block's bottlenecks reads y, not rounded."""
+    for the gradients of A. behind: which of the block's bottlenecks reads y, not rounded. filled: the norm
+    wrote x beside room for s, as it does for the first group that reads x."""
 
     x: str
     s: str
@@ -67,11 +68,12 @@ class Product(Step):
     keep: Level | None
     norm: Normalize | None = None
     behind: int | None = None
+    filled: bool = False
     long = True
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.trained = (self.x, self.s), (self.y,), self.place.tensors
-        self.inlet = f"{self.x}.inlet" if self.norm is None else self.norm.inlet
+        self.inlets = () if self.norm is None or not self.filled else (self.norm.inlet,)
         self.keeps = {} if self.keep is None else {self.y: self.keep}
         self.reads = (self.s, self.x) if self.norm is None else (self.s, *self.norm.reads)
         self.unscales = self.place.scaled and not self.place.unscaled_by_reader
@@ -80,7 +82,8 @@ class Product(Step):
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        v[self.y] = _product(run, self.at, self.behind, v[self.x], v[self.s], v.get(self.inlet))
+        inlet = v[self.inlets[0]] if self.inlets else None
+        v[self.y] = _product(run, self.at, self.behind, v[self.x], v[self.s], inlet)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step. In the place of the gradient of s stands what an activation has made of that of b."""
@@ -104,7 +107,7 @@ class Product(Step):
     def beside(self, shape: BlockShape) -> int:
         """See Step. What no norm wrote into the room before s is copied there."""
         inputs, _, rank = shape.linears(self.place)
-        copied = (inputs + rank) * shape.itemsize if self.norm is None and shape.room(self.place) else 0
+        copied = (inputs + rank) * shape.itemsize if not self.filled and shape.room(self.place) else 0
         return copied + bytes_within(shape, self.place)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:

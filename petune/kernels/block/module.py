@@ -166,11 +166,20 @@ class FusedBlock(nn.Module):
     ) -> Call:
         masks = tuple(given.get(name) for name in MASKS)
         draws = self.draws(parts, Places(layout, hidden, given.get(MEMORY)))
-        head_dim = self.spec.program.sizes.head_dim
-        angles = angles_of(given["position_embeddings"], head_dim) if self.spec.program.rotary else None
+        program = self.spec.program
+        pairs = program.sizes.head_dim, program.pairs
+        angles = angles_of(given["position_embeddings"], *pairs) if program.rotary else None
         forms = self.forms(hidden, layout, masks, bias)
         call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
+        call = replace(call, reach=self._reach(hidden, given)) if program.reach else call
         return replace(call, called=self._core_calls(hidden, given, draws)) if self.spec.called else call
+
+    def _reach(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+        """What its queries are multiplied by at each place, [p], as the block's own attention rounds it."""
+        (core,) = self.spec.program.reach
+        assert core.reach is not None
+        found = core.reach(self.get_submodule(core.at), given["position_ids"])
+        return found.to(self.spec.computes_in(hidden.device.type)).flatten()
 
     def _core_calls(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> list[CoreCall]:
         """Of the cores that are called as they are."""
@@ -195,17 +204,19 @@ class FusedBlock(nn.Module):
 
     def _calls_of_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> tuple[Call, Call]:
         angles, numbers = given.get("position_embeddings"), running().rows
+        apart = angles is not None and len(angles[0]) > 1
         if numbers is None:  # a half does not begin at row 0
             numbers = torch.arange(len(hidden), device=hidden.device)
 
         def call(rows: slice) -> Call:
             own, cut = hidden[rows], dict(given)
-            if angles is not None and len(angles[0]) > 1:
+            if angles is not None and apart:
                 cut["position_embeddings"] = tuple(angle[rows] for angle in angles)
+                cut["position_ids"] = None if (ids := given.get("position_ids")) is None else ids[rows]
             with bound(rows=numbers[rows]):
                 return self._call_of(parts, Layout.of(own, None, self.spec.by_sequence), own, cut)
 
-        return calls_of_halves(len(hidden), angles is not None and len(angles[0]) > 1, call)
+        return calls_of_halves(len(hidden), apart, call)
 
     @property
     def distances(self) -> Tensor | None:
@@ -283,7 +294,7 @@ class FusedBlock(nn.Module):
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         behind += [tensor for mixture in parts.mixtures for tensor in mixture.tensors]
         every = self.spec.sinks, self.spec.vectors, self.spec.norms
-        sinks, vectors, norms = ([getattr(*own) for own in each] for each in every)
+        sinks, vectors, norms = ([getattr(*own, None) for own in each] for each in every)
         called = [tensor for core in self.spec.called for tensor in core.tensors]
         linears = [tensor for group in parts.groups for part in group for tensor in part.tensors]
         return linears + behind + sinks + called + vectors + norms

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal, cast
 
-from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate, RotateScaled
+from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths
 from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.called_step import CallCore
@@ -22,6 +22,7 @@ from petune.kernels.block.cores import Drawing, called, calls_all, has_sinks, li
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
+from petune.kernels.block.rotary_steps import Rotate, pairs_of, reaching, turning
 from petune.kernels.block.routed_steps import experts
 from petune.kernels.block.router_steps import AddShared, Route
 from petune.kernels.block.scale_step import ScaleBy
@@ -71,6 +72,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self.schedules = Schedules(self.inputs, self.steps, self.y)
+        self.pairs, self.reach = pairs_of(self.sublayers), reaching(self.sublayers)
 
     @cached_property
     def attends(self) -> list[Attend]:
@@ -101,7 +103,7 @@ def compiled(sublayers: tuple[SubLayer, ...], sizes: Sizes) -> Program:
     build = _Build(sublayers, sizes)
     y = build.x
     for sublayer, following in zip(sublayers, (*sublayers[1:], None), strict=True):
-        y = build.sublayer(sublayer, y, read=following is not None)
+        y = build.sublayer(sublayer, y, read=following is not None and not following.parallel)
     return build.program(y)
 
 
@@ -122,6 +124,7 @@ class _Build:
         self.scaled, self.entries = frozenset[Role](), frozenset[Role]()  # of the sub-layer in the making
         self.within: int | None = None  # the sub-layer cut across ranks that is being made
         self.inputs = [self.x]
+        self.entered = self.x, self.x  # what the sub-layer in the making begins with, and what its core reads
         self.linears_end = TENSORS * sum(linears_of(sublayer.core) for sublayer in sublayers)
         behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
         mixed = sum(isinstance(sublayer.core, RoutedMlp) for sublayer in sublayers)
@@ -145,15 +148,16 @@ class _Build:
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
         core, out, after = sublayer.core, sublayer.norm_out, sublayer.norm_after_sum
-        name = name_of(core)
-        self.scaled, self.entries = sublayer.scaled, sublayer.entries
-        h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
+        name, self.scaled, self.entries = name_of(core), sublayer.scaled, sublayer.entries
+        if not sublayer.parallel:
+            self.entered = x, x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
+        before, h = self.entered
         # a norm behind the product reads it on the way back, and so does a vector that trains
         keep: Level | None = None if out is None and not sublayer.learns else "projections"
         make = self.core if sublayer.connection is None else self.cut
         branch = make(name, h, sublayer, None if sublayer.behind else keep)
         if sublayer.behind:
-            branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep, x)
+            branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep, before)
         if out is not None:
             branch = self.norm(f"{name}.n", branch, out)
         rescales = self.rescales and out is None and sublayer.connection is None
@@ -277,7 +281,8 @@ class _Build:
         at, norm = self.groups.index(group), self.made_by_norm(x)
         if norm is not None and norm.into is None:
             norm.into = at, group
-        self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm, behind)]
+        filled = norm is not None and norm.into == (at, group)
+        self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm, behind, filled)]
         return y
 
     def made_by_norm(self, x: str) -> Normalize | None:
@@ -319,9 +324,9 @@ class _Build:
             if reads not in (*self.inputs, h):
                 self.inputs.append(reads)
             s, raw = f"{name}.s" if at == 0 else f"{name}.s_{roles}", f"{name}.{roles}"
-            turned = core.rotary or core.q_norm is not None
-            place = self.group("in", group, unscaled=bool(core.rotary) and core.q_norm is None)
-            gone = core.q_norm is None and (turned or (traded and not place.scaled))
+            plain, turned = core.q_norm is None, core.rotary or core.q_norm is not None
+            place = self.group("in", group, unscaled=bool(core.rotary) and plain)
+            gone = plain and (turned or (traded and not place.scaled))
             kept: Level | None = None if gone else "projections"
             y = f"{raw}.raw" if turned else raw
             sources.append(self.linears(place, reads, s, y, kept, "projections"))
@@ -332,9 +337,8 @@ class _Build:
             self.steps.append(step(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, own, first))
             sources = [raw]
         elif core.rotary:
-            given = f"{raw}.raw", raw, sizes.heads + sizes.kv_heads, not traded
-            at = self.groups.index(place)
-            self.steps.append(RotateScaled(*given, at) if place.scaled else Rotate(*given))
+            whole, at = (sizes.heads, sizes.kv_heads, sizes.head_dim), self.groups.index(place)
+            self.steps += turning(core, raw, whole, at if place.scaled else None, not traded)
             sources = [raw]
         return sources
 
@@ -343,8 +347,8 @@ class _Build:
         sizes, exchange, a = self.sizes, core.exchange, f"{name}.a"
         assert isinstance(core.scale, float), "the scale of the scores is read off the block before"
         how = sum(isinstance(step, Attend) for step in self.steps)
-        whole = sizes.heads, sizes.kv_heads, sizes.head_dim
-        turned, own = bool(core.rotary) or core.q_norm is not None, whole
+        own = whole = sizes.heads, sizes.kv_heads, sizes.head_dim
+        turned = bool(core.rotary) or core.q_norm is not None
         trades = exchange is not None and exchange.kind == "ulysses"
         if exchange is not None and exchange.kind == "gather":
             self.steps.append(Gather(sources[0], f"{name}.keys", *whole, how, exchange, turned))
@@ -355,8 +359,7 @@ class _Build:
             own = held * (sizes.heads // sizes.kv_heads), held, sizes.head_dim
         if core.bias is not None:
             self.inputs.append("bias")
-        bias = None if core.bias is None else "bias"
-        given = (core.window, exchange, core.softcap)
+        bias, given = None if core.bias is None else "bias", (core.window, exchange, core.softcap)
         step = Attend(tuple(sources), a, *own, core.causal, core.scale, how, turned, None, bias, *given)
         self.steps.append(step)
         if core.sinks is not None:

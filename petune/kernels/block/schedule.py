@@ -249,8 +249,7 @@ def _uses(step: Step, back: bool) -> tuple[str, ...]:
     """What an action asks for."""
     if back:
         return *step.reads, *step.soft
-    inlets = (step.inlet,) if isinstance(step, Product) and step.norm is not None else ()
-    return *step.takes, *inlets
+    return *step.takes, *(step.inlets if isinstance(step, Product) else ())
 
 
 def _last_uses(flat: Sequence[tuple[Step, bool]]) -> dict[str, int]:

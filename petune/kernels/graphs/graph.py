@@ -50,10 +50,10 @@ class Arrival:
         self.halved, call, block = halved, calls[0], blocks[0]
         self.hidden = hidden = cast("Tensor", call["hidden_states"])
         self.memory = memory = cast("Tensor | None", call.get(MEMORY))
-        program = block.spec.program
-        turned = program.rotary
+        program, turned = block.spec.program, any(one.spec.program.rotary for one in blocks)
         given = {id(one["position_embeddings"][0]): one["position_embeddings"] for one in calls if turned}
-        self.angles = [angles_of(one, program.sizes.head_dim) for one in given.values()]
+        pairs = program.sizes.head_dim, program.pairs
+        self.angles = [angles_of(one, *pairs) for one in given.values()]
         self.kinds = tuple([*given].index(id(one["position_embeddings"][0])) for one in calls if turned)
         self.turned_apart = turned and len(call["position_embeddings"][0]) > 1
         self.segments, self.across = segments, across = _sides(hidden, memory, here)

@@ -1,8 +1,8 @@
 """Rotary positions, in place on the output of one matrix product for queries, keys and values, and back.
 
 A program walks some heads of its rows, so that cos and sin are read once for all of them. A head is worked on
-as its two halves, which are the parts of its complex numbers; a half that is no multiple of the tile is
-padded by masks. Where sums over rows are wanted too, a program walks some rows of its head, and leaves partial
+as the two parts of its complex numbers, its halves or every other column (STEP, APART); half a head that is
+no multiple of the tile is padded by masks. Where sums over rows are wanted too, a program walks some rows of its head, and leaves partial
 sums in float32, added up in one order.
 """
 
@@ -21,7 +21,7 @@ from petune.kernels.triton.residual import Tile, Variant, multiprocessors, share
 # ------------------------------------------------------------------ forward
 
 
-def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = False) -> Tensor:
     """`petune.kernels.reference.rope_`, for heads of an even width."""
     rows, width = len(qkv), cos.shape[1]
     if not rows or not heads:
@@ -32,12 +32,18 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     _rope_kernel[(walks * parts,)](
         *(qkv, cos, sin, rows, len(cos), heads, parts, qkv.stride(0), cos.stride(0), sin.stride(0)),
         HALF=width // 2,
+        **_places(width // 2, neighbours),
         BM=tile.rows,
         BN=tile.columns,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
     return qkv
+
+
+def _places(half: int, neighbours: bool) -> dict[str, int]:
+    """Columns from one complex number to the next, and from one part of it to the other."""
+    return {"STEP": 2, "APART": 1} if neighbours else {"STEP": 1, "APART": half}
 
 
 def _forward_tile(dtype: torch.dtype, half: int) -> Tile:
@@ -50,7 +56,7 @@ def _forward_tile(dtype: torch.dtype, half: int) -> Tile:
 @triton.jit(do_not_specialize=["rows", "positions", "heads", "parts"])
 def _rope_kernel(
     qkv, cos, sin, rows, positions, heads, parts, qkv_stride, cos_stride, sin_stride,
-    HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pieces: tl.constexpr = (HALF + BN - 1) // BN
     place = tl.program_id(0) // pieces
@@ -61,17 +67,19 @@ def _rope_kernel(
     re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     for head in tl.range(place % parts, heads, parts, num_stages=STAGES):
-        pair = qkv + row[:, None] * qkv_stride + (head * (2 * HALF) + t)[None, :]
+        pair = qkv + row[:, None] * qkv_stride + (head * (2 * HALF) + t * STEP)[None, :]
         x = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(pair + HALF, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(pair + APART, mask=inside, other=0.0).to(tl.float32)
         tl.store(pair, (x * re - y * im).to(qkv.dtype.element_ty), mask=inside)
-        tl.store(pair + HALF, (y * re + x * im).to(qkv.dtype.element_ty), mask=inside)
+        tl.store(pair + APART, (y * re + x * im).to(qkv.dtype.element_ty), mask=inside)
 
 
 # ------------------------------------------------------------------ backward
 
 
-def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False
+) -> Tensor:
     """`petune.kernels.reference.rope_backward`, for heads of an even width."""
     rows, width = len(dq), dq.shape[2]
     out = torch.empty(
@@ -87,6 +95,7 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
         *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1), out.stride(0)),
         *(cos.stride(0), sin.stride(0)),
         HALF=width // 2,
+        **_places(width // 2, neighbours),
         BM=tile.rows,
         BN=tile.columns,
         STAGES=tile.stages,
@@ -104,7 +113,7 @@ def _backward_tile(half: int) -> Tile:
 def _rope_backward_kernel(
     dq, dk, dv, cos, sin, out, rows, positions, q_heads, k_heads, v_heads, parts,
     dq_stride, dq_head, dk_stride, dk_head, dv_stride, dv_head, out_stride, cos_stride, sin_stride,
-    HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
@@ -113,9 +122,9 @@ def _rope_backward_kernel(
     position = row % positions
     re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
-    into = out + row[:, None] * out_stride + t[None, :]
+    into = out + row[:, None] * out_stride + t[None, :] * STEP
     _turn_back(
-        dq + row[:, None] * dq_stride + t[None, :],
+        dq + row[:, None] * dq_stride + t[None, :] * STEP,
         dq_head,
         into,
         q_heads,
@@ -125,12 +134,13 @@ def _rope_backward_kernel(
         re,
         im,
         HALF,
+        APART,
         True,
         STAGES,
     )
     into += q_heads * (2 * HALF)
     _turn_back(
-        dk + row[:, None] * dk_stride + t[None, :],
+        dk + row[:, None] * dk_stride + t[None, :] * STEP,
         dk_head,
         into,
         k_heads,
@@ -140,12 +150,13 @@ def _rope_backward_kernel(
         re,
         im,
         HALF,
+        APART,
         True,
         STAGES,
     )
     into += k_heads * (2 * HALF)
     _turn_back(
-        dv + row[:, None] * dv_stride + t[None, :],
+        dv + row[:, None] * dv_stride + t[None, :] * STEP,
         dv_head,
         into,
         v_heads,
@@ -155,6 +166,7 @@ def _rope_backward_kernel(
         re,
         im,
         HALF,
+        APART,
         False,
         STAGES,
     )
@@ -172,6 +184,7 @@ def _turn_back(
     re,
     im,
     HALF: tl.constexpr,
+    APART: tl.constexpr,
     TURNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -179,27 +192,34 @@ def _turn_back(
     for head in tl.range(part, heads, parts, num_stages=STAGES):
         place = grad + tl.cast(head, tl.int64) * stride
         x = tl.load(place, mask=inside, other=0.0)
-        y = tl.load(place + HALF, mask=inside, other=0.0)
+        y = tl.load(place + APART, mask=inside, other=0.0)
         place = into + head * (2 * HALF)
         if TURNS:
             tl.store(
                 place, (x.to(tl.float32) * re + y.to(tl.float32) * im).to(into.dtype.element_ty), mask=inside
             )
             tl.store(
-                place + HALF,
+                place + APART,
                 (y.to(tl.float32) * re - x.to(tl.float32) * im).to(into.dtype.element_ty),
                 mask=inside,
             )
         else:
             tl.store(place, x, mask=inside)
-            tl.store(place + HALF, y, mask=inside)
+            tl.store(place + APART, y, mask=inside)
 
 
 # ------------------------------------------------------------------ backward, of what was scaled before
 
 
 def rope_unscale(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Scale
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Scale,
+    neighbours: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`petune.kernels.reference.rope_unscale`, for heads of an even width."""
     (rows, columns), width, count = qkv.shape, dq.shape[2], 1 + (scale.own is not None)
@@ -215,6 +235,7 @@ def rope_unscale(
         *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
         *(qkv.stride(0), cos.stride(0), sin.stride(0)),
         HALF=width // 2,
+        **_places(width // 2, neighbours),
         BM=tile.rows,
         BN=tile.columns,
         STAGES=tile.stages,
@@ -227,7 +248,7 @@ def rope_unscale(
 def _rope_unscale_kernel(
     dq, dk, dv, qkv, cos, sin, columns, own, out, sums, rows, positions, width, q_heads, qk_heads,
     dq_stride, dq_head, dk_stride, dk_head, dv_stride, dv_head, qkv_stride, cos_stride, sin_stride,
-    HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     first = head * (2 * HALF)
@@ -239,45 +260,46 @@ def _rope_unscale_kernel(
     if head < q_heads:
         _unscale_head(
             dq + head * dq_head, dq_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
-            rows, positions, width, True, HALF, BM, BN, STAGES,
+            rows, positions, width, True, HALF, STEP, APART, BM, BN, STAGES,
         )  # fmt: skip
     elif head < qk_heads:
         _unscale_head(
             dk + (head - q_heads) * dk_head, dk_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own,
-            out, sums, rows, positions, width, True, HALF, BM, BN, STAGES,
+            out, sums, rows, positions, width, True, HALF, STEP, APART, BM, BN, STAGES,
         )  # fmt: skip
     else:
         _unscale_head(
             dv + (head - qk_heads) * dv_head, dv_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own,
-            out, sums, rows, positions, width, False, HALF, BM, BN, STAGES,
+            out, sums, rows, positions, width, False, HALF, STEP, APART, BM, BN, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _unscale_head(
     grad, stride, value, value_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
-    rows, positions, width, TURNS: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    rows, positions, width, TURNS: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one head, and the sums over them."""
     t = tl.arange(0, BN)
     there = t < HALF
+    x_of, y_of = t * STEP, t * STEP + APART
     factor_x, factor_y = (
-        tl.load(columns + t, there, 0.0)[None, :],
-        tl.load(columns + HALF + t, there, 0.0)[None, :],
+        tl.load(columns + x_of, there, 0.0)[None, :],
+        tl.load(columns + y_of, there, 0.0)[None, :],
     )
     if own is not None:
-        own_x, own_y = tl.load(own + t, there, 0.0)[None, :], tl.load(own + HALF + t, there, 0.0)[None, :]
+        own_x, own_y = tl.load(own + x_of, there, 0.0)[None, :], tl.load(own + y_of, there, 0.0)[None, :]
     found_x, found_y = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
     plain_x, plain_y = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
     for start in tl.range(tl.program_id(1) * BM, rows, tl.num_programs(1) * BM, num_stages=STAGES):
         row = (start + tl.arange(0, BM)).to(tl.int64)
         inside = (row < rows)[:, None] & there[None, :]
-        place = grad + row[:, None] * stride + t[None, :]
+        place = grad + row[:, None] * stride + x_of[None, :]
         dx = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-        place = value + row[:, None] * value_stride + t[None, :]
+        dy = tl.load(place + APART, mask=inside, other=0.0).to(tl.float32)
+        place = value + row[:, None] * value_stride + x_of[None, :]
         x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(place + APART, mask=inside, other=0.0).to(tl.float32)
         if TURNS:
             position = row % positions
             re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(
@@ -296,14 +318,14 @@ def _unscale_head(
             x, y = x - own_x, y - own_y
         found_x += tl.sum(dx * x, 0)
         found_y += tl.sum(dy * y, 0)
-        place = out + row[:, None] * width + t[None, :]
+        place = out + row[:, None] * width + x_of[None, :]
         tl.store(place, (dx * factor_x).to(out.dtype.element_ty), mask=inside)
-        tl.store(place + HALF, (dy * factor_y).to(out.dtype.element_ty), mask=inside)
-    tl.store(sums + t, found_x, there)
-    tl.store(sums + HALF + t, found_y, there)
+        tl.store(place + APART, (dy * factor_y).to(out.dtype.element_ty), mask=inside)
+    tl.store(sums + x_of, found_x, there)
+    tl.store(sums + y_of, found_y, there)
     if own is not None:
-        tl.store(sums + width + t, plain_x, there)
-        tl.store(sums + width + HALF + t, plain_y, there)
+        tl.store(sums + width + x_of, plain_x, there)
+        tl.store(sums + width + y_of, plain_y, there)
 
 
 # ------------------------------------------------------------------ what is launched
@@ -316,7 +338,7 @@ def variants() -> Iterator[Variant]:
         (torch.bfloat16, "*bf16", "*fp32"),
         (torch.float32, "*fp32", "*fp32"),
     ):
-        for half in (64, 32, 40, 128):
+        for half, neighbours in ((64, False), (32, False), (40, False), (128, False), (64, True)):
             tables = {"cos": table, "sin": table}
             for kernel, tile in (
                 (_rope_kernel, _forward_tile(dtype, half)),
@@ -324,11 +346,13 @@ def variants() -> Iterator[Variant]:
             ):
                 matrices = ("qkv", "dq", "dk", "dv", "out")
                 signature = {name: kind if name in matrices else "i32" for name in kernel.arg_names} | tables
-                values = {"HALF": half, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
+                values = {"HALF": half, **_places(half, neighbours)}
+                values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
                 yield kernel, signature, values, tile.warps, 3
         tile, scaled = _backward_tile(64), dict.fromkeys(("columns", "own", "sums"), "*fp32")
         of_qkv = dict.fromkeys(("dq", "dk", "dv", "qkv", "out"), kind) | dict.fromkeys(("cos", "sin"), table)
         signature = dict.fromkeys(_rope_unscale_kernel.arg_names, "i32") | of_qkv | scaled
-        values = {"HALF": 64, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
+        values = {"HALF": 64, **_places(64, False)}
+        values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
         for absent in ({}, {"own": None}):
             yield _rope_unscale_kernel, signature, values | absent, tile.warps, 3

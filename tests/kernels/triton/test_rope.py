@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as turn_neighbours
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from petune.kernels import reference
@@ -17,6 +18,7 @@ HEADS = (3, 2, 2)  # of queries, keys and values
 # rows, positions, width of a head
 SHAPES = [(1, 1, 16), (3, 3, 64), (66, 22, 128), (65, 65, 80), (130, 65, 96), (4, 2, 256), (3, 1, 18)]
 each_shape = pytest.mark.parametrize(("rows", "positions", "width"), SHAPES)
+each_pairs = pytest.mark.parametrize("neighbours", [False, True])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -35,40 +37,39 @@ def gradients(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
 # ------------------------------------------------------------------ the reference
 
 
-def test_the_reference_turns_as_hugging_face_does() -> None:
+@each_pairs
+def test_the_reference_turns_as_hugging_face_does(neighbours: bool) -> None:
     batch, positions, width = 2, 5, 8
     qkv = matrix(batch * positions, sum(HEADS) * width, torch.float64, 3)
     cos, sin = (table.double() for table in tables(positions, width, torch.float64))
     q, k, v = qkv.view(batch, positions, -1, width).transpose(1, 2).split(HEADS, 1)
-    turned = (
-        torch.cat([*apply_rotary_pos_emb(q, k, cos[None], sin[None]), v], 1)
-        .transpose(1, 2)
-        .flatten(2)
-        .flatten(0, 1)
-    )
-    torch.testing.assert_close(reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2])), turned)
+    turn = turn_neighbours if neighbours else apply_rotary_pos_emb
+    turned = torch.cat([*turn(q, k, cos[None], sin[None]), v], 1).transpose(1, 2).flatten(2).flatten(0, 1)
+    torch.testing.assert_close(reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]), neighbours), turned)
 
 
-def test_the_references_backward_is_autograds() -> None:
+@each_pairs
+def test_the_references_backward_is_autograds(neighbours: bool) -> None:
     cos, sin = tables(3, 8, torch.float64)
     qkv = matrix(6, sum(HEADS) * 8, torch.float64, 3).requires_grad_()
     parts = gradients(6, 8, torch.float64)
-    turned = reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]))
+    turned = reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]), neighbours)
     (dqkv,) = torch.autograd.grad(turned, qkv, torch.cat([part.flatten(1) for part in parts], 1))
-    torch.testing.assert_close(reference.rope_backward(*parts, cos, sin), dqkv)
+    torch.testing.assert_close(reference.rope_backward(*parts, cos, sin, neighbours), dqkv)
 
 
-def test_the_references_way_back_through_a_scale_is_autograds() -> None:
+@each_pairs
+def test_the_references_way_back_through_a_scale_is_autograds(neighbours: bool) -> None:
     """Of c x + o, turned by angles that carry a factor of attention."""
     cos, sin = (1.3 * table for table in tables(3, 8, torch.float64))
     x, columns, own = leaves = [
         matrix(rows, sum(HEADS) * 8, torch.float64, rows).squeeze(0).requires_grad_() for rows in (6, 1, 1)
     ]
     parts = gradients(6, 8, torch.float64)
-    turned = reference.rope_((columns * x + own).clone(), cos, sin, sum(HEADS[:2]))
+    turned = reference.rope_((columns * x + own).clone(), cos, sin, sum(HEADS[:2]), neighbours)
     wanted = torch.autograd.grad(turned, leaves, torch.cat([part.flatten(1) for part in parts], 1))
     with torch.no_grad():
-        found, sums = reference.rope_unscale(*parts, turned, cos, sin, Scale(columns, own))
+        found, sums = reference.rope_unscale(*parts, turned, cos, sin, Scale(columns, own), neighbours)
         for one, other in zip((found, sums[0] / columns, sums[1]), wanted, strict=True):
             torch.testing.assert_close(one, other)
 
@@ -84,14 +85,19 @@ def test_the_reference_passes_gradcheck() -> None:
 # ------------------------------------------------------------------ the kernels
 
 
+@pytest.mark.crossed
 @each_dtype
 @each_shape
-def test_turning_is_the_references(rows: int, positions: int, width: int, dtype: torch.dtype) -> None:
+@each_pairs
+def test_turning_is_the_references(
+    neighbours: bool, rows: int, positions: int, width: int, dtype: torch.dtype
+) -> None:
     cos, sin = tables(positions, width, dtype)
     qkv = matrix(rows, sum(HEADS) * width, dtype, 3)
-    found, same = qkv.clone(), reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]))
-    assert rope.rope_(found, cos, sin, sum(HEADS[:2])) is found
-    assert_as_good(found, same, reference.rope_(*wider((qkv.clone(), cos, sin, sum(HEADS[:2])))))  # type: ignore[misc]
+    how = sum(HEADS[:2]), neighbours
+    found, same = qkv.clone(), reference.rope_(qkv.clone(), cos, sin, *how)
+    assert rope.rope_(found, cos, sin, *how) is found
+    assert_as_good(found, same, reference.rope_(*wider((qkv.clone(), cos, sin)), *how))
 
 
 @each_dtype
@@ -120,13 +126,18 @@ def test_values_are_not_touched(dtype: torch.dtype) -> None:
 @pytest.mark.crossed
 @each_dtype
 @each_shape
-def test_turning_back_is_the_references(rows: int, positions: int, width: int, dtype: torch.dtype) -> None:
+@each_pairs
+def test_turning_back_is_the_references(
+    neighbours: bool, rows: int, positions: int, width: int, dtype: torch.dtype
+) -> None:
     cos, sin = tables(positions, width, dtype)
     parts = gradients(rows, width, dtype)
-    found = rope.rope_backward(*parts, cos, sin)
+    found = rope.rope_backward(*parts, cos, sin, neighbours)
     assert_as_good(
-        found, reference.rope_backward(*parts, cos, sin), reference.rope_backward(*wider((*parts, cos, sin)))
-    )  # type: ignore[misc]
+        found,
+        reference.rope_backward(*parts, cos, sin, neighbours),
+        reference.rope_backward(*wider((*parts, cos, sin)), neighbours),
+    )
     assert found.is_contiguous()
 
 
@@ -155,9 +166,10 @@ def test_heads_shared_between_programs_are_each_turned_once(monkeypatch: pytest.
 @pytest.mark.crossed(1)
 @each_dtype
 @each_shape
+@each_pairs
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_way_back_through_a_scale_is_the_references(
-    rows: int, positions: int, width: int, apart: bool, dtype: torch.dtype
+    rows: int, positions: int, width: int, neighbours: bool, apart: bool, dtype: torch.dtype
 ) -> None:
     cos, sin = tables(positions, width, dtype)
     qkv, (columns, own) = (
@@ -167,8 +179,9 @@ def test_the_way_back_through_a_scale_is_the_references(
     given = *gradients(rows, width, dtype), qkv, cos, sin
     scale = Scale(columns, own if apart else None)
     cos[-1], sin[-1] = 0, 0  # as of a spare row
-    exact = reference.rope_unscale(*wider(given), Scale(*wider(tuple(scale))))  # type: ignore[misc]
-    pairs = zip(rope.rope_unscale(*given, scale), reference.rope_unscale(*given, scale), strict=True)
+    exact = reference.rope_unscale(*wider(given), Scale(*wider(tuple(scale))), neighbours)  # type: ignore[misc]
+    how = scale, neighbours
+    pairs = zip(rope.rope_unscale(*given, *how), reference.rope_unscale(*given, *how), strict=True)
     for (found, same), true in zip(pairs, exact, strict=True):
         assert_as_good(found, same, true)
 
