@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Pass, Section
-from petune.kernels.block.steps import Step
+from petune.kernels.block.steps import Add, Step
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
 from petune.kernels.memory.shape import BlockShape
@@ -123,8 +123,13 @@ class _Walk:
             left = {name: size for name, size in inside.items() if name in section.leaves}
             tiles = sum((*self._counted(left).values(), *back.values())) // self.rows * self.tokens
             yield from (phase.beside(whole | {"tiles": tiles}) for phase in found)
+            # what a sum hands on as it is, rows of what is whole, is copied where tiles are joined
+            sums = {one.step.x for one in section.actions if one.back and isinstance(one.step, Add)}
+            copied = [name for name in sums if back.get(name) == 0]
+            back |= self._scaled(dict.fromkeys(copied, self.shape.width * self.shape.itemsize), self.rows)
+            joined = sum((*self._counted(left).values(), *back.values())) // self.rows * self.tokens
             left_over = {name: size for name, size in whole.items() if name not in gone}
-            yield Phase("joining", ()).beside(left_over | {"tiles": tiles, "joined": tiles})
+            yield Phase("joining", ()).beside(left_over | {"tiles": tiles, "joined": joined})
             alive = {name: size for name, size in alive.items() if name in inside}
             alive |= {name: size // self.rows * self.tokens for name, size in left.items()}
             grads.clear()

@@ -32,6 +32,7 @@ from petune.models.exchange import Exchanged, ExchangeKind, Rows
 from petune.models.expert_form import ExpertsInt8
 from petune.models.form import Form
 from petune.models.frozen_weight import QuantisedWeight
+from petune.models.llama import by_position
 from petune.models.spec import LinearGroup, Norm, Role
 from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank, Scaling
 from tests.kernels.live import Live
@@ -355,6 +356,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
             bottlenecks=behind,
             mixtures=[mixture(shape)] if program.mixtures else [],
             vectors=[norm for _ in program.vectors],
+            reach=torch.empty(1, **frozen) if program.reach else None,  # type: ignore[arg-type]
         ),
         needs,
     )
@@ -453,6 +455,19 @@ def by_parts(shape: BlockShape) -> BlockShape:
     cores = replace(attention.core, groups=(qkv,)), replace(mlp.core, up=gate_up)  # type: ignore[call-arg]  # by kind
     own = tuple(replace(one, core=core) for one, core in zip(shape.sublayers, cores, strict=True))
     return replace(shape, described=own)
+
+
+def parallel(shape: BlockShape) -> BlockShape:
+    """The block with its MLP beside attention, as Cohere's."""
+    attention, mlp = shape.sublayers
+    return replace(shape, described=(attention, replace(mlp, norm_in=attention.norm_in, parallel=True)))
+
+
+def reaching(shape: BlockShape) -> BlockShape:
+    """The block with queries that are multiplied by what positions say."""
+    attention, mlp = shape.sublayers
+    core = replace(attention.core, reach=by_position)  # type: ignore[type-var]
+    return replace(shape, described=(replace(attention, core=core), mlp))
 
 
 def cut(shape: BlockShape) -> BlockShape:
@@ -574,6 +589,9 @@ class Halved:
         *(sized(replace(one, ranks=Ranks(), trained=True), learns=True) for one in (LLAMA, BERT, GEMMA)),
         sized(by_sequence(LLAMA), learns=True),
         *(replace(one, roomless=True) for one in (LLAMA, BERT)),
+        *(parallel(one) for one in (LLAMA, replace(LLAMA, ranks=Ranks(), trained=True), adapted(LLAMA))),
+        *(cut(parallel(LLAMA)), by_sequence(parallel(LLAMA)), scaled(parallel(LLAMA))),
+        *(reaching(one) for one in (LLAMA, scaled(LLAMA), exchanging(LLAMA, "ulysses"))),
     ],
     ids=[
         "lora",
@@ -605,6 +623,8 @@ class Halved:
         *("layer scale, full", "bert, layer scale, full", "gemma, layer scale, full"),
         "layer scale that trains, by sequence",
         *("without room", "bert, without room"),
+        *("parallel", "parallel, full", "parallel, adapter", "parallel, cut", "parallel, by sequence"),
+        *("parallel, dora", "reaching", "reaching, dora", "reaching, ulysses"),
     ],
 )
 @pytest.mark.parametrize("keep", KEEPS)
