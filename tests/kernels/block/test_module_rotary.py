@@ -14,9 +14,12 @@ from torch import Tensor
 
 from petune.kernels import fuse as fusing
 from petune.kernels import reference
+from petune.kernels.block import attention as attending
 from petune.kernels.block import layout, module, rotary_steps
 from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, fused_blocks
+from petune.kernels.graphs.replay import ungraph
 from petune.kernels.head.hooks import has_fused_head
 from petune.kernels.memory.buffers import kept_bytes
 from petune.kernels.memory.offload import Store
@@ -51,6 +54,11 @@ LEVELS: tuple[Any, ...] = ("all", "projections", "attention", "input")
 ROWS = ("padded", "packed", "whole", "one row")  # of one row alone heads lie apart
 
 
+def shortly(*names: str) -> list[Any]:
+    """All, those that are not named in the long suite."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in NAMES]
+
+
 def rows_of(name: str, kind: str) -> dict[str, Any]:
     """A batch of rows of unequal length, of two samples each, or of equal length without a mask."""
     if kind == "packed":
@@ -80,14 +88,14 @@ def test_every_method_trains_as_with_the_models_own_blocks(
     assert_trains_alike(*pair(name, method, keep), rows_of(name, rows), 2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", shortly("glm4-causal", "cohere-causal"))
 def test_over_a_quantised_base_it_trains_as_the_models_own_blocks(name: str) -> None:
     form = {"glm4-causal": "nf4"}.get(name, "int8")
     plain = tuned(name, "lora", {"r": 4, "base_dtype": form}, torch.float32, **of_64(name))
     assert_trains_alike(fused(plain, "input"), plain, rows_of(name, "packed"), 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", shortly("ministral3-causal", "cohere2-causal"))
 def test_under_bfloat16_autocast_losses_and_gradients_are_near(name: str) -> None:
     plain = tuned(name, "lora", {"r": 4}, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -115,6 +123,24 @@ def test_logits_that_are_scaled_have_their_loss_without_logits(name: str) -> Non
     inputs = rows_of(name, "padded")
     assert_trains_alike(made, plain, inputs, 1)
     assert made.logit_scale != 1
+
+
+@pytest.mark.parametrize("name", shortly("cohere-causal"))
+def test_kernels_of_triton_train_as_plain_torch_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With results that are scaled, so that the way back goes through that and through positions at once."""
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads |= {} if name == "cohere-causal" else {"head_dim": 16}
+    plain = tuned(name, "ia3", {"targets": ["q", "k", "down"]}, torch.float32, **heads, num_hidden_layers=2)
+    made = copy.deepcopy(plain)
+    monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
+    monkeypatch.setattr(attending, "choose", lambda *args, **more: attending.Choice("triton", "asked for"))
+    assert fuse(made, family_of(made), "triton").blocks
+    ungraph(made)
+    inputs = batch(name, rows=2, length=6)
+    (loss, found), (expected, wanted) = (gradients(one, inputs) for one in (made, plain))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert_same_gradients(found, wanted, 1e-5)
+    assert not [block.spec.said for block in fused_blocks(made) if block.spec.said]
 
 
 # ------------------------------------------------------------------ plans, recordings, streams, bytes
@@ -206,6 +232,7 @@ def held(model: Any, number: int) -> float:
     return sum(found.values()) / (2 * tokens)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("method", ["lora on q and down", "full", "ia3", "adapter"])
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_keep_the_bytes_that_are_foretold(name: str, method: str) -> None:
