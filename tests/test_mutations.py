@@ -48,7 +48,7 @@ from petune.models import attention, nf4
 from petune.models.exchange import Rows
 from petune.models.int8 import Int8
 from petune.models.stack import Stack
-from petune.models.tuned_linear import BottleneckPart
+from petune.models.tuned_parts import BottleneckPart
 from petune.parallel import placement, runner
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
 from petune.parallel.collectives import GATHER_SHARED, gather_seq, gather_shared

@@ -39,7 +39,8 @@ from petune.models.frozen_weight import QuantisedWeight, bytes_in
 from petune.models.sharded import class_of, shards_of
 from petune.models.spec import Family
 from petune.models.stack import Stack, disown_stacks, ends_here, own_stacks, stacks_in, unownable
-from petune.models.tuned_linear import LowRank, linear_of
+from petune.models.tuned_linear import linear_of
+from petune.models.tuned_parts import LowRank
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import eps_of, rms_offset
 from petune.log import say
 from petune.models.frozen_weight import form_in
-from petune.models.tuned_linear import LowRank, TunedLinear, low_rank_of
+from petune.models.tuned_linear import TunedLinear, low_rank_of
+from petune.models.tuned_parts import LowRank
 from petune.rng.context import bound
 from petune.rng.dropout import Drop, draw, places
 

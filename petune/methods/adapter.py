@@ -56,15 +56,8 @@ from petune.models.spec import (
     child_of,
     stack_paths,
 )
-from petune.models.tuned_linear import (
-    BottleneckPart,
-    KeptFeatures,
-    LowRank,
-    TunedLayer,
-    TunedLinear,
-    TunedOfAnyClass,
-    WeightChange,
-)
+from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear, TunedOfAnyClass, WeightChange
+from petune.models.tuned_parts import BottleneckPart, LowRank
 
 # Tensors of the bottleneck's width that autograd keeps of an activation and for `up`, where they are not 2
 _KEPT = {"gelu_10": 3, "quick_gelu": 3, "gelu_python": 4, "gelu_fast": 8}

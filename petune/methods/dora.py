@@ -22,7 +22,8 @@ from petune.methods import lora
 from petune.methods.configs import DoraConfig
 from petune.models.row_lengths import lengths_of, squares_of
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, LowRank, parameter
+from petune.models.tuned_linear import KeptFeatures, parameter
+from petune.models.tuned_parts import LowRank
 
 
 class DoraLinear(lora.LoraLayer, nn.Linear):

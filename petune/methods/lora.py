@@ -31,7 +31,8 @@ from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
 from petune.models.joined import JoinedLinear, joined_linears, part_at, split_name
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLayer, TunedLinear, parameter
+from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear, parameter
+from petune.models.tuned_parts import LowRank
 
 
 class LoraLayer(TunedLinear):

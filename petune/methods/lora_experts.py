@@ -22,7 +22,8 @@ from petune.methods.lora_factors import NamedFactors
 from petune.models.experts import TunedExperts, along, sizes_of, weights_of
 from petune.models.routes import Routes, routes_of
 from petune.models.spec import Split
-from petune.models.tuned_linear import KeptFeatures, LowRank, WeightChange, summed
+from petune.models.tuned_linear import KeptFeatures, WeightChange, summed
+from petune.models.tuned_parts import LowRank
 
 
 def shapes(module: nn.Module, weight: str, r: int) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,8 @@ from petune.methods.configs import LoraConfig
 from petune.methods.lora_factors import NamedFactors
 from petune.models.joined import JoinedLinear
 from petune.models.spec import CutKind, Member, Split
-from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear, parameter, tuned_layers
+from petune.models.tuned_linear import KeptFeatures, TunedLinear, parameter, tuned_layers
+from petune.models.tuned_parts import LowRank
 
 
 def shapes(joined: JoinedLinear, role: str, r: int) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,8 @@ from petune.errors import UsageError
 from petune.methods.configs import MissConfig
 from petune.methods.targets import select_layers
 from petune.models.spec import CutKind, Family, Split
-from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
+from petune.models.tuned_linear import KeptFeatures, TunedLinear
+from petune.models.tuned_parts import LowRank
 
 BLOCK = "miss_block"
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from petune.models.routes import Routes
 from petune.models.spec import Pieces, Split
-from petune.models.tuned_linear import LowRank, TunedLayer, TunedOfAnyClass
+from petune.models.tuned_linear import TunedLayer, TunedOfAnyClass
+from petune.models.tuned_parts import LowRank
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 ROLES: Mapping[str, tuple[str, ...]] = {  # the weights that a role of a dense MLP means

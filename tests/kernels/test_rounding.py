@@ -17,7 +17,7 @@ from petune.kernels.head.linear_cross_entropy import linear_cross_entropy
 from petune.kernels.memory.shape import GroupPlace
 from petune.kernels.reference import wide
 from petune.models.fp8 import Fp8
-from petune.models.tuned_linear import BottleneckPart, LowRank
+from petune.models.tuned_parts import BottleneckPart, LowRank
 
 # gate | up in the activation and in the product, s of down by the activation and by itself
 RANKS = (16, 40, 72)

@@ -16,7 +16,7 @@ from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add_low, matmul
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import wide
-from petune.models.tuned_linear import BottleneckPart
+from petune.models.tuned_parts import BottleneckPart
 
 
 @dataclass(eq=False)

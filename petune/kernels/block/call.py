@@ -27,7 +27,7 @@ from petune.kernels.reference import wide
 from petune.models.boundary import Boundary
 from petune.models.exchange import Exchange
 from petune.models.experts import Spread, spread_of
-from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank
+from petune.models.tuned_parts import TENSORS, BottleneckPart, LowRank
 from petune.rng.context import Running, running
 from petune.rng.dropout import Drop
 

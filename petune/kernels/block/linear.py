@@ -19,7 +19,7 @@ from petune.kernels.reference import Low
 from petune.models.form import Form
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_in
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_parts import LowRank
 
 
 class PackedWeight(Protocol):

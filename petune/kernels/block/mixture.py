@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.grouped import outer, values_of
 from petune.models.experts import RoutesHook, Spread, low_ranks_of, spread_of
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_parts import LowRank
 
 OF_MIXTURE = 11  # of a mixture among those of a block, in this order; an update's a and b behind its weight
 ROUTER, UP, DOWN, GATE, ROUTER_BIAS, UP_BIAS, DOWN_BIAS = 0, 1, 4, 7, 8, 9, 10

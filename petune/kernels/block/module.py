@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
-from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
 from petune.kernels.block import attention as attending
@@ -29,13 +28,13 @@ from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
 from petune.kernels.block.halves import BlockPass, Halves, calls_of_halves
+from petune.kernels.block.known_layers import UNFUSE, known_bottleneck, known_part
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.block.watchers import hooks_act
 from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.exchange import exchange_of
-from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLayer, TunedLinear
 from petune.rng.context import bound, bound_to, running
 from petune.rng.dropout import drawing
 
@@ -264,12 +263,12 @@ class FusedBlock(nn.Module):
                 raise UsageError(
                     f"a layer of a fused block was exchanged: {name}",
                     found=type(parent._modules.get(name)).__name__,
-                    remedy=_FIRST,
+                    remedy=UNFUSE,
                 )
         groups = tuple(
             tuple(part for layer in layers for part in known_part(layer).each) for layers in self.spec.layers
         )
-        behind = tuple(_behind(layer) for layer in self.spec.behind)
+        behind = tuple(known_bottleneck(layer) for layer in self.spec.behind)
         return Parts(groups, behind, tuple(mixture.part() for mixture in self.spec.mixtures))
 
     def parts(self) -> Parts:
@@ -372,33 +371,10 @@ class FusedBlock(nn.Module):
         return drawn(self.spec, parts, places) if self.training else Draws.nothing(parts, self.spec.program)
 
 
-_FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
-
-
-def known_part(layer: nn.Module) -> LowRank:
-    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more
-    than the part."""
-    if type(layer) is nn.Linear:
-        return LowRank(layer.weight, layer.bias)
-    if type(layer) is Conv1D:
-        return LowRank(layer.weight, layer.bias, transposed=True)
-    part = layer.low_rank() if isinstance(layer, TunedLinear) else None
-    if part is None:
-        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
-    return part
-
-
 def _begun(spec: Spec) -> bool:
     """Whether a vector trains that did not when the program was made, which keeps nothing for that."""
     held = [one.learns for one in spec.program.sublayers if one.vector is not None]
     return any(getattr(*at).requires_grad > own for at, own in zip(spec.vectors, held, strict=True))
-
-
-def _behind(layer: nn.Module) -> BottleneckPart:
-    """The bottleneck of a layer that has been seen to have one."""
-    part = layer.bottleneck() if isinstance(layer, TunedLayer) else None
-    assert part is not None, "a layer has a bottleneck always or never"
-    return part
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -28,7 +28,7 @@ from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.block.scaling import columns_of, over_vector, own_of, scaled_inputs
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Added, Low, Scale, wide
-from petune.models.tuned_linear import TENSORS, LowRank
+from petune.models.tuned_parts import TENSORS, LowRank
 from petune.rng.dropout import Drop
 
 FOLDED = 64  # the largest rank that the element-wise kernels add or read on their way

@@ -34,7 +34,7 @@ from petune.kernels.memory.shape import GroupKind, GroupPlace
 from petune.kernels.reference import Act
 from petune.models.boundary import Connection
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, RoutedMlp, SubLayer
-from petune.models.tuned_linear import TENSORS
+from petune.models.tuned_parts import TENSORS
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,8 @@ from petune.models.spec import (
     StackRule,
     SubLayer,
 )
-from petune.models.tuned_linear import (
-    LowRank,
-    TunedLinear,
-    TunedOfAnyClass,
-    bottleneck_of,
-    linear_of,
-)
+from petune.models.tuned_linear import TunedLinear, TunedOfAnyClass, bottleneck_of, linear_of
+from petune.models.tuned_parts import LowRank
 
 
 def refusal(block: nn.Module, sublayers: Sequence[SubLayer], config: Any, activation: str) -> str | None:

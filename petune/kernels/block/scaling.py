@@ -19,7 +19,7 @@ from torch import Tensor
 
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import wide
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_parts import LowRank
 
 Factors = Callable[[int], tuple[Tensor, Tensor]]  # a with its scale, and b, of a part
 

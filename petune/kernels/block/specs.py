@@ -32,7 +32,8 @@ from petune.models.spec import (
     child_of,
 )
 from petune.models.stack import Stack
-from petune.models.tuned_linear import LowRank, linear_of
+from petune.models.tuned_linear import linear_of
+from petune.models.tuned_parts import LowRank
 
 # attributes of a config
 _ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn")

@@ -35,7 +35,7 @@ from petune.kernels.memory.op_cost import (
 )
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.models.boundary import Boundary
-from petune.models.tuned_linear import BottleneckPart
+from petune.models.tuned_parts import BottleneckPart
 
 _MIDDLE: Level = "projections"
 Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs

@@ -22,11 +22,8 @@ from petune.models.spec import (
     SubLayer,
     child_of,
 )
-from petune.models.tuned_linear import (
-    BottleneckPart,
-    bottleneck_of,
-    linear_of,
-)
+from petune.models.tuned_linear import bottleneck_of, linear_of
+from petune.models.tuned_parts import BottleneckPart
 
 
 def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:

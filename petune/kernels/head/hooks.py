@@ -23,7 +23,8 @@ from petune.kernels.head.linear_cross_entropy import IGNORED, linear_cross_entro
 from petune.log import say
 from petune.models.boundary import VocabularySlice, slice_of
 from petune.models.sharded import class_of
-from petune.models.tuned_linear import LowRank, low_rank_of
+from petune.models.tuned_linear import low_rank_of
+from petune.models.tuned_parts import LowRank
 
 _FUSION = "petune_fused_head"  # attribute of a model
 

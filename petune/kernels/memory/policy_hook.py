@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
 from petune.kernels.block.cores import calls_all
+from petune.kernels.block.known_layers import known_part
 from petune.kernels.block.layout import MEMORY, NO_MASK
-from petune.kernels.block.module import FusedBlock, known_part
+from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes

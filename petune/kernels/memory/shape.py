@@ -10,7 +10,7 @@ from typing import Literal
 from petune.kernels.block.packed_linear import FOLDED, SUMMED
 from petune.models.joined import MEMBERS
 from petune.models.spec import Attention, Mlp, Norm, Role, SubLayer, linears
-from petune.models.tuned_linear import TENSORS
+from petune.models.tuned_parts import TENSORS
 
 
 @dataclass(frozen=True)

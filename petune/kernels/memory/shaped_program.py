@@ -10,7 +10,7 @@ from petune.kernels.block.program import Program, Sizes, compiled
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape
 from petune.models.spec import Role
-from petune.models.tuned_linear import TENSORS
+from petune.models.tuned_parts import TENSORS
 
 
 def of_shape(shape: BlockShape) -> Program:

@@ -25,7 +25,7 @@ from petune.kernels.dispatch import NAMES, Ops, reference_ops
 from petune.kernels.memory.shaped_program import remade
 from petune.models import bert, llama
 from petune.models.spec import Attention
-from petune.models.tuned_linear import TENSORS, LowRank
+from petune.models.tuned_parts import TENSORS, LowRank
 
 HEADS, KV, DIM, WIDTH, COLUMNS, TOKENS = 4, 2, 6, 20, 28, 12
 KEEPS: tuple[Level, ...] = ("all", "projections", "attention", "input")

@@ -31,7 +31,8 @@ from petune.methods.adapter import AdapterBlock, AdapterNorm, tune
 from petune.methods.configs import AdapterConfig
 from petune.models import bart, t5
 from petune.models.spec import StackRule
-from petune.models.tuned_linear import BottleneckPart, LowRank, bottleneck_of
+from petune.models.tuned_linear import bottleneck_of
+from petune.models.tuned_parts import BottleneckPart, LowRank
 
 WIDTH, HEADS, COLUMNS, ROWS, TOKENS, MEMORY = 24, 4, 40, 2, 7, 5
 KEEPS: tuple[Level, ...] = ("all", "projections", "attention", "input")

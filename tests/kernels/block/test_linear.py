@@ -16,7 +16,7 @@ from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.block.linear import Apart, Bank, PackedWeight, at_hand
 from petune.kernels.dispatch import Ops, reference_ops
 from petune.models.frozen_weight import FORMS, QuantisedWeight
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_parts import LowRank
 
 OPS: Ops = reference_ops()
 ROWS = (96, 32)

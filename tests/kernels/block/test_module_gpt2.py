@@ -21,7 +21,7 @@ from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.kernels.memory.policy_hook import shape_of
 from petune.methods import merge, wrap
 from petune.models import family_of
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_parts import LowRank
 from petune.parallel.plan import ParallelPlan
 from tests.kernels.own_blocks import LEVELS, assert_trains_alike, fused, tuned
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny

@@ -19,7 +19,8 @@ from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.dispatch import reference_ops
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
-from petune.models.tuned_linear import TENSORS, LowRank, low_rank_of
+from petune.models.tuned_linear import low_rank_of
+from petune.models.tuned_parts import TENSORS, LowRank
 from petune.rng.dropout import Drop
 
 M, K = 7, 12

@@ -15,7 +15,7 @@ from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.rows import Rows, Sink
 from petune.kernels.block.scaling import over_vector
 from petune.kernels.dispatch import reference_ops
-from petune.models.tuned_linear import TENSORS, LowRank, Scaling
+from petune.models.tuned_parts import TENSORS, LowRank, Scaling
 
 M, K = 7, 12
 WIDTHS = (8, 5, 5)

@@ -18,7 +18,8 @@ from petune.kernels.single_modules import FusedLora
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
 from petune.models import family_of
-from petune.models.tuned_linear import LowRank, low_rank_of
+from petune.models.tuned_linear import low_rank_of
+from petune.models.tuned_parts import LowRank
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 

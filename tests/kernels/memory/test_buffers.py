@@ -34,7 +34,7 @@ from petune.models.form import Form
 from petune.models.frozen_weight import QuantisedWeight
 from petune.models.llama import by_position
 from petune.models.spec import LinearGroup, Norm, Role
-from petune.models.tuned_linear import TENSORS, BottleneckPart, LowRank, Scaling
+from petune.models.tuned_parts import TENSORS, BottleneckPart, LowRank, Scaling
 from tests.kernels.live import Live
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, ROUTED, SHARED, VOCABULARY
 
