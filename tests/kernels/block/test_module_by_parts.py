@@ -38,7 +38,7 @@ from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS
 
 long = pytest.mark.long
-PHI, BERT = "phi3-causal", "modernbert-classify"
+PHI, BERT, GLM = "phi3-causal", "modernbert-classify", "glm4-causal"
 # equal ranks of gate and up, which the activation adds; one of both; unequal ones; other scales; ranks above
 # what is folded
 TUNINGS: dict[str, dict[str, Any]] = {
@@ -59,6 +59,8 @@ def tuned(name: str, tuning: str, changes: dict[str, Any] | None = None, **setti
     own = {"r": 3, "alpha": 6, **TUNINGS[tuning], **settings}
     if name == BERT:  # whose linears have other roles
         own["targets"] = [role for role in own["targets"] if role in ("q", "k", "v", "gate", "up")]
+    if name == GLM:  # of whose linears one is several
+        own["targets"] = [f"{role}_proj" if role in "qkvo" else role for role in own["targets"]]
     made = petune.wrap(tiny(name, **(changes or {})), "lora", **own, kernels="off", also_train=())
     stir(made, std=0.1)
     return made.train()
@@ -84,7 +86,7 @@ def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Any], nea
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("tuning", TUNINGS)
-@pytest.mark.parametrize("name", [PHI, pytest.param(BERT, marks=long)])
+@pytest.mark.parametrize("name", [PHI, pytest.param(BERT, marks=long), pytest.param(GLM, marks=long)])
 def test_loss_and_every_gradient_are_those_unfused_on_every_rung(name: str, tuning: str, keep: Any) -> None:
     plain = tuned(name, tuning)
     fused = fused_twin(plain)
