@@ -1,12 +1,13 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) on rows in which samples are packed, and the
-causal convolution before it. At token t of a sample, for each head with a state S [key features, value
-features]:
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), on rows of one sample or of several, and the
+causal convolution before it on rows of several. At token t of a sample, for each head with a state S [key
+features, value features]:
 
     S <- exp(g_t) S;   S <- S + k_t (beta_t (v_t - S^T k_t))^T;   y_t = S^T q_t
 
 S is zero before a sample's first token. `samples` [1 | rows, tokens] has the number of each token's sample,
-from 0 on. Computed chunk by chunk: inside a chunk the rule is a triangular system, and only the state goes
-from one chunk to the next. Sums are made in float32 (float64 for float64), outside autocast.
+from 0 on; without it a row is one. Computed chunk by chunk: inside a chunk the rule is a triangular system,
+and only the state goes from one chunk to the next. Sums are made in float32 (float64 for float64), outside
+autocast.
 """
 
 from __future__ import annotations
@@ -29,20 +30,13 @@ def keys_of(features: int) -> int:
 
 
 def state_bytes(mixer: Any, itemsize: int) -> float:
-    """Bytes per token that autograd keeps of a mixer inside its linears, as transformers' fallback computes
-    it: in float32, chunk by chunk, with a state for each chunk. itemsize: of activations."""
+    """Bytes per token that autograd keeps of a mixer inside its linears, what goes into the last of them too:
+    of the rule, chunk by chunk, with a state for each chunk; of queries and keys before they are repeated and
+    divided; of the convolution and the norm. itemsize: of activations."""
     heads, keys, values = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
-    scan = 8 * keys + 5 * values + 7 * CHUNK + keys * values / CHUNK  # of a head: q and k, v, chunks, state
-    return float(heads * (WIDE * (scan + values) + itemsize * values) + 2 * itemsize * mixer.conv_dim)
-
-
-def looped_bytes(mixer: Any) -> float:
-    """Bytes that the backward pass of the rule moves, for a token and each token of its sequence. The loop
-    over chunks takes its chunk out of five tensors of the whole sequence, and autograd gives each such piece
-    a gradient of that length: zeros that are written, then read, added to what is there and written."""
-    keys, values = mixer.head_k_dim, mixer.head_v_dim
-    taken = values + 3 * keys + CHUNK  # what is written, read, asked and stored, and scores inside a chunk
-    return float(4 * WIDE * mixer.num_v_heads * taken / CHUNK)
+    rule = 6 * keys + 3 * values + 5 * CHUNK + keys * values / CHUNK  # of a head: q and k, v, chunks, state
+    wide = heads * (rule + 3 * values) + 2 * mixer.key_dim
+    return float(WIDE * wide + 2 * itemsize * (heads * values + mixer.conv_dim))
 
 
 def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:
@@ -59,7 +53,13 @@ def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, samples: Tensor, chunk: int = CHUNK
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    samples: Tensor | None = None,
+    chunk: int = CHUNK,
 ) -> Tensor:
     """q, k [rows, tokens, key heads, key features], v [rows, tokens, heads, value features], g <= 0 and beta
     [rows, tokens, heads] -> y, shaped as v and of its dtype. Key heads serve as many heads in a row each;
@@ -69,40 +69,54 @@ def gated_delta_rule(
 
 
 def _in_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, samples: Tensor, chunk: int
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, samples: Tensor | None, chunk: int
 ) -> Tensor:
     wide, tokens, groups = torch.promote_types(v.dtype, torch.float32), v.shape[1], v.shape[2] // k.shape[2]
 
     def chunks(x: Tensor) -> Tensor:
         """[rows, tokens, heads, ...] -> [rows, heads, chunks, chunk, ...], filled up with zeros."""
-        x = x.to(wide).transpose(1, 2)
-        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, -tokens % chunk))
-        return x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
+        if tokens % chunk:
+            x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -tokens % chunk))
+        apart: Tensor = x.unflatten(1, (-1, chunk))
+        return apart.movedim(3, 1).contiguous().to(wide)
 
-    q, k = (chunks(_unit(x.to(wide)).repeat_interleave(groups, 2)) for x in (q, k))
+    q, k = (chunks(_unit(x.contiguous().to(wide)).repeat_interleave(groups, 2)) for x in (q, k))
     q, v, g, beta = q * q.shape[-1] ** -0.5, chunks(v), chunks(g), chunks(beta)[..., None]
-    number = F.pad(samples, (0, -tokens % chunk), value=-1).unflatten(1, (-1, chunk))[:, None]
-    before = F.pad(number[..., :-1, -1:], (0, 0, 1, 0), value=-1)  # the sample that the chunk before ended in
     decay = g.cumsum(-1)  # since the chunk began
-
-    seen = (number[..., :, None] == number[..., None, :]).tril()
+    seen, goes_on, stays = _meeting(samples, tokens, chunk, v.device)
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~seen, -torch.inf).exp()
-    since = (decay.exp() * (number == before))[..., None]  # what is left of the state before the chunk
-    until = ((decay[..., -1:] - decay).exp() * (number == number[..., -1:]))[..., None]
+    since = (decay.exp() * goes_on)[..., None]  # what is left of the state before the chunk
+    until = ((decay[..., -1:] - decay).exp() * stays)[..., None]
 
-    system = (k * beta) @ k.mT * between
-    given = torch.cat([v * beta, k * beta * since], -1)
+    changed = k * beta
+    system = changed @ k.mT * between
+    given = torch.cat([v * beta, changed * since], -1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
     written, read = solved.split([v.shape[-1], k.shape[-1]], -1)
     scores, reading, writing = q @ k.mT * between, q * since, (k * until).mT
 
+    # taken apart at once: what is indexed chunk by chunk gets a gradient of the whole length for each
+    taken = (x.unbind(2) for x in (written, read, scores, reading, writing, since[..., -1:, :]))
     state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
     found = []
-    for at in range(v.shape[2]):
-        new = written[:, :, at] - read[:, :, at] @ state
-        found.append(reading[:, :, at] @ state + scores[:, :, at] @ new)
-        state = state * since[:, :, at, -1:] + writing[:, :, at] @ new
+    for writes, reads, scored, asks, stores, left in zip(*taken, strict=True):
+        new = writes - reads @ state
+        found.append(asks @ state + scored @ new)
+        state = state * left + stores @ new
     return torch.cat(found, 2)[:, :, :tokens].transpose(1, 2)
+
+
+def _meeting(
+    samples: Tensor | None, tokens: int, chunk: int, device: torch.device
+) -> tuple[Tensor, Tensor | int, Tensor | int]:
+    """Which token of a chunk sees which [..., chunk, chunk]; 1 at the tokens of the sample that the chunk
+    before ended in, and at those of the one that this ends in [..., chunk], or for all."""
+    if samples is None:
+        return torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril(), 1, 1
+    number = F.pad(samples, (0, -tokens % chunk), value=-1).unflatten(1, (-1, chunk))[:, None]
+    before = F.pad(number[..., :-1, -1:], (0, 0, 1, 0), value=-1)
+    seen = (number[..., :, None] == number[..., None, :]).tril()
+    return seen, number == before, number == number[..., -1:]
 
 
 def _unit(x: Tensor) -> Tensor:

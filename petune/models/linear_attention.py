@@ -1,14 +1,19 @@
-"""Samples that are packed in a row, told to attention without scores: no state and no convolution goes from
-one to the next.
+"""Attention without scores, where it trains: gated-delta mixers computed by petune's rule where transformers
+has no kernels, and told of the samples that are packed in a row, so that no state and no convolution goes
+from one to the next.
 
 transformers tells them apart by positions, but to attention with scores alone. `tell_samples` hangs a hook on
 the module around a stack: where rows have several samples it hands every block `seq_idx` [1 | rows, tokens],
 the number of each token's sample, which is transformers' own word for it. The mixers get a class that heeds
-it; rows of one sample go transformers' own way, fast kernels included.
+it. Rows of one sample go transformers' own way where flash-linear-attention is installed, with a cache, and
+where nothing trains: transformers' fallback takes whole tensors apart chunk by chunk, so that its backward
+pass moves bytes by the square of the length.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -58,22 +63,42 @@ class GatedDelta(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """As the base; with `seq_idx` and no cache, every sample of a row by itself."""
-        if seq_idx is None or cache_params is not None:
+        if cache_params is not None or (seq_idx is None and self.better_as_it_is(kwargs)):
             kwargs |= {} if seq_idx is None else {"seq_idx": seq_idx}
             return cast("Any", super()).forward(hidden_states, cache_params, attention_mask, **kwargs)
         if attention_mask is not None:  # [rows, tokens], 0 where there is no token
             hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
         q, k, v, z, b, a = self.projected(hidden_states)
         heads = [x.shape[2:] for x in (q, k, v)]
-        mixed = causal_convolution(
-            torch.cat([x.flatten(2) for x in (q, k, v)], -1), self.conv1d.weight[:, 0], seq_idx
-        )
-        parts = ACT2FN[self.activation](mixed).split([shape.numel() for shape in heads], -1)
+        mixed = self.convolved(torch.cat([x.flatten(2) for x in (q, k, v)], -1), seq_idx)
+        parts = mixed.split([shape.numel() for shape in heads], -1)
         q, k, v = (part.unflatten(-1, shape) for part, shape in zip(parts, heads, strict=True))
         wide = torch.promote_types(a.dtype, torch.float32)
         g = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias)
         y = gated_delta_rule(q, k, v, g, b.sigmoid(), seq_idx)
         return self.out_proj(self.norm(y.flatten(0, 2), z.flatten(0, 2)).view_as(y).flatten(2))
+
+    def better_as_it_is(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call without a cache, of rows of one sample, goes transformers' own way: where it has
+        kernels, where no gradient is wanted, and where it is told of samples in words that it alone knows.
+        While training, a pass without a graph is one that is computed again with it, alike."""
+        told = kwargs.get("cu_seq_lens_q") is not None
+        return told or has_kernels() or not (self.training or torch.is_grad_enabled())
+
+    def convolved(self, x: Tensor, samples: Tensor | None) -> Tensor:
+        """[rows, tokens, features] behind the convolution and its activation."""
+        if samples is not None:
+            y: Tensor = ACT2FN[self.activation](causal_convolution(x, self.conv1d.weight[:, 0], samples))
+            return y
+        y = self.conv1d(x.mT.to(self.conv1d.weight.dtype))[..., : x.shape[1]]
+        y = ACT2FN[self.activation](y)
+        return y.to(x.dtype).mT
+
+
+@cache
+def has_kernels() -> bool:
+    """Whether transformers finds flash-linear-attention, whose kernels compute the rule."""
+    return find_spec("fla") is not None
 
 
 class TellSamples:
@@ -107,8 +132,8 @@ def samples_of(positions: Tensor) -> Tensor:
 
 
 def tell_samples(model: nn.Module, family: Family) -> None:
-    """Tell attention without scores of the samples in a row, also in blocks of a side network. Undone by
-    `forget_samples`."""
+    """Extend attention without scores, also in blocks of a side network, and tell it of the samples in a row.
+    Undone by `forget_samples`."""
     for stack, path in stack_paths(model, family).items():
         core = family.stacks[stack].linear
         if core is None or core.form is None:

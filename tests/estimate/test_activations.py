@@ -130,7 +130,7 @@ def test_of_attention_that_takes_turns_both_forms_are_near(
 ) -> None:
     """The second block is of this kind; rows are a chunk long."""
     monkeypatch.setattr("tests.estimate.test_activations.LENGTH", CHUNK)
-    sizes: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    sizes: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "use_cache": False}
     sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
     kinds = ["full_attention", kind]
     models = [model_of("qwen3_5-causal", method, at, layer_types=kinds[:at], **sizes) for at in (1, 2)]

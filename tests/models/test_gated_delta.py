@@ -1,12 +1,16 @@
-"""The gated delta rule in chunks beside the rule itself, token by token, and the convolution beside torch's,
-in float64: values and gradients, of each sample of a row as of it alone."""
+"""The gated delta rule in chunks beside the rule itself, token by token, and beside transformers', and the
+convolution beside torch's, in float64: values and gradients, of each sample of a row as of it alone."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from petune.models.gated_delta import CHUNK, causal_convolution, gated_delta_rule
 
@@ -57,6 +61,49 @@ def test_chunks_give_what_the_rule_gives_for_each_sample_alone(lengths: tuple[in
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
     for own, other in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert torch.allclose(own, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [70, 2 * CHUNK])
+def test_of_one_sample_it_is_transformers_rule(
+    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [one.detach().to(dtype).requires_grad_() for one in drawn(tokens)]
+    found, told = gated_delta_rule(*inputs), gated_delta_rule(*inputs, numbered((tokens,)))
+    monkeypatch.setattr(torch, "float32", dtype)  # in which transformers computes, whatever it is given
+    expected, _ = torch_chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)
+    near = 1e-6 if dtype is not torch.float64 else 1e-12
+    assert torch.allclose(found, expected, rtol=0, atol=near) and torch.equal(found, told)
+    for own, other in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        assert float((own - other).abs().max()) < near * max(1.0, float(other.abs().max()))
+
+
+class Written(TorchDispatchMode):
+    """Counts bytes that operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        values = made if isinstance(made, tuple) else (made,)
+        for value, returns in zip(values, function._schema.returns, strict=False):
+            views = returns.alias_info is not None and not returns.alias_info.is_write
+            self.bytes += 0 if views or not isinstance(value, Tensor) else value.nbytes
+        return made
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_backward_pass_moves_twice_the_bytes_of_half_the_tokens(packed: bool) -> None:
+    def moved(tokens: int) -> int:
+        samples = (numbered((tokens // 4, tokens // 4 * 3)),) if packed else ()
+        y = gated_delta_rule(*drawn(tokens), *samples, chunk=8)
+        with Written() as written:
+            y.sum().backward()
+        return written.bytes
+
+    assert moved(512) == pytest.approx(2 * moved(256), rel=0.01)
 
 
 @pytest.mark.parametrize("lengths", SPLITS.values(), ids=SPLITS)

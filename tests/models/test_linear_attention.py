@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import petune
 from petune.errors import UsageError
 from petune.methods import merge, wrap
+from petune.models import linear_attention
+from petune.models.gated_delta import gated_delta_rule
 from petune.models.linear_attention import samples_of
 from petune.models.sites import find_sites
 from petune.parallel.configs import CutConfig, ParallelConfig
@@ -102,18 +104,48 @@ def test_rows_of_one_sample_go_transformers_own_way(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_packed_row_of_one_sample_agrees_with_transformers_kernels(name: str) -> None:
-    """Told that all tokens are of one sample, in float32: transformers computes its scan in no other."""
-    model = petune.wrap(tiny(name), "full")
-    inputs = batch(name, rows=1, length=70)
-    ids = {"input_ids": inputs["input_ids"], "labels": inputs["labels"]}
-    one = {"seq_idx": torch.zeros(1, 70, dtype=torch.int64), "use_cache": False}
-    found = gradients(model, ids | one)
-    expected = gradients(tiny(name), ids)
-    assert torch.allclose(found[0], expected[0], atol=1e-6)
+@pytest.mark.parametrize("padded", ["not", "left", "right"])
+def test_rows_of_one_sample_train_as_transformers_own(padded: str, name: str) -> None:
+    """In float32: transformers computes its scan in no other. The rows are longer than a chunk."""
+    ids = torch.randint(3, 90, (2, 70), generator=torch.Generator().manual_seed(6))
+    mask = torch.ones_like(ids)
+    mask[1, {"not": slice(0), "left": slice(9), "right": slice(61, None)}[padded]] = 0
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
+    inputs |= {"use_cache": False} | ({} if padded == "not" else {"attention_mask": mask})
+    model, plain = petune.wrap(tiny(name), "full", kernels="off"), tiny(name)
+    found, expected = gradients(model, inputs), gradients(plain, inputs)
+    assert torch.allclose(found[0], expected[0], rtol=0, atol=1e-6)
+    assert found[1].keys() == expected[1].keys()
     for key, value in expected[1].items():
         scale = max(1.0, float(value.abs().max()))
-        assert float((found[1][key] - value).abs().max()) < 2e-6 * scale, key
+        assert float((found[1][key] - value).abs().max()) < 1e-6 * scale, key
+
+
+def test_petunes_rule_computes_what_trains_where_transformers_has_no_kernels(monkeypatch: Any) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return gated_delta_rule(*given)
+
+    monkeypatch.setattr(linear_attention, "gated_delta_rule", counted)
+    model = petune.wrap(tiny(NAMES[0]), "full", kernels="off")
+    inputs = {"input_ids": batch(NAMES[0])["input_ids"], "use_cache": False}
+
+    def computed(**changes: Any) -> bool:
+        calls.clear()
+        model(**inputs | changes)
+        return bool(calls)
+
+    assert computed() and not computed(use_cache=True)
+    with torch.no_grad():
+        assert not computed()
+        model.train()
+        assert computed(), "as a pass that is computed again with gradients"
+    with pytest.raises(ValueError, match="packed sequences"):
+        computed(cu_seq_lens_q=torch.tensor([0, 4, 9], dtype=torch.int32))
+    monkeypatch.setattr(linear_attention, "has_kernels", lambda: True)
+    assert not computed()
 
 
 PEFTS: dict[str, dict[str, Any]] = {

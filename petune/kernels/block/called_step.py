@@ -94,7 +94,6 @@ class CallCore(Step):
         for kind, cost in self.ahead(shape, rows, sequence):
             if kind != "attention":
                 yield kind, cost * (2 if kind == "memory" or shape.trained else 1)
-        yield "memory", Cost(0, rows * sequence * shape.called_core.looped)
         if (scores := shape.called_core.scores) is not None:
             cost = attention_backward(rows, sequence, *scores, itemsize=shape.itemsize)
             yield "attention_backward", cost

@@ -8,7 +8,7 @@ from torch import nn
 
 from petune.kernels.block.called import CalledCore
 from petune.kernels.memory.shape import CoreShape
-from petune.models.gated_delta import looped_bytes, state_bytes
+from petune.models.gated_delta import state_bytes
 from petune.models.sites import ends_of
 from petune.models.spec import LinearAttention, Positions
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, low_rank_of
@@ -27,7 +27,7 @@ def core_shape(core: CalledCore, itemsize: int, longest: int = 0) -> CoreShape:
     width, inner = ends["o"][1], ends["o"][0]
     kept = 2.0 * itemsize * width + sum(_of_layer(layer, itemsize) for layer in layers.values())
     if mixes:
-        between = state_bytes(module, itemsize) + itemsize * inner
+        between = state_bytes(module, itemsize)
     else:  # q, k and v as they are made, normed and turned, and what attention gives
         made = sum(ends[role][1] for role in ("q", "k", "v"))
         between = itemsize * (made + inner + core.table.given(inner))
@@ -44,7 +44,6 @@ def core_shape(core: CalledCore, itemsize: int, longest: int = 0) -> CoreShape:
         scores=None
         if mixes
         else (inner // module.head_dim, ends["k"][1] // module.head_dim, module.head_dim),
-        looped=looped_bytes(module) if mixes else 0.0,
     )
 
 

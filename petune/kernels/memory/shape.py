@@ -100,8 +100,7 @@ class CoreShape:
     """The sizes of a core that a block calls as it is: numbers of its weights, and of what tunes them. Of a
     token: bytes that its graph keeps, and bytes alive within its backward pass; FLOP beside its products.
     scores: of attention, its heads, those of keys, and their width. beside: bytes alive within its forward
-    pass. looped: bytes that the backward pass moves for a token and each token of its sequence (see
-    petune.models.gated_delta)."""
+    pass."""
 
     weights: int
     tuned: int
@@ -110,7 +109,6 @@ class CoreShape:
     flop: float
     scores: tuple[int, int, int] | None = None
     beside: float = 0.0
-    looped: float = 0.0
 
 
 @dataclass(frozen=True)
