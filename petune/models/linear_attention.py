@@ -12,7 +12,6 @@ pass moves bytes by the square of the length.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from petune.models.spec import Family, stack_paths
 
 BY_POSITION = ("input_ids", "attention_mask", "position_ids", "past_key_values")  # arguments of such a module
 ELSE = ("attention_mask", "past_key_values", "seq_idx")  # where one of them is given, positions say nothing
+HAS_KERNELS = find_spec("fla") is not None  # flash-linear-attention's, which transformers takes where it is
 _TELLS = "petune_tells_samples"  # attribute of the module around a stack: the handle of the hook
 
 
@@ -83,7 +83,7 @@ class GatedDelta(nn.Module):
         kernels, where no gradient is wanted, and where it is told of samples in words that it alone knows.
         While training, a pass without a graph is one that is computed again with it, alike."""
         told = kwargs.get("cu_seq_lens_q") is not None
-        return told or has_kernels() or not (self.training or torch.is_grad_enabled())
+        return told or HAS_KERNELS or not (self.training or torch.is_grad_enabled())
 
     def convolved(self, x: Tensor, samples: Tensor | None) -> Tensor:
         """[rows, tokens, features] behind the convolution and its activation."""
@@ -93,12 +93,6 @@ class GatedDelta(nn.Module):
         y = self.conv1d(x.mT.to(self.conv1d.weight.dtype))[..., : x.shape[1]]
         y = ACT2FN[self.activation](y)
         return y.to(x.dtype).mT
-
-
-@cache
-def has_kernels() -> bool:
-    """Whether transformers finds flash-linear-attention, whose kernels compute the rule."""
-    return find_spec("fla") is not None
 
 
 class TellSamples:
