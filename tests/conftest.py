@@ -31,7 +31,7 @@ from hypothesis import settings
 
 from tests.crossings import leave_to_long
 from tests.long_cells import cell, long_cells
-from tests.marks import marks_of
+from tests.marks import REACHED, marks_of
 from tests.slow_tests import named, slow_tests
 
 # The same examples on every machine; `make test-long` draws fresh ones (--hypothesis-profile=fresh). There is
@@ -96,33 +96,41 @@ def unpickled() -> Iterator[list[str]]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes or run kernels in Triton's interpreter, for `make quick`, and what
-    crossings and dear tests leave to `make test-long`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what crossings and dear tests leave to `make test-long`, and, where -m asks for it, tests that
+    start processes, run kernels in Triton's interpreter or are slow: to look takes a fifth of collecting."""
     leave_to_long(items)
+    asked = any(mark in config.option.markexpr for mark in REACHED)
     for item in items:
         if isinstance(item, pytest.Function):
-            fixtures = [one[-1].func for name, one in item._fixtureinfo.name2fixturedefs.items()]
-            settings = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
-            for mark in marks_of([item.function, *fixtures], settings):
+            for mark in _reached(item) if asked else ():
                 item.add_marker(mark)
-            if named(item.module.__name__, item.name) in slow_tests():
+            if asked and named(item.module.__name__, item.name) in slow_tests():
                 item.add_marker("slow")
             dear = cell(item.module.__name__, item.name) in long_cells()
             if dear and item.get_closest_marker("crossed") is None:
                 item.add_marker("long")
 
 
+def _reached(item: pytest.Function) -> set[str]:
+    """The marks of a test by its code, that of its fixtures, and its parameters."""
+    fixtures = [one[-1].func for name, one in item._fixtureinfo.name2fixturedefs.items()]
+    settings = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+    return marks_of([item.function, *fixtures], settings)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Search for no garbage while tests are collected, for what is imported stays, and keep it out of every
-    later search, which takes a third of a second else, and copies every page in a fork."""
+    later search, which takes a third of a second else, and copies every page in a fork. Search seldom: of a
+    model alone there are as many objects as start three searches."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 10, 10)
         gc.enable()
 
 
@@ -132,8 +140,9 @@ def _processes(request: pytest.FixtureRequest) -> Iterator[None]:
     GPU, for Triton's compiler starts some."""
     _started.clear()
     yield
-    marked = request.node.get_closest_marker("forks") or os.path.exists("/dev/nvidia0")
-    assert marked or not _started, f"mark this test with forks: it starts {_started[0]}"
+    if _started and not os.path.exists("/dev/nvidia0"):
+        marked = request.node.get_closest_marker("forks") or "forks" in _reached(request.node)
+        assert marked, f"mark this test with forks: it starts {_started[0]}"
 
 
 @pytest.fixture(autouse=True)
@@ -147,10 +156,16 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_runs() -> Iterator[None]:
-    """Nothing waits for the disk, which is seen after a loss of power alone; and no run draws a picture, here
-    or in a fork, whatever a test undoes."""
+    """Nothing waits for the disk, which is seen after a loss of power alone; no run draws a picture, here or
+    in a fork, whatever a test undoes; and no stack is written down beside the seed of a device that is not
+    there, which takes longer than to make a small model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
+        if "torch" in sys.modules:
+            for kind in ("cuda", "xpu"):
+                device = getattr(sys.modules["torch"], kind)
+                if not device.is_available():
+                    patch.setattr(device, "manual_seed_all", lambda seed: None)
         if "petune.run.folder" in sys.modules:
             patch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
         yield

@@ -7,6 +7,7 @@ Every model comes from a seed, in eval mode, with dropout 0 unless asked for.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -138,13 +139,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
-    """The model `name` of the zoo, random by `seed`, in eval mode; `changes` go over its config."""
+    """The model `name` of the zoo, random by `seed`, in eval mode; `changes` go over its config.
+
+    One that is asked for again is copied, which takes half the time; torch's generator is left as by making
+    it.
+    """
     model_type, config_type, settings = (ZOO | MOE)[name]
     settings = {**settings, **changes}
     if "layer_types" in settings:  # which go round
         settings["layer_types"] = (settings["layer_types"] * 9)[: settings["num_hidden_layers"]]
-    torch.manual_seed(seed)
-    return model_type(config_type(**settings)).eval()
+    # what a test may set or patch, and a model is made by
+    made_by = (torch.get_default_dtype(), torch.get_default_device(), torch.Tensor.float)
+    key = repr((model_type, config_type, settings, seed, made_by))
+    if key not in _MADE:
+        torch.manual_seed(seed)
+        model = model_type(config_type(**settings)).eval()
+        if key in _ASKED and len(_MADE) < 64:
+            _MADE[key] = copy.deepcopy(model), torch.get_rng_state()
+        _ASKED.add(key)
+        return model
+    model, state = _MADE[key]
+    torch.manual_seed(seed)  # of all devices
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+_ASKED: set[str] = set()
+_MADE: dict[str, tuple[Any, Tensor]] = {}
 
 
 def table(name: str) -> Family:
