@@ -42,7 +42,10 @@ settings.load_profile("same")
 
 PETUNE = str(Path(__file__).parent.parent / "petune")
 COMPILERS = ("/torch/_inductor/", "/torch/_dynamo/", "/torch/_functorch/")  # they read caches of their own
-STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+STARTS = (
+    *("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"),
+    *("os.system", "os.exec", "os.spawn", "pty.spawn"),
+)
 HEARD = frozenset((*STARTS, "pickle.find_class"))
 LISTING = [("fc-list",)]  # by which matplotlib finds fonts, once for a user and a machine
 _unpickled: list[str] = []
@@ -64,7 +67,7 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
         frame = frame.f_back
 
 
-sys.addaudithook(_hear)  # there is no way to take one away
+sys.addaudithook(_hear)  # there is no way to take one away, and a second would cost every test a hundredth
 
 
 @pytest.fixture
@@ -135,11 +138,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(autouse=True)
-def _processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that starts a process is marked so, by tests/marks.py or by hand, or fails; but where there is a
-    GPU, for Triton's compiler starts some."""
+def started(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """What a test starts. One that starts a process is marked so, by tests/marks.py or by hand, or fails; but
+    where there is a GPU, for Triton's compiler starts some."""
     _started.clear()
-    yield
+    yield _started
     if _started and not os.path.exists("/dev/nvidia0"):
         marked = request.node.get_closest_marker("forks") or "forks" in _reached(request.node)
         assert marked, f"mark this test with forks: it starts {_started[0]}"

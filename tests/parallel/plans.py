@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from petune.models.parts import Shape
 from petune.parallel.configs import ROWS, Row
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage
 from tests.methods.zoo import MOE, ZOO, table, writes_beside
@@ -26,12 +28,18 @@ FSDP = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
 Plan = Callable[[str, int], ParallelPlan]  # of the zoo's model name and the ranks
 
 
+@cache
+def _shape(name: str) -> Shape:
+    """Sizes of a block of the model `name`; lists of cells ask for them some hundred times."""
+    _, config, values = (ZOO | MOE)[name]
+    return table(name).shape(config(**values))
+
+
 def cut(name: str, row: Row, ranks: int, exchange: str = "gather", vocabulary: bool = False) -> Cut:
     """The row of layouts over `ranks`, unevenly; lists of layouts that do not occur are empty."""
     by_heads = "heads" in (row.attention, exchange) or exchange == "ulysses"
     heads = HEADS[ranks] if by_heads else ()
-    _, config, values = (ZOO | MOE)[name]
-    shape = table(name).shape(config(**values))
+    shape = _shape(name)
     group = shape.heads // shape.kv_heads
     return Cut(
         attention=row.attention,
@@ -174,8 +182,7 @@ def _times(*axes: str) -> Callable[[str], ParallelPlan]:
 
 def ep(name: str, ranks: int, replicas: int = 1) -> ParallelPlan:
     """Experts over `ranks`, rows too, both unevenly; as many replicas of all of them."""
-    _, config, values = (ZOO | MOE)[name]
-    experts = table(name).shape(config(**values)).experts
+    experts = _shape(name).experts
     first = experts - 2 * (ranks - 1) if experts >= 2 * ranks else experts - ranks + 1
     counts = (first, *(((experts - first) // (ranks - 1),) * (ranks - 1)))
     own = {2: (1, 3), 3: (1, 2, 1)}[ranks]
