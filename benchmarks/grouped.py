@@ -35,7 +35,7 @@ from torch import Tensor
 from petune.kernels import grouped_reference as plain
 from petune.kernels.triton import grouped as products
 from petune.kernels.triton import routed
-from petune.kernels.triton.grouped import Tile
+from petune.kernels.triton.grouped import GroupedTile
 from petune.models.routes import Routes, routes_of
 
 BEGAN = time.perf_counter()
@@ -50,14 +50,14 @@ BATCHES, BATCH_SECONDS, SETTLE_SECONDS = (1, 0.0, 0.0) if TINY else (5, 0.03, 3.
 TILE_SECONDS = 65.0  # after which no other tile is tried: each takes a second to compile
 
 WIDE = (
-    Tile(128, 256, 64, 8, 4),
-    Tile(128, 128, 64, 8, 4),
-    Tile(128, 128, 64, 4, 3),
-    Tile(256, 128, 64, 8, 3),
-    Tile(64, 256, 64, 4, 4),
+    GroupedTile(128, 256, 64, 8, 4),
+    GroupedTile(128, 128, 64, 8, 4),
+    GroupedTile(128, 128, 64, 4, 3),
+    GroupedTile(256, 128, 64, 8, 3),
+    GroupedTile(64, 256, 64, 4, 4),
 )
-NARROW = (Tile(128, 16, 64, 4, 4), Tile(64, 16, 64, 4, 4), Tile(128, 16, 128, 4, 3))
-OUTER = (Tile(64, 16, 64, 4, 4), Tile(128, 16, 128, 4, 3), Tile(256, 16, 32, 4, 4))
+NARROW = (GroupedTile(128, 16, 64, 4, 4), GroupedTile(64, 16, 64, 4, 4), GroupedTile(128, 16, 128, 4, 3))
+OUTER = (GroupedTile(64, 16, 64, 4, 4), GroupedTile(128, 16, 128, 4, 3), GroupedTile(256, 16, 32, 4, 4))
 
 Cast = Callable[[Tensor | None], Any]
 
@@ -72,7 +72,7 @@ class Operation:
     run: Callable[..., Any]
     flop: float
     bytes: float
-    tiles: Sequence[Tile] = ()
+    tiles: Sequence[GroupedTile] = ()
     base: Callable[[], Any] | None = None
 
     def forms(self) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -46,7 +46,7 @@ from petune.run import distributed, state
 from petune.run.build import build, plan_of, prepare
 from petune.run.reporting import Silent
 from petune.run.saves import Saves
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.run.tuned_files import TunedFiles
 from petune.saving import checkpoint
 
@@ -134,7 +134,7 @@ def in_a_run(number: int, world: int, port: str, recipe: dict[str, Any], pipe: A
     plan = plan_of(loaded)
     with distributed.among(plan):
         mesh = distributed.join(loaded, plan)
-        step = Step(prepare(loaded), mesh)
+        step = OptimizerStep(prepare(loaded), mesh)
         step.audit = step.make_audit()
         step.take()
         step.optimizer.zero_grad()

@@ -78,7 +78,7 @@ from petune.kernels.memory.private_pools import peak_bytes
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
 from petune.models import family_of
-from petune.models.contents import NO_PLAN, Contents, Part, allocate, attach, make_buffers
+from petune.models.contents import NO_PLAN, Contents, TensorPart, allocate, attach, make_buffers
 from petune.models.fresh import box_of, tuned_owner
 from petune.parallel import (
     Mesh,
@@ -615,7 +615,7 @@ class Drawn(Contents):
     """Contents that no file holds, drawn on the device they go to: a rank's part of a tensor is the same
     whatever the plan."""
 
-    def _draw(self, part: Part, reader: RangeReader) -> None:
+    def _draw(self, part: TensorPart, reader: RangeReader) -> None:
         if tuned_owner(self.model, part.name) is not None:
             super()._draw(part, reader)
             return
@@ -719,7 +719,7 @@ def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
         return nn.Parameter(torch.empty_like(value, device=here.device))
 
     made = allocate([base], place)
-    contents.fill(Part(name, value.data, (0,) * value.dim()) for name, value in made)
+    contents.fill(TensorPart(name, value.data, (0,) * value.dim()) for name, value in made)
     base.to(here.device)
     config = peft.LoraConfig(
         r=case.r,

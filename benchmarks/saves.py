@@ -55,7 +55,7 @@ from petune.parallel.launch.launcher import launch
 from petune.run import state
 from petune.run.reporting import Silent
 from petune.run.saver import Saver
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 
 SMALL = {
@@ -114,14 +114,20 @@ class Clock:
     steps: dict[int, tuple[float, bool]] = field(default_factory=dict)
 
     def __enter__(self) -> Clock:
-        self.before = Saver.save, Step.take, checkpoint.commit, checkpoint.rotate, checkpoint.require_free
+        self.before = (
+            Saver.save,
+            OptimizerStep.take,
+            checkpoint.commit,
+            checkpoint.rotate,
+            checkpoint.require_free,
+        )
         self.room, self.fingerprint = petune.run.saver.lacks_room, Contents.fingerprint
         save, take, commit = self.before[:3]
 
         def saved(saver: Saver, *, beside: bool = False) -> Path:
             return self._saved(saver, save, beside)
 
-        def taken(step: Step) -> dict[str, Any]:
+        def taken(step: OptimizerStep) -> dict[str, Any]:
             busy = any(thread.name == "petune-save" for thread in threading.enumerate())
             began = time.perf_counter()
             record = take(step)
@@ -135,7 +141,7 @@ class Clock:
                 self.saves[step]["committed"] = time.perf_counter() - self.saves[step]["began"]
             return path
 
-        Saver.save, Step.take, checkpoint.commit = saved, taken, committed  # type: ignore[method-assign]
+        Saver.save, OptimizerStep.take, checkpoint.commit = saved, taken, committed  # type: ignore[method-assign]
         if self.asked.lean:
             checkpoint.rotate = _only_newest
             checkpoint.require_free = lambda path, needed: None
@@ -144,7 +150,7 @@ class Clock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        Saver.save, Step.take, checkpoint.commit = self.before[:3]  # type: ignore[method-assign]
+        Saver.save, OptimizerStep.take, checkpoint.commit = self.before[:3]  # type: ignore[method-assign]
         checkpoint.rotate, checkpoint.require_free = self.before[3:]
         petune.run.saver.lacks_room, Contents.fingerprint = self.room, self.fingerprint  # type: ignore[method-assign]
 
@@ -178,7 +184,7 @@ class Clock:
         return path
 
 
-def _wait(step: Step) -> None:
+def _wait(step: OptimizerStep) -> None:
     """Until the device has done what was asked of it, but for copies."""
     if step.place.device.type == "cuda":
         torch.cuda.current_stream().synchronize()

@@ -28,7 +28,7 @@ from typing import Any
 from petune.parallel.launch import beats
 from petune.parallel.launch.beats import PeerLost, Pulse
 from petune.parallel.launch.meeting import Meetings, check_in
-from petune.parallel.launch.rendezvous import Place, client, make_room, serve
+from petune.parallel.launch.rendezvous import Membership, client, make_room, serve
 
 HOST = "127.0.0.1"
 WAIT_S = 300.0  # for ranks to start
@@ -39,7 +39,7 @@ WORTH_S = 60.0  # the longest that is waited for a verdict
 class Rank:
     """A simulated rank. verdict: what its heartbeat has said of another, and when (monotonic)."""
 
-    here: Place
+    here: Membership
     silence_s: float
     verdict: tuple[str, float] | None = None
     pulse: Pulse = field(init=False)
@@ -85,7 +85,9 @@ def hold(ranks: Sequence[int], world: int, silence_s: float, pipe: Connection) -
         word, given = pipe.recv()
         answer: Any = None
         if word == "join":
-            mine = [Rank(Place(rank, world, rank, world, HOST, given, True), silence_s) for rank in ranks]
+            mine = [
+                Rank(Membership(rank, world, rank, world, HOST, given, True), silence_s) for rank in ranks
+            ]
             together([rank.join for rank in mine])
         elif word == "gather":
             together([partial(rank.meetings.gather, f"{given} of {rank.here.rank}") for rank in mine])

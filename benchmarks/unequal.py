@@ -65,7 +65,7 @@ from benchmarks.shapes import TINY, Case, method_settings
 from benchmarks.slow_link import slow_link
 from benchmarks.twice import Twice
 from petune.estimate.balance import reduced
-from petune.estimate.choice import Choice
+from petune.estimate.choice import PricedPlan
 from petune.estimate.cluster import Cluster
 from petune.estimate.forecast import PROCESS, priced, sketch
 from petune.estimate.fused_forecast import outlook
@@ -382,7 +382,7 @@ def _meaning(planner: Planner, config: ParallelConfig) -> object:
     return apportion(planner.work.rows, plan.shares), plan.cut, str(plan.stages)
 
 
-def plans_of(asked: Asked, name: str, choice: Choice, planner: Planner) -> list[ParallelConfig]:
+def plans_of(asked: Asked, name: str, choice: PricedPlan, planner: Planner) -> list[ParallelConfig]:
     """Every plan of a backend that gives the first device half or more, or those nearest to the one found."""
     found, plan = choice.parallel, choice.plan
     rows, blocks = asked.rows, len(planner.work.blocks)

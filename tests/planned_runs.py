@@ -21,7 +21,7 @@ from petune.run import distributed
 from petune.run.build import plan_of, prepare
 from petune.run.reporting import Silent
 from petune.run.state import held_state, restore_parts
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.run.tuned_files import TunedFiles
 from petune.saving import checkpoint
 from tests.group_pool import End, ends, ranks
@@ -65,7 +65,7 @@ def rewritten(recipe: dict[str, Any], saved: Path, root: Path) -> None:
     plan = plan_of(loaded)
     with distributed.among(plan):
         mesh = distributed.join(loaded, plan)
-        step = Step(prepare(loaded), mesh)
+        step = OptimizerStep(prepare(loaded), mesh)
         restore_parts(saved, step.runner, step.optimizer, step.make_optimizer)
         held = held_state(step.runner, step.optimizer, step.make_optimizer)
         crew = step.runner.crew
@@ -82,14 +82,14 @@ def at_steps(
     from 1."""
 
     def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-        step = Step.take
+        step = OptimizerStep.take
 
-        def watched(self: Step) -> dict[str, Any]:
+        def watched(self: OptimizerStep) -> dict[str, Any]:
             if process_group.started()[0] == rank and (act := steps.get(self.progress.step + 1)):
                 act()
             return step(self)
 
-        Step.take = watched  # type: ignore[method-assign]  # in this very process, which ends soon
+        OptimizerStep.take = watched  # type: ignore[method-assign]  # in this very process, which ends soon
         run(recipe, **options)
 
     return train
@@ -112,15 +112,15 @@ def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> l
 
     def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
         if process_group.started()[0] == rank:
-            restore = Step.make_audit
+            restore = OptimizerStep.make_audit
 
-            def armed(self: Step) -> Any:
+            def armed(self: OptimizerStep) -> Any:
                 threading.Thread(
                     target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
                 ).start()
                 return restore(self)
 
-            Step.make_audit = armed  # type: ignore[method-assign]
+            OptimizerStep.make_audit = armed  # type: ignore[method-assign]
         run(recipe, **options)
 
     return ends(2, train, recipe, {"resume": resume}, timeout=30)

@@ -37,7 +37,7 @@ from petune.run.folder import RunFolder
 from petune.run.loop import Loop
 from petune.run.reporting import Logged, PlainReporter
 from petune.run.signals import StopRequest
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.run.train import Run, train
 from tests.methods.zoo import MOE
 from tests.written_once import written_once
@@ -316,9 +316,9 @@ def run(recipe: Any, listener: Listener | None = None, **options: Any) -> Run:
     return train(recipe, reporter=listener or Listener(), **options)
 
 
-def training(recipe: Mapping[str, Any]) -> Step:
+def training(recipe: Mapping[str, Any]) -> OptimizerStep:
     """The step of a recipe, set up but not taken."""
-    return Step(prepare(load_recipe(recipe)))
+    return OptimizerStep(prepare(load_recipe(recipe)))
 
 
 def loop(recipe: Mapping[str, Any]) -> Loop:

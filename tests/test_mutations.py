@@ -31,12 +31,12 @@ from petune.kernels.block import (
     packed_linear,
     part,
 )
-from petune.kernels.block.steps import Run
+from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.mixing import mixed
 from petune.methods import head, miss, pissa, pruning, registry, several, side
-from petune.methods.adapter import AdapterBlock, AdapterLinear, AdapterNorm, Bottleneck
+from petune.methods.adapter import AdapterBlock, AdapterLinear, AdapterNorm, BottleneckLayer
 from petune.methods.configs import AdapterConfig, LoraConfig
 from petune.methods.dora import DoraLinear
 from petune.methods.ia3 import Ia3Linear
@@ -45,7 +45,7 @@ from petune.methods.miss import MissLinear
 from petune.methods.side import Ladder
 from petune.methods.token_rows import RowLayer
 from petune.models import attention, nf4
-from petune.models.exchange import Rows
+from petune.models.exchange import QueryRows
 from petune.models.int8 import Int8
 from petune.models.stack import Stack
 from petune.models.tuned_parts import BottleneckPart
@@ -283,13 +283,13 @@ WITHIN: dict[str, tuple[str, str, Any, str, Any, str]] = {
         (
             "gather ahead",
             ("sp-gather", "llama-causal"),
-            (exchange.Gather, "enter", _rolled(exchange.Gather.enter)),
+            (exchange.GatherExchange, "enter", _rolled(exchange.GatherExchange.enter)),
             LOGITS,
         ),
         (
             "gather back",
             ("sp-gather", "llama-causal"),
-            (exchange.Gather, "enter_backward", _own_part),
+            (exchange.GatherExchange, "enter_backward", _own_part),
             GRADIENTS,
         ),
         (
@@ -351,7 +351,7 @@ WITHIN: dict[str, tuple[str, str, Any, str, Any, str]] = {
         (
             "the rows of a mask",
             ("sp-ring", "t5-seq2seq"),
-            (Rows, "of", lambda self, x: x if x is None or x.shape[-2] == 1 else x[..., : self.own, :]),
+            (QueryRows, "of", lambda self, x: x if x is None or x.shape[-2] == 1 else x[..., : self.own, :]),
             LOGITS,
         ),
     )
@@ -437,14 +437,14 @@ def test_tokens_weigh_the_same_wherever_they_are(backend: str, fails: Fails) -> 
 
 @pytest.mark.parametrize("name", ["bert-classify", long("llama-causal"), long("t5-seq2seq")])
 def test_padding_is_masked_in_attention_over_other_ranks_tokens(name: str, fails: Fails) -> None:
-    plain = exchange.Gather.__call__
+    plain = exchange.GatherExchange.__call__
 
     def unmasked(
         self: Any, attend: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any
     ) -> Any:
         return plain(self, attend, module, query, key, value, None, **kw)
 
-    fails(cell(name, "lora", "sp-gather"), exchange.Gather, "__call__", unmasked, LOGITS)
+    fails(cell(name, "lora", "sp-gather"), exchange.GatherExchange, "__call__", unmasked, LOGITS)
 
 
 @pytest.mark.parametrize("name", [long("bert-classify"), long("llama-causal"), "bart-seq2seq"])
@@ -738,12 +738,12 @@ def _of_its_input(self: Any, hidden: Tensor, *args: Any, **settings: Any) -> Ten
     return total + self.update(hidden)
 
 
-def _but_not_to_the_sum(self: Run, name: str, grad: Tensor) -> None:
+def _but_not_to_the_sum(self: BlockRun, name: str, grad: Tensor) -> None:
     if name != "mlp.r":
         GIVE(self, name, grad)
 
 
-def _in_a_row(self: Bottleneck, y: Tensor) -> Tensor:
+def _in_a_row(self: BottleneckLayer, y: Tensor) -> Tensor:
     """The adapter reads what the MLP gives."""
     return y + self.update(y)
 
@@ -788,7 +788,7 @@ def _of_rows_above(weight: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale.roll(1, 0)
 
 
-GIVE = Run.give
+GIVE = BlockRun.give
 STARTED, BIASES, INT8 = LoraLayer._start_from_components, registry.base_biases, Int8.quantised
 LEVELS, SCALES = nf4.levels, nf4.Nf4.block_scales
 WITH_TENSORS, KEPT = BottleneckPart.with_tensors, pruning.kept
@@ -848,10 +848,10 @@ ADDED: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         _fused("llama", "adapter of sums"),
     ),
     "pfeiffer's step: the sum's own gradient": (
-        *(Run, "give", _but_not_to_the_sum),
+        *(BlockRun, "give", _but_not_to_the_sum),
         _fused("bert", "adapter of sums"),
     ),
-    "parallel: what it reads": (Bottleneck, "adapted", _in_a_row, PARALLEL),
+    "parallel: what it reads": (BottleneckLayer, "adapted", _in_a_row, PARALLEL),
     "parallel: its scale": (AdapterConfig, "factor", property(lambda self: 1.0), PARALLEL),
     "parallel's step: its scale": (
         *(BottleneckPart, "with_tensors", _unscaled_up),
@@ -897,7 +897,7 @@ ADDED |= {
     ),
     "lora+: no ratio": (LoraLayer, "rates", lambda self: {}, equations.lora_plus),
     "a convolution: its stride": (LoraConv2d, "update", _at_every_place, equations.convolution),
-    "houlsby: the residual": (Bottleneck, "adapted", lambda self, y: self.update(y), equations.houlsby),
+    "houlsby: the residual": (BottleneckLayer, "adapted", lambda self, y: self.update(y), equations.houlsby),
     "a ladder's gate: the sides": (
         *(side, "mixed", lambda ops, state, below, *gate: mixed(ops, below, state, *gate)),
         equations.ladder_gate,

@@ -13,7 +13,7 @@ from petune_cli.echo import echo
 from petune_cli.init import Overwrite, refuse_place
 
 
-class Source(StrEnum):
+class ConvertFrom(StrEnum):
     """Whose file it is."""
 
     axolotl = "axolotl"
@@ -32,7 +32,7 @@ def convert(
         "recipe.yaml"
     ),
     source: Annotated[
-        Source | None, typer.Option("--from", help="Whose file it is; default told by its keys.")
+        ConvertFrom | None, typer.Option("--from", help="Whose file it is; default told by its keys.")
     ] = None,
     overwrite: Overwrite = False,
     json: Json = False,

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from petune.estimate.timeline import Box, Chart, Row
+from petune.estimate.timeline import Box, Chart, TimelineRow
 from petune.log import printable
 
 WIDTH = 100  # columns of text
@@ -66,7 +66,7 @@ def _columns(chart: Chart) -> float:
     return (1 + max(len(box.text) for box in boxes)) / shortest
 
 
-def _line(row: Row, columns: float, width: int) -> str:
+def _line(row: TimelineRow, columns: float, width: int) -> str:
     """A bar where a box begins, its letters behind; dots where nothing is done."""
     line = ["."] * width + ["|"]
     for box in row.boxes:
@@ -138,7 +138,7 @@ def _heading(chart: Chart) -> str:
     return chart.title + scale
 
 
-def _places(chart: Chart, row: Row) -> list[tuple[Box, float, float]]:
+def _places(chart: Chart, row: TimelineRow) -> list[tuple[Box, float, float]]:
     """Left end and width of each box: by its time, or, where the order alone counts, by its letters."""
     if chart.unit:
         pixels = LETTER * _columns(chart)

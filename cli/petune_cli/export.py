@@ -20,7 +20,7 @@ Out = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder that is there.")]
 
 
-class Layout(StrEnum):
+class ExportTarget(StrEnum):
     """Who is to read the files."""
 
     peft = "peft"
@@ -37,7 +37,7 @@ class Layout(StrEnum):
 def export(
     words: Words = None,
     to: Annotated[
-        Layout,
+        ExportTarget,
         typer.Option(
             "--to",
             help=(
@@ -56,9 +56,9 @@ def export(
     place = run.export(to.value, out, overwrite=overwrite)
     if run.serve_report:
         return echo(f"{place}\n   {run.serve_report}")
-    if to is Layout.adapters:
+    if to is ExportTarget.adapters:
         return echo(f"{place}\n   load it with model.load_adapter({str(place)!r}, use_safetensors=True)")
-    tell_place(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else None)
+    tell_place(run, place, "peft.PeftModel.from_pretrained(base, " if to is ExportTarget.peft else None)
 
 
 def tell_place(run: Run, place: Path, reader: str | None = None) -> None:

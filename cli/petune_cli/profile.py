@@ -15,7 +15,7 @@ from petune_cli.arguments import Given, Json, Words
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
-    from petune.profiling import MemoryUse, Operation, Part, Profile
+    from petune.profiling import MemoryUse, Operation, Profile, ProfiledModule
 
 SHOWN = 12  # operations in the text; JSON has all
 
@@ -77,7 +77,7 @@ def _show_json(found: Profile) -> None:
     show_json(written)
 
 
-def _plain(part: Part) -> dict[str, Any]:
+def _plain(part: ProfiledModule) -> dict[str, Any]:
     fields = {name: value for name, value in vars(part).items() if name != "parts"}
     return fields | {"macs": part.macs}
 
@@ -131,14 +131,14 @@ def _without(
     return heads[:at] + heads[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
 
 
-def _down_to(part: Part, depth: int, level: int = 0) -> Iterator[tuple[Part, int]]:
+def _down_to(part: ProfiledModule, depth: int, level: int = 0) -> Iterator[tuple[ProfiledModule, int]]:
     yield part, level
     if level < depth:
         for below in part.parts:
             yield from _down_to(below, depth, level + 1)
 
 
-def _cells(part: Part, level: int) -> tuple[str, ...]:
+def _cells(part: ProfiledModule, level: int) -> tuple[str, ...]:
     name = part.path.rpartition(".")[2] or "(model)"
     work = (part.parameters, part.trained, part.macs, part.forward, part.backward, part.recompute)
     spent = "-" if part.forward_s is None else _seconds(part.forward_s)

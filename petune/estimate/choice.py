@@ -10,7 +10,7 @@ from petune.parallel import ParallelConfig, ParallelPlan
 
 
 @dataclass(frozen=True)
-class Choice:
+class PricedPlan:
     """A plan with its price. again: blocks recompute; fullest: the largest part of its memory that a rank
     fills, 0 where no memory is known; fused: blocks are, which recompute by themselves where they have to."""
 
@@ -32,7 +32,7 @@ class Findings:
     """What a search has found: choices that fit, the fastest first, one of each layout; how many plans were
     compared, and why others were left out, with how many."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[PricedPlan, ...]
     compared: int
     left_out: tuple[tuple[str, int], ...]
     cluster: Cluster

@@ -47,7 +47,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """Seconds before the first byte of a message arrives, and bytes a second from then on, one way. kinds:
     the same of messages that have figures of their own, by name."""
 
@@ -55,13 +55,13 @@ class Link:
     bandwidth: float = inf
     kinds: tuple[tuple[str, float, float], ...] = ()
 
-    def of(self, kind: str) -> Link:
+    def of(self, kind: str) -> LinkSpeed:
         """By which messages of a kind go, as `hidden uneven all-gather`: its own, else the one without the
         first word, else the link itself."""
         while True:
             for name, latency, bandwidth in self.kinds:
                 if name == kind:
-                    return Link(latency, bandwidth)
+                    return LinkSpeed(latency, bandwidth)
             if " " not in kind:
                 return self
             kind = kind.partition(" ")[2]
@@ -77,11 +77,11 @@ class Cluster:
     host, and those of several, talk over."""
 
     devices: tuple[Device, ...]
-    inside: Link = Link()
-    between: Link = Link()
+    inside: LinkSpeed = LinkSpeed()
+    between: LinkSpeed = LinkSpeed()
     hosts: tuple[int, ...] = (0,)
 
-    def link(self, ranks: Sequence[int]) -> Link:
+    def link(self, ranks: Sequence[int]) -> LinkSpeed:
         """The slowest link that a ring of these ranks has, which are in rising order."""
         together = bisect_right(self.hosts, ranks[0]) == bisect_right(self.hosts, ranks[-1])
         return self.inside if together else self.between
@@ -208,12 +208,12 @@ class _Reader:
             self.fault(f"{where}.device", f"one of {', '.join(kinds)}", wrong[0])
         yield from [names] * times
 
-    def link(self, name: str, value: Any) -> Link:
+    def link(self, name: str, value: Any) -> LinkSpeed:
         where = f"links.{name}"
         given = value if isinstance(value, dict) else {}
         kinds = self.all(given["kinds"], f"{where}.kinds") if "kinds" in given else {}
         own = (self._speed(f"{where}.kinds.{kind}", one) for kind, one in kinds.items())
-        return Link(
+        return LinkSpeed(
             *self._speed(where, value), tuple((kind, *speed) for kind, speed in zip(kinds, own, strict=True))
         )
 

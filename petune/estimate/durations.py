@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petune.estimate.cluster import Link
+from petune.estimate.cluster import LinkSpeed
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Both:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks that share blocks: their kinds of device, by number, and the link between them."""
 
     kinds: tuple[int, ...]
-    link: Link
+    link: LinkSpeed

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from petune.estimate.choice import Choice, Findings
+from petune.estimate.choice import Findings, PricedPlan
 from petune.estimate.forecast import sketch
 from petune.estimate.layouts import plain
 from petune.estimate.measure import measured
@@ -28,14 +28,14 @@ def table(found: Findings) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return HEADS, [_row(choice) for choice in found.choices]
 
 
-def _row(choice: Choice) -> tuple[str, ...]:
+def _row(choice: PricedPlan) -> tuple[str, ...]:
     time = choice.time
     parts = (time.compute, time.communication, time.waiting)
     full = f"{choice.fullest:.0%}" if choice.fullest else "?"
     return name_of(choice), _seconds(time.total), *(f"{part / time.total:.0%}" for part in parts), full
 
 
-def name_of(choice: Choice) -> str:
+def name_of(choice: PricedPlan) -> str:
     """The sizes of a plan's axes, with what sets it apart from others of the same sizes."""
     words, plan = [], choice.plan
     for name, axis in choice.parallel.axes.items():
@@ -75,7 +75,7 @@ def _devices(found: Findings) -> str:
     return f"{shown}; {speed}"
 
 
-def _because(best: Choice, other: Choice | None) -> str:
+def _because(best: PricedPlan, other: PricedPlan | None) -> str:
     """In which of its parts the runner-up loses most."""
     if other is None:
         return "no other layout fits"

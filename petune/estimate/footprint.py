@@ -32,7 +32,7 @@ MOMENTS = 2 * 4  # AdamW keeps two float32 numbers for each one that trains
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """A forward pass of all replicas: rows, tokens of each stack, bytes of an activation, dropout on
     probabilities and on hidden states, whether activations are computed again, whether the output is over the
     vocabulary, whether blocks stream from host memory: None for no, else whether their states are float32
@@ -102,7 +102,7 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
 
 
 def footprint(
-    held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: Pass
+    held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: ForwardPass
 ) -> Footprint:
     """What the rank `at` needs for a forward pass `work` of all replicas; `model` is the whole one, `held`
     the rank's part of it."""
@@ -189,7 +189,7 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan) -> Footprint:
 
 
 def _activations(
-    held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: Pass
+    held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: ForwardPass
 ) -> int:
     """Bytes kept for the backward pass, for all micro-batches that are on their way at once; 0 for a model
     without a table."""
@@ -228,7 +228,7 @@ def saved_in(
     family: Family,
     plan: ParallelPlan,
     at: Coordinate,
-    work: Pass,
+    work: ForwardPass,
     first: tuple[int, int] | None,
 ) -> Iterator[Saved]:
     """What each block that takes part in the backward pass saves, the ladder's levels included."""
@@ -253,7 +253,7 @@ def saved_in(
 
 
 def _saved_at(
-    block: nn.Module, down: nn.Module, rule: StackRule, beside: Cut | None, extent: Extent, work: Pass
+    block: nn.Module, down: nn.Module, rule: StackRule, beside: Cut | None, extent: Extent, work: ForwardPass
 ) -> Saved:
     """What a level of a ladder saves: what it goes down from, the two states that are mixed, where it reads
     the block beside it, and what its block saves, or keeps where it is fused."""
@@ -276,7 +276,7 @@ def _beside(cut: Cut | None) -> Cut | None:
     )
 
 
-def _extent(stack: StackName, plan: ParallelPlan, at: Coordinate, work: Pass, heads: int) -> Extent:
+def _extent(stack: StackName, plan: ParallelPlan, at: Coordinate, work: ForwardPass, heads: int) -> Extent:
     whole = work.tokens[stack]
     by_sequence = plan.cut is not None and plan.cut.connection == "sequence"
     own = apportion(whole, plan.cut.sequence)[at.tp] if plan.cut is not None and by_sequence else whole

@@ -23,8 +23,8 @@ from petune.errors import MachineError, Problem, UsageError
 from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
 from petune.estimate.footprint import (
     Footprint,
+    ForwardPass,
     Held,
-    Pass,
     first_trained,
     footprint,
     held_blocks,
@@ -70,7 +70,7 @@ class Sketch:
     config: Any
     family: Family | None
     device: str
-    work: Pass
+    work: ForwardPass
     note: str
 
 
@@ -193,7 +193,7 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
                 quantise_blocks(model, family, recipe.base_dtype)
             except UsageError as error:
                 raise placed(error, recipe) from None
-    work = Pass(
+    work = ForwardPass(
         rows=min(recipe.batch_size, recipe.embed.cached or recipe.batch_size) * task.texts,
         tokens=_tokens(recipe, config, family),
         itemsize=2 if bf16 else 4,
@@ -505,7 +505,7 @@ def _knobs(
     worst = max(ranks, key=lambda rank: rank.total - (rank.limit or 0))
     part, recipe = held[replace(worst.at, dp=0)], drawn.recipe
 
-    def saved(work: Pass) -> int:
+    def saved(work: ForwardPass) -> int:
         return worst.memory.total - footprint(part, drawn.model, drawn.family, plan, worst.at, work).total
 
     options: dict[str, int] = {}

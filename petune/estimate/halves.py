@@ -26,7 +26,7 @@ LOST = 0.13
 
 
 @dataclass(frozen=True)
-class Turn:
+class HalfRegion:
     """A region of one half: its computing, what is said behind it, and the adding up of that."""
 
     computing: Both
@@ -34,7 +34,7 @@ class Turn:
     adding: Both
 
 
-def in_turns(turns: Sequence[Turn]) -> tuple[Both, Both]:
+def in_turns(turns: Sequence[HalfRegion]) -> tuple[Both, Both]:
     """The computing of both halves in a block of these regions, and what is left of what they say. What
     stands between regions that talk counts to all of these alike."""
     computing = sum((one.computing for one in turns), Both()) * 2

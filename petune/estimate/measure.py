@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.estimate.cluster import Cluster, Device, Link, scaled
+from petune.estimate.cluster import Cluster, Device, LinkSpeed, scaled
 from petune.estimate.footprint import held_by
 from petune.estimate.forecast import Sketch, limits_of, sketch
 from petune.estimate.part_seconds import line
@@ -59,7 +59,7 @@ def measured(recipe: Recipe, world: int | None = None) -> Cluster:
     """The devices of this machine, or `world` of its processes, each measured by one of its own."""
     number = world or devices_here(recipe)
     if number == 1:
-        return cluster_of([device_facts(recipe)], Link())
+        return cluster_of([device_facts(recipe)], LinkSpeed())
     with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
         file, answer = Job(recipe, RunFolder.of(recipe)).write(Path(scratch)), Path(scratch) / "cluster.json"
         launch([sys.executable, "-m", "petune", "--measure", str(file), str(answer)], number)
@@ -86,13 +86,13 @@ def measure_rank(job: Path, answer: Path) -> None:
     process_group.leave()
 
 
-def link_of(speeds: Mapping[str, tuple[float, float]]) -> Link:
+def link_of(speeds: Mapping[str, tuple[float, float]]) -> LinkSpeed:
     """The link of what `link_speed` has found: that of gradients, and of every other kind of message."""
     kinds = ((kind, *speed) for kind, speed in speeds.items() if kind != "gradients")
-    return Link(*speeds["gradients"], tuple(kinds))
+    return LinkSpeed(*speeds["gradients"], tuple(kinds))
 
 
-def cluster_of(facts: Sequence[dict[str, Any]], link: Link) -> Cluster:
+def cluster_of(facts: Sequence[dict[str, Any]], link: LinkSpeed) -> Cluster:
     """The devices of one machine, by what their processes have found."""
     devices = []
     for rank, one in enumerate(facts):

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from petune.estimate.workload import Part, Product
+from petune.estimate.workload import MatmulWork, WorkPart
 from petune.kernels.memory.block_cost import Rates
 from petune.kernels.memory.op_cost import (
     Cost,
+    KernelCost,
     Kind,
-    Operation,
     activate,
     activate_backward,
     adamw,
@@ -41,21 +41,21 @@ class Line:
 
 
 @cache
-def line(rates: Rates, part: Part, rows: float) -> Line:
+def line(rates: Rates, part: WorkPart, rows: float) -> Line:
     """Seconds of a part on a device, over so many rows."""
     ahead = _forward(part, rows) if part.forward else ()
     back = _backward(part, rows) if part.returned else ()
     without = replace(rates, launch=0.0)
     length = part.tokens
 
-    def way(work: tuple[Operation, ...]) -> Straight:
+    def way(work: tuple[KernelCost, ...]) -> Straight:
         return rates.launch * sum(one.times for one in work), without.seconds(work, length)
 
-    update = without.seconds(costing(Operation("update", "memory", adamw(part.tuned))), length)
+    update = without.seconds(costing(KernelCost("update", "memory", adamw(part.tuned))), length)
     return Line(way(ahead), way(back), update)
 
 
-def line_of(rates: Rates, parts: Mapping[Part, float], rows: float) -> Straight:
+def line_of(rates: Rates, parts: Mapping[WorkPart, float], rows: float) -> Straight:
     """Seconds of both passes of some parts on a device, with how many there are of each."""
     lines = [(line(rates, part, rows), times) for part, times in parts.items()]
     ways = [(way, times) for one, times in lines for way in (one.forward, one.backward)]
@@ -67,7 +67,7 @@ def seconds_at(one: Straight, share: float) -> float:
     return one[0] + share * one[1]
 
 
-def _forward(part: Part, rows: float) -> tuple[Operation, ...]:
+def _forward(part: WorkPart, rows: float) -> tuple[KernelCost, ...]:
     tokens, size = rows * part.tokens * part.copies, part.itemsize
     found = [_product(one, rows * part.keys if one.across else tokens, size) for one in part.products]
     if part.heads:
@@ -86,7 +86,7 @@ def _forward(part: Part, rows: float) -> tuple[Operation, ...]:
     return _operations(part, found)
 
 
-def _backward(part: Part, rows: float) -> tuple[Operation, ...]:
+def _backward(part: WorkPart, rows: float) -> tuple[KernelCost, ...]:
     """Gradients of what came in, and of what trains."""
     tokens, size = rows * part.tokens * part.copies, part.itemsize
     found: list[tuple[Kind, Cost]] = []
@@ -107,7 +107,7 @@ def _backward(part: Part, rows: float) -> tuple[Operation, ...]:
     return _operations(part, found)
 
 
-def _product(one: Product, tokens: float, itemsize: int) -> tuple[Kind, Cost]:
+def _product(one: MatmulWork, tokens: float, itemsize: int) -> tuple[Kind, Cost]:
     if one.experts > 1:
         kind: Kind = "narrow" if one.narrow else "grouped"
         return kind, grouped(tokens, one.inner, one.columns, one.experts, itemsize)
@@ -117,5 +117,5 @@ def _product(one: Product, tokens: float, itemsize: int) -> tuple[Kind, Cost]:
     return "matmul", matmul(tokens, one.inner, one.columns, itemsize)
 
 
-def _operations(part: Part, found: list[tuple[Kind, Cost]]) -> tuple[Operation, ...]:
-    return costing(*(Operation(part.place, kind, cost) for kind, cost in found))
+def _operations(part: WorkPart, found: list[tuple[Kind, Cost]]) -> tuple[KernelCost, ...]:
+    return costing(*(KernelCost(part.place, kind, cost) for kind, cost in found))

@@ -20,9 +20,9 @@ from typing import Any
 
 from petune.errors import MachineError, RecipeError, UsageError
 from petune.estimate.balance import Stretch, balance, partition, reduced, up_to
-from petune.estimate.choice import Choice, Findings
+from petune.estimate.choice import Findings, PricedPlan
 from petune.estimate.cluster import Cluster
-from petune.estimate.durations import Group
+from petune.estimate.durations import RankGroup
 from petune.estimate.expert_shares import over_experts
 from petune.estimate.forecast import Sketch
 from petune.estimate.halves import may_pay
@@ -36,9 +36,9 @@ from petune.estimate.rank_shares import (
     stacked,
     tokens_by_speed,
 )
-from petune.estimate.room import Room
+from petune.estimate.room import RankBytes
 from petune.estimate.step_time import Clock
-from petune.estimate.workload import Part, Place, workload
+from petune.estimate.workload import Place, WorkPart, workload
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
 from petune.parallel.mesh import Coordinate
@@ -61,7 +61,7 @@ class Planner:
             what = f"petune has no table for {drawn.config.model_type}, so its work cannot be shared out"
             raise UsageError(what, where="model")
         self.drawn, self.cluster, self.family = drawn, cluster, drawn.family
-        self.work, self.room = workload(drawn), Room(drawn)
+        self.work, self.room = workload(drawn), RankBytes(drawn)
         self.memory = RankMemory(self.room, self.work, cluster)
         numbers = {one: number for number, one in enumerate(dict.fromkeys(cluster.devices))}
         self.devices = [numbers[one] for one in cluster.devices]  # by what they are
@@ -90,7 +90,7 @@ class Planner:
                 even.append((known[whole], layout))
             except UsageError as error:
                 left_out[error.problems[0].what] += 1
-        best: dict[object, Choice] = {}
+        best: dict[object, PricedPlan] = {}
         compared = 0
         for least, layout in sorted(even, key=lambda one: one[0]):
             times = sorted(choice.time.total for choice in best.values())
@@ -110,7 +110,7 @@ class Planner:
         others = tuple((reason, number) for reason, number in left_out.most_common() if number)
         return Findings(tuple(choices), compared, others, self.cluster)
 
-    def _of_layout(self, layout: ParallelConfig) -> tuple[list[Choice], str]:
+    def _of_layout(self, layout: ParallelConfig) -> tuple[list[PricedPlan], str]:
         """The plans of a layout that fit, recomputing where nothing else does; or none, and why."""
         if reason := self._refusal(layout):
             return [], reason
@@ -121,14 +121,14 @@ class Planner:
             return [], error.problems[0].what
         return found, "" if found else "a device is too small for its share"
 
-    def _that_fit(self, layout: ParallelConfig, even: ParallelPlan, again: bool) -> list[Choice]:
+    def _that_fit(self, layout: ParallelConfig, even: ParallelPlan, again: bool) -> list[PricedPlan]:
         """The plans of a layout that fit, if blocks are computed `again`."""
         found, clock = [], self.clocks[again]
         for lists in self.shared(layout, again) if self.memory.could_fit(even, again) else ():
             plans = [(one, plan, clock.of(plan)) for one, plan in self._hidden_or_not(lists)]
             for parallel, plan, time in sorted(plans, key=lambda one: one[2].total):
                 if not math.isinf(fullest := self.memory.fullest(plan, again)):
-                    found.append(Choice(parallel, plan, again, time, fullest, self.room.fuses(plan)))
+                    found.append(PricedPlan(parallel, plan, again, time, fullest, self.room.fuses(plan)))
                     break  # the other one is slower
         return found
 
@@ -165,7 +165,7 @@ class Planner:
         plan = self.plan(layout)
         seen = {layout}
         yield layout
-        for parts in (Counter[Part](),) if plan.cut is None else stacked(self.work):
+        for parts in (Counter[WorkPart](),) if plan.cut is None else stacked(self.work):
             with suppress(MachineError, UsageError):  # too little memory, or too few rows or blocks
                 found = self._over_experts(layout, plan, again)
                 ways = [self._cut(found, plan, again, parts, even) for even in even_tokens(plan.cut)]
@@ -189,7 +189,7 @@ class Planner:
         )
         return max(computing.total + saying.total for computing, saying in whole)
 
-    def _groups(self, plan: ParallelPlan) -> set[tuple[int, Group]]:
+    def _groups(self, plan: ParallelPlan) -> set[tuple[int, RankGroup]]:
         """The different groups of ranks that share blocks, each with its place in the pipeline."""
         clock = self.clocks[False]
         return {(pp, clock.group(plan, dp, pp)) for dp in range(plan.dp) for pp in range(plan.pp)}
@@ -208,7 +208,7 @@ class Planner:
         layout: ParallelConfig,
         plan: ParallelPlan,
         again: bool,
-        every: Mapping[Part, int],
+        every: Mapping[WorkPart, int],
         even: bool,
     ) -> ParallelConfig:
         """Heads, columns and tokens by how fast ranks are in each, of `every` part of the blocks; tokens that
@@ -282,7 +282,7 @@ class Planner:
     def _of_stage(
         self,
         plan: ParallelPlan,
-        groups: Iterable[tuple[Group, int]],
+        groups: Iterable[tuple[RankGroup, int]],
         tightest: Sequence[tuple[Coordinate, int]],
         again: bool,
     ) -> Stretch:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from petune.estimate.cluster import Cluster
 from petune.estimate.rank_shares import shares_at, spans_of, spread_of
-from petune.estimate.room import Room
+from petune.estimate.room import RankBytes
 from petune.estimate.slices import Rest
 from petune.estimate.workload import Workload
 from petune.parallel import ParallelPlan
@@ -21,7 +21,7 @@ from petune.parallel.plan import apportion, in_flight
 class RankMemory:
     """The memory of a cluster's devices beside what a workload's ranks need. again: blocks recompute."""
 
-    room: Room
+    room: RankBytes
     work: Workload
     cluster: Cluster
 

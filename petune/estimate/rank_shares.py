@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from petune.estimate.balance import partition
 from petune.estimate.footprint import routed
 from petune.estimate.part_seconds import Straight, line_of, seconds_at
-from petune.estimate.workload import Block, Part, Place, Workload
+from petune.estimate.workload import Block, Place, Workload, WorkPart
 from petune.kernels.memory.block_cost import Rates
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
@@ -19,7 +19,7 @@ FINEST = 64  # of a ratio of tokens
 TALKING = ("attention", "scores", "mlp", "experts")  # places of regions behind which ranks meet
 
 
-def share_of(part: Part, cut: Cut | None, index: int) -> float:
+def share_of(part: WorkPart, cut: Cut | None, index: int) -> float:
     """The part of a part that rank `index` of a cut computes."""
     if cut is None or part.place == "embedding":
         return 1.0
@@ -38,7 +38,7 @@ def share_of(part: Part, cut: Cut | None, index: int) -> float:
     return _fraction(cut.columns if of_mlp else cut.heads, index)
 
 
-Weighed = tuple[tuple[Part, float], ...]
+Weighed = tuple[tuple[WorkPart, float], ...]
 
 
 def segments(block: Block, cut: Cut | None) -> list[Weighed]:
@@ -55,13 +55,15 @@ def segments(block: Block, cut: Cut | None) -> list[Weighed]:
     return [one + beside for one in talking] + others
 
 
-def beside_regions(every: Mapping[Part, int], cut: Cut) -> Callable[[Sequence[Place]], dict[Part, float]]:
+def beside_regions(
+    every: Mapping[WorkPart, int], cut: Cut
+) -> Callable[[Sequence[Place]], dict[WorkPart, float]]:
     """Of `every` part of blocks, those that count to regions of some places, as in `segments`, with how many
     there are of each."""
     talking = {part: times for part, times in every.items() if part.place in ("attention", "mlp", "experts")}
     quiet = {part: times for part, times in every.items() if part.place == "connection"}
 
-    def beside(places: Sequence[Place]) -> dict[Part, float]:
+    def beside(places: Sequence[Place]) -> dict[WorkPart, float]:
         own = sum(times for part, times in talking.items() if part.place in places)
         part_of = own / sum(talking.values()) if cut.connection == "whole" else 0.0
         return {part: times * part_of for part, times in quiet.items()}
@@ -69,7 +71,7 @@ def beside_regions(every: Mapping[Part, int], cut: Cut) -> Callable[[Sequence[Pl
     return beside
 
 
-def held_of(part: Part, cut: Cut | None, index: int) -> float:
+def held_of(part: WorkPart, cut: Cut | None, index: int) -> float:
     """The part of a part's tensors that the rank holds."""
     if cut is None or part.place in ("connection", "ladder"):
         return 1.0
@@ -87,14 +89,14 @@ def _fraction(shares: Sequence[int], index: int) -> float:
     return shares[index] / sum(shares) if shares else 1.0
 
 
-def by_tokens(part: Part, cut: Cut) -> bool:
+def by_tokens(part: WorkPart, cut: Cut) -> bool:
     """Whether ranks of a cut have a part for tokens of their own."""
     if part.place in ("connection", "ladder"):
         return True
     return cut.layout("mlp" if part.place in ("mlp", "experts") else "attention") == "sequence"
 
 
-def stacked(work: Workload) -> list[Counter[Part]]:
+def stacked(work: Workload) -> list[Counter[WorkPart]]:
     """The parts of all blocks, and where there are several stacks those of each."""
     ends = accumulate(work.depth.values(), initial=0)
     ranges = dict.fromkeys([(0, len(work.blocks)), *pairwise(ends)])
@@ -108,7 +110,7 @@ def even_tokens(cut: Cut | None) -> tuple[bool, ...]:
 
 
 def tokens_by_speed(
-    cut: Cut, parts: Mapping[Part, int], by_rank: Sequence[frozenset[Rates]], rows: float
+    cut: Cut, parts: Mapping[WorkPart, int], by_rank: Sequence[frozenset[Rates]], rows: float
 ) -> tuple[int, ...]:
     """Tokens of the ranks, of which later ones cost more where attention is causal. by_rank: of each, the
     rates of all devices at its place."""

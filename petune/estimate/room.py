@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from petune.estimate.activations import Saved
-from petune.estimate.footprint import MOMENTS, Held, Pass, first_trained, held_by, saved_in
+from petune.estimate.footprint import MOMENTS, ForwardPass, Held, first_trained, held_by, saved_in
 from petune.estimate.forecast import PROCESS, Sketch
 from petune.estimate.fused_room import fused_blocks_of
 from petune.estimate.message_rooms import message_rooms
@@ -31,7 +31,7 @@ from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Sharding, features_of_block
 
 
-class Room:
+class RankBytes:
     """Bytes that ranks of a sketched recipe need. again: blocks keep their input alone."""
 
     def __init__(self, drawn: Sketch) -> None:
@@ -247,7 +247,7 @@ class Room:
             vocabulary=(1, 1) if cut.vocabulary else (),
         )
 
-    def _sums(self, held: Held, plan: ParallelPlan, work: Pass) -> Slice:
+    def _sums(self, held: Held, plan: ParallelPlan, work: ForwardPass) -> Slice:
         (model,) = held.modules
         config = self.drawn.config
         blocks: list[Bytes] = []

@@ -28,12 +28,12 @@ from petune.estimate.comm_cost import (
     summed_over,
     transitions,
 )
-from petune.estimate.durations import Both, Group, StepTime
-from petune.estimate.halves import Turn, added, in_turns, takes_halves
+from petune.estimate.durations import Both, RankGroup, StepTime
+from petune.estimate.halves import HalfRegion, added, in_turns, takes_halves
 from petune.estimate.part_seconds import line
 from petune.estimate.rank_shares import Weighed, held_experts, held_of, segments, share_of, spans_of
 from petune.estimate.timeline import end_of
-from petune.estimate.workload import Part, Region, Workload
+from petune.estimate.workload import Region, Workload, WorkPart
 from petune.models.spec import StackName
 from petune.parallel.fsdp import is_light
 from petune.parallel.link_speed import HIDDEN, UNEVEN
@@ -50,7 +50,7 @@ class Clock:
     def __init__(self, work: Workload, cluster: Cluster, again: bool = False) -> None:
         self.work, self.cluster, self.again = work, cluster, again
         self.known: dict[object, Any] = {}
-        self.groups: dict[range, Group] = {}
+        self.groups: dict[range, RankGroup] = {}
         rates = [device.rates for device in cluster.devices]
         self.rates = list(dict.fromkeys(rates))
         numbers = {one: number for number, one in enumerate(self.rates)}
@@ -60,19 +60,21 @@ class Clock:
 
     # ------------------------------------------------------------ blocks
 
-    def group(self, plan: ParallelPlan, dp: int, pp: int) -> Group:
+    def group(self, plan: ParallelPlan, dp: int, pp: int) -> RankGroup:
         """Those that share the blocks of a stage of a replica."""
         first = (pp * plan.dp + dp) * plan.tp
         ranks = range(first, first + plan.tp)
         if ranks not in self.groups:
-            self.groups[ranks] = Group(tuple(self.kinds[first : first + plan.tp]), self.cluster.link(ranks))
+            self.groups[ranks] = RankGroup(
+                tuple(self.kinds[first : first + plan.tp]), self.cluster.link(ranks)
+            )
         return self.groups[ranks]
 
-    def region(self, region: Region, group: Group, cut: Cut | None, rows: float) -> Both:
+    def region(self, region: Region, group: RankGroup, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares it."""
         return self.segment(tuple((part, 1.0) for part in region), group, cut, rows)
 
-    def segment(self, parts: Weighed, group: Group, cut: Cut | None, rows: float) -> Both:
+    def segment(self, parts: Weighed, group: RankGroup, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares such parts, behind which all meet."""
         slowest = Both()
         for index, kind in enumerate(group.kinds):
@@ -88,7 +90,7 @@ class Clock:
         return slowest + Both(backward=again)
 
     def _block(
-        self, stack: StackName, kind: int, back: bool, group: Group, cut: Cut | None, rows: float
+        self, stack: StackName, kind: int, back: bool, group: RankGroup, cut: Cut | None, rows: float
     ) -> tuple[Both, Both]:
         """The same of a block of some kind, to which gradients go back or not."""
         key = (stack, kind, back, group, cut, rows)
@@ -109,8 +111,8 @@ class Clock:
         return cut is not None and cut.overlap and self.work.overlaps and rows > 1 and takes_halves(self.work)
 
     def turns(
-        self, stack: StackName, kind: int, back: bool, group: Group, cut: Cut | None, rows: float
-    ) -> list[Turn]:
+        self, stack: StackName, kind: int, back: bool, group: RankGroup, cut: Cut | None, rows: float
+    ) -> list[HalfRegion]:
         """A block of some kind, region by region, of a half of so many rows."""
         said, found = self._said(stack, kind, group, cut, rows), []
         memory = min(self.rates[one].memory for one in group.kinds)
@@ -119,17 +121,19 @@ class Clock:
             own = [one for one in said if one.where.endswith(f" {name}")]
             saying = sum((self._sent(one, group, cut, back, HIDDEN) for one in own), Both())
             moved = sum((self._added(one, len(group.kinds), back) for one in own), Both())
-            found.append(Turn(self.segment(parts, group, cut, rows), saying, moved * (1 / memory)))
+            found.append(HalfRegion(self.segment(parts, group, cut, rows), saying, moved * (1 / memory)))
         return found
 
-    def each(self, group: Group, cut: Cut | None, rows: float) -> list[tuple[Both, Both]]:
+    def each(self, group: RankGroup, cut: Cut | None, rows: float) -> list[tuple[Both, Both]]:
         """Of every block its computing, and what its ranks say to one another, of so many rows."""
         lowest = self.work.lowest
         kinds = [(*kind, number >= lowest) for number, kind in enumerate(self.work.blocks)]
         known = {kind: self._block(*kind, group, cut, rows) for kind in set(kinds)}
         return [known[kind] for kind in kinds]
 
-    def stretch(self, group: Group, cut: Cut | None, start: int, end: int, rows: float) -> tuple[Both, Both]:
+    def stretch(
+        self, group: RankGroup, cut: Cut | None, start: int, end: int, rows: float
+    ) -> tuple[Both, Both]:
         """The same of blocks [start, end), with what stands before the first and behind the last."""
         key = ("stretch", group, cut, start, end, rows)
         if key not in self.known:
@@ -137,7 +141,9 @@ class Clock:
         found: tuple[Both, Both] = self.known[key]
         return found
 
-    def _stretch(self, group: Group, cut: Cut | None, start: int, end: int, rows: float) -> tuple[Both, Both]:
+    def _stretch(
+        self, group: RankGroup, cut: Cut | None, start: int, end: int, rows: float
+    ) -> tuple[Both, Both]:
         computing = saying = Both()
         lowest = self.work.lowest
         for low, high in ((start, min(end, lowest)), (max(start, lowest), end)):
@@ -157,7 +163,7 @@ class Clock:
 
     # ------------------------------------------------------------ what ranks say
 
-    def _spoken(self, cut: Cut | None, group: Group, rows: float) -> tuple[Transition, ...]:
+    def _spoken(self, cut: Cut | None, group: RankGroup, rows: float) -> tuple[Transition, ...]:
         """What the ranks of a cut say in one block of each stack, which attends, and beside blocks, for so
         many rows."""
         if cut is None:
@@ -171,7 +177,7 @@ class Clock:
         )
 
     def _said(
-        self, stack: StackName, kind: int, group: Group, cut: Cut | None, rows: float
+        self, stack: StackName, kind: int, group: RankGroup, cut: Cut | None, rows: float
     ) -> list[Transition]:
         """What the ranks of a cut say in a block of some kind."""
         mixes = not any(part.place == "attention" for region in self.work.kinds[kind] for part in region)
@@ -179,7 +185,7 @@ class Clock:
         own = (one for one in every if one.where.split()[0] == stack)
         return [one for one in own if not (mixes and one.where.endswith(" attention"))]  # a mixer's turn
 
-    def _sent(self, one: Transition, group: Group, cut: Cut | None, back: bool, how: str = "") -> Both:
+    def _sent(self, one: Transition, group: RankGroup, cut: Cut | None, back: bool, how: str = "") -> Both:
         """A transition among a group, as often as it happens. how: HIDDEN, or as it is."""
         ranks, link = len(group.kinds), group.link
         way = how + UNEVEN * (cut is not None and len(set(cut.sequence)) > 1)
@@ -238,7 +244,7 @@ class Clock:
         """Seconds of each rank of a replica's pipeline, computing and talking."""
         return [self._busy(plan, self.group(plan, dp, pp), pp, rows) for pp in range(plan.pp)]
 
-    def _busy(self, plan: ParallelPlan, group: Group, pp: int, rows: float) -> float:
+    def _busy(self, plan: ParallelPlan, group: RankGroup, pp: int, rows: float) -> float:
         pieces, cut = plan.microbatches, plan.cut
         own = spans_of(plan, self.work)[pp :: plan.pp]
         stages = (self.stretch(group, cut, *ends, rows / pieces) for ends in own)
@@ -282,7 +288,7 @@ class Clock:
 
     def outside(self, kind: int, rows: float) -> float:
         """Seconds of a pass of so many rows, but for those of experts."""
-        alone = Group((kind,), self.cluster.link((0,)))
+        alone = RankGroup((kind,), self.cluster.link((0,)))
         every = self.stretch(alone, None, 0, len(self.work.blocks), rows)[0]
         return every.total - self.within(kind, rows, 1.0)
 
@@ -378,7 +384,7 @@ class Clock:
             said = max(said, over_cut + over_replicas + self._of_spread(plan, parts))
         return StepTime(compute, said, 0.0)
 
-    def _of_spread(self, plan: ParallelPlan, parts: Sequence[tuple[Part, int]]) -> float:
+    def _of_spread(self, plan: ParallelPlan, parts: Sequence[tuple[WorkPart, int]]) -> float:
         """Seconds in which replicas with the same experts sum their gradients."""
         if plan.ep == 1:
             return 0.0

@@ -23,7 +23,7 @@ from petune.methods import count_parameters
 from petune.models.spec import Family, StackName
 from petune.parallel import ParallelPlan
 from petune.parallel.mesh import Coordinate
-from petune.parallel.pipeline.order import Pass, Step, order_of
+from petune.parallel.pipeline.order import Pass, StageStep, order_of
 from petune.parallel.pipeline.stage_module import SELECTIVE
 from petune.parallel.pipeline.stages import ends_of
 from petune.parallel.plan import Stage
@@ -50,7 +50,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """What some ranks do alike, in the order of time."""
 
     label: str
@@ -74,7 +74,7 @@ class Chart:
     below."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[TimelineRow, ...]
     unit: str = ""
     arrows: tuple[Arrow, ...] = ()
     notes: tuple[str, ...] = ()
@@ -103,16 +103,16 @@ def charts(found: Forecast) -> tuple[Chart, ...]:
 
 
 def timed(
-    order: Sequence[Sequence[Step]],
+    order: Sequence[Sequence[StageStep]],
     last: int,
-    length: Callable[[Step], float],
+    length: Callable[[StageStep], float],
     travel: Callable[[int, int], float] = lambda source, target: 0.0,
-) -> list[list[tuple[Step, float, float]]]:
+) -> list[list[tuple[StageStep, float, float]]]:
     """Start and end of each step of each rank, all as early as their order and what they read allow. last:
     the number of the last stage; travel: how long what a stage makes is on its way to another, once that is
     free to receive it."""
     ends: dict[tuple[str, int, int], float] = {}
-    found: list[list[tuple[Step, float, float]]] = [[] for _ in order]
+    found: list[list[tuple[StageStep, float, float]]] = [[] for _ in order]
     while moved := [rank for rank, steps in enumerate(order) if len(found[rank]) < len(steps)]:
         before = len(ends)
         for rank in moved:
@@ -132,7 +132,7 @@ def timed(
 def end_of(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -> float:
     """Seconds until the last pass of a pipeline is done, of stages with such passes and messages."""
 
-    def length(step: Step) -> float:
+    def length(step: StageStep) -> float:
         one = lengths[step.stage]
         return 0.0 if step.kind == "W" else one.forward if step.kind == "F" else one.backward
 
@@ -146,16 +146,16 @@ def end_of(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -
 
 
 @lru_cache(maxsize=256)
-def _order(pp: int, stages: int, schedule: str, pieces: int) -> tuple[tuple[Step, ...], ...]:
+def _order(pp: int, stages: int, schedule: str, pieces: int) -> tuple[tuple[StageStep, ...], ...]:
     return order_of(ParallelPlan(pp=pp, stages=(Stage({}),) * stages, schedule=schedule, microbatches=pieces))
 
 
-def _result(step: Step) -> tuple[str, int, int]:
+def _result(step: StageStep) -> tuple[str, int, int]:
     """What the pass makes; a backward pass for inputs makes what others read of a whole one."""
     return "B" if step.kind == "I" else step.kind, step.stage, step.piece
 
 
-def _needs(step: Step, last: int) -> set[tuple[str, int, int]]:
+def _needs(step: StageStep, last: int) -> set[tuple[str, int, int]]:
     """What the pass reads."""
     stage, piece = step.stage, step.piece
     if step.kind == "F":
@@ -169,7 +169,7 @@ def _pipeline(found: Forecast) -> Chart:
     plan, last = found.plan, len(found.plan.stages) - 1
     passes, sent = timed(order_of(plan), last, _length(found)), _between(found)
     rows = tuple(
-        Row(_ranks(found, rank), tuple(_box(plan, sent, *one) for one in of_rank))
+        TimelineRow(_ranks(found, rank), tuple(_box(plan, sent, *one) for one in of_rank))
         for rank, of_rank in enumerate(passes)
     )
     starts = {_result(step): start for of_rank in passes for step, start, _ in of_rank}
@@ -188,13 +188,13 @@ def _pipeline(found: Forecast) -> Chart:
     return Chart(name, rows, "a block's forward pass", arrows, notes)
 
 
-def _length(found: Forecast) -> Callable[[Step], float]:
+def _length(found: Forecast) -> Callable[[StageStep], float]:
     """Units that a pass takes."""
     plan = found.plan
     trained, every = count_parameters(found.drawn.model)
     splits = plan.schedule == "zero-bubble" and SELECTIVE and _all_split(found)
 
-    def length(step: Step) -> float:
+    def length(step: StageStep) -> float:
         blocks = sum(end - first for first, end in plan.stages[step.stage].blocks.values())
         whole = 1 + trained / every
         if step.kind == "W":
@@ -223,14 +223,14 @@ def _between(found: Forecast) -> dict[int, tuple[int, int]]:
     return sizes
 
 
-def _onward(step: Step, last: int) -> tuple[str, int, int] | None:
+def _onward(step: StageStep, last: int) -> tuple[str, int, int] | None:
     """The pass that reads what this one sends."""
     if step.kind == "F":
         return ("F", step.stage + 1, step.piece) if step.stage < last else None
     return ("B", step.stage - 1, step.piece) if step.kind != "W" and step.stage else None
 
 
-def _parcel(step: Step, sent: Mapping[int, tuple[int, int]]) -> str:
+def _parcel(step: StageStep, sent: Mapping[int, tuple[int, int]]) -> str:
     """What a pass sends, in words; empty for nothing."""
     if step.kind == "F":
         size, what, to = sent.get(step.stage, (0, 0))[0], "hidden states", step.stage + 1
@@ -241,7 +241,7 @@ def _parcel(step: Step, sent: Mapping[int, tuple[int, int]]) -> str:
 
 
 def _box(
-    plan: ParallelPlan, sent: Mapping[int, tuple[int, int]], step: Step, start: float, end: float
+    plan: ParallelPlan, sent: Mapping[int, tuple[int, int]], step: StageStep, start: float, end: float
 ) -> Box:
     several = len(plan.stages) > plan.pp
     text = f"{step.stage if several else ''}{step.kind}{step.piece}"
@@ -276,7 +276,9 @@ def _blocks(found: Forecast) -> Iterator[Chart]:
     for stack in stacks:
         ahead, back = _of_block(found, family, stack, crossed=stack == "decoder" and "encoder" in stacks)
         title = f"a block of the {stack}, {depth[stack]} times, on {_ranks(found)}"
-        rows = [Row("forward", _in_order(ahead))] + ([Row("backward", _in_order(back))] if back else [])
+        rows = [TimelineRow("forward", _in_order(ahead))] + (
+            [TimelineRow("backward", _in_order(back))] if back else []
+        )
         notes = tuple(
             f"beside it, {one.where}: {one.operations}, {human(one.forward)} and {human(one.backward)}"
             for one in found.transitions
@@ -351,7 +353,7 @@ def _step(found: Forecast) -> Iterator[Chart]:
     by_block = any(one.when == "weights" for one in found.transitions)
     notes = ("weights are gathered block by block, each ahead of the block that needs them",) * by_block
     if any(kind == "send" for kind, _, _ in items):
-        yield Chart("a step", (Row(_ranks(found), _in_order(items)),), notes=notes)
+        yield Chart("a step", (TimelineRow(_ranks(found), _in_order(items)),), notes=notes)
 
 
 def _all_sent(found: Forecast, way: int, when: When) -> Iterator[Item]:

@@ -37,7 +37,7 @@ Place = Literal["attention", "scores", "mlp", "experts", "connection", "ladder",
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulWork:
     """A matrix that tokens are multiplied by, or as many as there are `experts`. narrow: low-rank factors and
     bottlenecks; across: it reads the encoder's tokens."""
 
@@ -55,7 +55,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkPart:
     """What ranks share by one rule. tokens: of a row; keys: those that attention sees. returned: whether the
     backward pass comes here. heads: of attention, with those of keys and their width; columns: of an
     activation; norms: over `width` features, stepwise: RMS norms by torch, one operation after the other;
@@ -66,7 +66,7 @@ class Part:
     tokens: int
     width: int
     itemsize: int
-    products: tuple[Product, ...] = ()
+    products: tuple[MatmulWork, ...] = ()
     keys: int = 0
     heads: tuple[int, int, int] | None = None
     causal: bool = False
@@ -91,7 +91,7 @@ class Part:
         return self.table + sum(one.numbers for one in self.products if one.trained)
 
 
-Region = tuple[Part, ...]  # after which the ranks that share it meet
+Region = tuple[WorkPart, ...]  # after which the ranks that share it meet
 Block = tuple[Region, ...]
 
 
@@ -136,14 +136,14 @@ class Workload:
         """Blocks of each stack."""
         return dict(Counter(stack for stack, _ in self.blocks))
 
-    def parts(self, start: int, end: int) -> Counter[Part]:
+    def parts(self, start: int, end: int) -> Counter[WorkPart]:
         """What a rank of blocks [start, end) computes, with how many there are of each."""
         ends = (self.embedding if start == 0 else ()) + (self.head if end == len(self.blocks) else ())
         return self.of_blocks(start, end) + Counter(ends)
 
-    def of_blocks(self, start: int, end: int) -> Counter[Part]:
+    def of_blocks(self, start: int, end: int) -> Counter[WorkPart]:
         """`parts` without what stands before the first block and behind the last."""
-        found: Counter[Part] = Counter()
+        found: Counter[WorkPart] = Counter()
         for kind, times in Counter(kind for _, kind in self.blocks[start:end]).items():
             for part in (part for region in self.kinds[kind] for part in region):
                 found[part] += times
@@ -172,12 +172,12 @@ def workload(drawn: Sketch) -> Workload:
     tokens = tuple(work.tokens.items())
     last = tokens[-1][1] if work.vocabulary_head else 1
     outside = [one for one in drawn.model.modules() if isinstance(one, nn.Linear) and id(one) not in within]
-    head = Part(
+    head = WorkPart(
         "head", last, shape.width, work.itemsize, tuple(item for one in outside for item in _products(one))
     )
     tables = cast("Any", drawn.model).get_input_embeddings().parameters()
     trained = sum(value.numel() for value in tables if value.requires_grad)
-    table = Part("embedding", sum(dict(tokens).values()), shape.width, work.itemsize, table=trained)
+    table = WorkPart("embedding", sum(dict(tokens).values()), shape.width, work.itemsize, table=trained)
     return Workload(
         family,
         shape,
@@ -207,7 +207,9 @@ class _Reader:
         work, recipe = self.drawn.work, self.drawn.recipe
         shape, tokens = self.shape, work.tokens[self.stack.name]
         runs = not recipe.cache
-        plain = Part("connection", tokens, shape.width, work.itemsize, returned=self.returned, forward=runs)
+        plain = WorkPart(
+            "connection", tokens, shape.width, work.itemsize, returned=self.returned, forward=runs
+        )
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         yield from self._regions(block, self.stack.rule, plain, sizes, shape.columns)
         ladder = cast("Any", self.stack._modules.get("side"))
@@ -215,7 +217,7 @@ class _Reader:
             yield self._level(ladder, index, tokens)
 
     def _regions(
-        self, block: nn.Module, rule: StackRule, plain: Part, sizes: tuple[int, int, int], columns: int
+        self, block: nn.Module, rule: StackRule, plain: WorkPart, sizes: tuple[int, int, int], columns: int
     ) -> Iterator[Region]:
         """Attention, MLP, and what lies between them."""
         inside: set[int] = set()
@@ -229,7 +231,7 @@ class _Reader:
                 yield self._mixture(block, core, plain, inside)
                 continue
             keys = self.drawn.work.tokens.get("encoder", 0) if region.cross else plain.tokens
-            products: list[Product] = []
+            products: list[MatmulWork] = []
             gated = False
             for role, path in region.sites.items():
                 if (found := child_of(block, path)) is not None:
@@ -258,7 +260,7 @@ class _Reader:
         stepwise = self.drawn.device == "cpu" and "rms" in kinds  # torch has layer norms in one operation
         yield (replace(plain, products=tuple(products), norms=norms, stepwise=stepwise),)
 
-    def _mixture(self, block: nn.Module, core: RoutedMlp, plain: Part, inside: set[int]) -> Region:
+    def _mixture(self, block: nn.Module, core: RoutedMlp, plain: WorkPart, inside: set[int]) -> Region:
         """Experts, the shared one, and the router beside both, whose modules are put `inside`."""
         router, module = cast("Any", block.get_submodule(core.router)), block.get_submodule(core.experts)
         products = tuple(_of_experts(module))
@@ -282,25 +284,25 @@ class _Reader:
         rule, block, down = self.stack.rule, ladder.blocks[index], ladder.down[0]
         sizes = (self.shape.heads, self.shape.kv_heads, max(1, down.out_features // self.shape.heads))
         columns = max(1, self.shape.columns * down.out_features // down.in_features)
-        plain = Part("ladder", tokens, down.out_features, 4)
+        plain = WorkPart("ladder", tokens, down.out_features, 4)
         parts = [part for region in self._regions(block, rule, plain, sizes, columns) for part in region]
         way = replace(plain, products=tuple(_products(ladder.down[index + 1])))
         return tuple(replace(part, place="ladder") for part in (*parts, way))
 
 
-def _products(layer: nn.Module) -> Iterator[Product]:
+def _products(layer: nn.Module) -> Iterator[MatmulWork]:
     """The matrices of a linear and of what tunes it."""
     for name, value in layer.named_parameters():
         if value.dim() == 2:
-            yield Product(value.shape[1], value.shape[0], value.requires_grad, narrow=name != "weight")
+            yield MatmulWork(value.shape[1], value.shape[0], value.requires_grad, narrow=name != "weight")
 
 
-def _of_experts(module: nn.Module) -> Iterator[Product]:
+def _of_experts(module: nn.Module) -> Iterator[MatmulWork]:
     """The matrices of all experts and of what tunes them."""
     for weight in weights_of(module):
         experts, outputs, inputs = sizes_of(module, weight)
         value = module.get_parameter(weight)
-        yield Product(inputs, outputs, value.requires_grad, experts=experts)
+        yield MatmulWork(inputs, outputs, value.requires_grad, experts=experts)
     for name, value in module.named_parameters():
         if value.dim() == 3 and name not in weights_of(module):
-            yield Product(value.shape[2], value.shape[1], value.requires_grad, True, experts=len(value))
+            yield MatmulWork(value.shape[2], value.shape[1], value.requires_grad, True, experts=len(value))

@@ -31,7 +31,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
+class IntegerValue:
     """An integer from `least` to `most`; true and false are none."""
 
     least: int = 0
@@ -71,7 +71,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextValue:
     """A text, one of `words` if any are given."""
 
     words: Sequence[str] = ()
@@ -119,7 +119,7 @@ class ListOf:
 
 
 @dataclass(frozen=True)
-class Row:
+class TupleValue:
     """A list with one value of each of these kinds, in their order."""
 
     kinds: tuple[Kind, ...]

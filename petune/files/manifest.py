@@ -14,7 +14,7 @@ from typing import Any
 
 from petune.errors import FileError, Problem
 from petune.files.hashes import FileHashes, differing
-from petune.files.json_fields import Digest, Fields, Kind, MapOf, Whole, check_fields, check_version
+from petune.files.json_fields import Digest, Fields, IntegerValue, Kind, MapOf, check_fields, check_version
 from petune.files.safetensors import read_json, reading, write_json
 from petune.log import warn
 
@@ -24,8 +24,8 @@ VERSION = 1
 MOST = 10  # problems that are named
 _DOCUMENTATION = (".md", ".rst", ".pdf", ".png", ".svg", ".jpg")
 _FIELDS: Mapping[str, Kind] = {
-    "version": Whole(1),
-    "files": MapOf(Fields({"size": Whole(0), "sha256": Digest()}), least=1),
+    "version": IntegerValue(1),
+    "files": MapOf(Fields({"size": IntegerValue(0), "sha256": Digest()}), least=1),
 }
 
 

@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class SharedBox:
     """What a box and a piece share, `size` of it: from `inside` on in the box, from `there` on in the
     source."""
 
@@ -50,7 +50,7 @@ class Overlap:
     size: Sizes
 
 
-def overlap(piece: Piece, start: Sequence[int], size: Sequence[int]) -> Overlap | None:
+def overlap(piece: Piece, start: Sequence[int], size: Sequence[int]) -> SharedBox | None:
     """What the box of `size` from `start` on shares with a piece of the same tensor; None for nothing."""
     if start and not start[0] - piece.size[0] < piece.at[0] < start[0] + size[0]:
         return None  # as almost all of many experts
@@ -60,11 +60,11 @@ def overlap(piece: Piece, start: Sequence[int], size: Sequence[int]) -> Overlap 
     if any(count <= 0 for count in shared):
         return None
     inside = tuple(first - own for first, own in zip(low, start, strict=True))
-    return Overlap(inside, tuple(first - at for first, at in zip(low, piece.at, strict=True)), shared)
+    return SharedBox(inside, tuple(first - at for first, at in zip(low, piece.at, strict=True)), shared)
 
 
 @dataclass(frozen=True)
-class Run:
+class RowSpan:
     """Where a box lies in a tensor of rows: `count` rows of `width` elements, of which [first, first +
     taken) are its own, the first row beginning at element `offset` of the tensor."""
 
@@ -75,7 +75,7 @@ class Run:
     taken: int
 
 
-def runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[Run]:
+def runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[RowSpan]:
     """The box of `size` from `start` on in a tensor of `shape`, as few runs of rows in the order of its
     elements."""
     dims = list(zip(shape, start, size, strict=True))
@@ -83,16 +83,16 @@ def runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Ite
     while dims and dims[-1][0] == dims[-1][2]:  # taken whole: part of a longer row
         width *= dims.pop()[0]
     if not dims:
-        yield Run(0, 1, width, 0, width)
+        yield RowSpan(0, 1, width, 0, width)
         return
     whole, first, taken = (width * part for part in dims.pop())
     if not dims:
-        yield Run(first, 1, taken, 0, taken)
+        yield RowSpan(first, 1, taken, 0, taken)
         return
     _, row, count = dims.pop()
     before = [length for length, _, _ in dims]
     for at in _places(before, [range(begin, begin + number) for _, begin, number in dims]):
-        yield Run((at * shape[len(before)] + row) * whole, count, whole, first, taken)
+        yield RowSpan((at * shape[len(before)] + row) * whole, count, whole, first, taken)
 
 
 def _places(lengths: Sequence[int], ranges: Sequence[range]) -> Iterator[int]:
@@ -107,7 +107,7 @@ def _places(lengths: Sequence[int], ranges: Sequence[range]) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor of a file: dtype, shape, and its first and last byte in the file."""
 
     path: Path
@@ -117,10 +117,12 @@ class Source:
     end: int
 
 
-def sources(headers: Mapping[Path, Header]) -> dict[str, Source]:
+def sources(headers: Mapping[Path, Header]) -> dict[str, TensorSource]:
     """Every tensor of these files by its name; of two with one name, that of the later file."""
     return {
-        name: Source(path, entry.dtype, entry.shape, header.start + entry.begin, header.start + entry.end)
+        name: TensorSource(
+            path, entry.dtype, entry.shape, header.start + entry.begin, header.start + entry.end
+        )
         for path, header in headers.items()
         for name, entry in header.tensors.items()
     }
@@ -133,7 +135,7 @@ class RangeReader:
     and for a truth value that is neither 0 nor 1; MachineError when the system refuses.
     """
 
-    def __init__(self, found: Mapping[str, Source]) -> None:
+    def __init__(self, found: Mapping[str, TensorSource]) -> None:
         self.sources = found
         self._files: dict[Path, FileIO] = {}
         self._room = bytearray(0)
@@ -171,7 +173,9 @@ class RangeReader:
             begin, length = source.begin, source.end - source.begin
             _WILL_NEED(self._file(source.path).fileno(), begin, length, os.POSIX_FADV_WILLNEED)
 
-    def _run(self, source: Source, name: str, run: Run, out: Tensor, by: torch.dtype | None) -> None:
+    def _run(
+        self, source: TensorSource, name: str, run: RowSpan, out: Tensor, by: torch.dtype | None
+    ) -> None:
         """Fill `out`, flat, with a run: at once where it can be, else in portions of rows, or of a long
         row."""
         item = source.dtype.itemsize
@@ -190,7 +194,7 @@ class RangeReader:
         else:
             self._flat(source, name, begin, out, by)
 
-    def _flat(self, source: Source, name: str, begin: int, out: Tensor, by: torch.dtype | None) -> None:
+    def _flat(self, source: TensorSource, name: str, begin: int, out: Tensor, by: torch.dtype | None) -> None:
         """Fill `out` with elements that lie one behind the other."""
         if out.dtype == source.dtype and out.device.type == "cpu" and by in (None, out.dtype):
             self._fill(source, name, begin, bytes_of(out))
@@ -201,7 +205,7 @@ class RangeReader:
             held = self._held(source, name, begin + at * item, min(count, len(out) - at))
             _put(out[at : at + count], held, by)
 
-    def _held(self, source: Source, name: str, begin: int, count: int) -> Tensor:
+    def _held(self, source: TensorSource, name: str, begin: int, count: int) -> Tensor:
         """`count` elements of the file, in memory that the next call takes again."""
         size = count * source.dtype.itemsize
         if len(self._room) < size:
@@ -209,7 +213,7 @@ class RangeReader:
         self._fill(source, name, begin, memoryview(self._room)[:size])
         return torch.frombuffer(self._room, dtype=source.dtype, count=count)
 
-    def _fill(self, source: Source, name: str, begin: int, rest: memoryview) -> None:
+    def _fill(self, source: TensorSource, name: str, begin: int, rest: memoryview) -> None:
         file, flags = self._file(source.path), rest
         with reading(source.path):
             while rest:

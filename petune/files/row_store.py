@@ -34,7 +34,7 @@ _RECORD_SIZE = _RECORD.size + _CHECK.size
 
 
 @dataclass
-class Place:
+class RowPlace:
     """Where the bytes of a row lie. tokens: of the row; trusted: its checksum was seen to be right, or it was
     written here."""
 
@@ -63,8 +63,8 @@ class RowStore:
         phase: int | None = None,
     ) -> None:
         self.folder, self.name, self.token_bytes, self.kind = folder, name, token_bytes, kind
-        self.places: dict[bytes, Place] = {}
-        self.later: dict[bytes, tuple[int, Place]] = {}  # of rows that count from a later phase on
+        self.places: dict[bytes, RowPlace] = {}
+        self.later: dict[bytes, tuple[int, RowPlace]] = {}  # of rows that count from a later phase on
         self.read_until: dict[Path, int] = {}
         self.added: set[bytes] = set()  # by this process
         self.damaged = 0
@@ -170,7 +170,7 @@ class RowStore:
             if check != zlib.crc32(record):
                 continue
             key, offset, segment, tokens, stamp, checksum = _RECORD.unpack(record)
-            place = Place(self._path(number, segment), offset, tokens, checksum, key in self.added)
+            place = RowPlace(self._path(number, segment), offset, tokens, checksum, key in self.added)
             if key not in self.places:
                 self.later.setdefault(key, (stamp, place))
         self.read_until[path] = begin
@@ -183,7 +183,7 @@ class RowStore:
         """Of all rows that are known."""
         return sum(place.tokens for place in self.places.values()) * self.token_bytes
 
-    def find(self, key: bytes) -> Place | None:
+    def find(self, key: bytes) -> RowPlace | None:
         """Where the row of `key` lies, None where it is not there or its bytes are not those that were
         written."""
         place = self.places.get(key)
@@ -206,7 +206,7 @@ class RowStore:
 
     # ------------------------------------------------------------ reading and writing
 
-    def read(self, place: Place, into: Sequence[memoryview]) -> None:
+    def read(self, place: RowPlace, into: Sequence[memoryview]) -> None:
         """Fill `into`, one after the other, with the bytes of a row. Raises FileError for a file that has
         become shorter."""
         wanted = sum(view.nbytes for view in into)

@@ -36,7 +36,7 @@ from petune.errors import UsageError
 from petune.files.given import path_of
 from petune.methods.cached_backbone import identity_of, refuse_moving
 from petune.methods.configs import ROOM
-from petune.methods.held_levels import Room
+from petune.methods.held_levels import CacheRoom
 from petune.methods.level_reader import AHEAD, Request, Threads
 from petune.methods.row_keys import alike, sources_of
 from petune.methods.stack_levels import StackLevels, form_of, sizes_of, token_bytes
@@ -117,7 +117,7 @@ class ActivationCache:
                 found=str(room),
             )
         self.models = [model] if isinstance(model, nn.Module) else list(model)
-        self.room, self._threads, self._next = Room(room), Threads(), deque[_Next]()
+        self.room, self._threads, self._next = CacheRoom(room), Threads(), deque[_Next]()
         self._twins: dict[int, tuple[Tensor, int, Tensor]] = {}  # on the CPU, of those that were handed on
         self.dtype: Stored = dtype
         self.folder, self.together, self.counts, self.phase = path_of(folder), together, Counts(), 0

@@ -70,7 +70,7 @@ def activation_of(name: str) -> Callable[[Tensor], Tensor]:
     return cast("Callable[[Tensor], Tensor]", ACT2FN[ADAPTERHUB.get(name, name)])
 
 
-class Bottleneck(TunedLayer):
+class BottleneckLayer(TunedLayer):
     """What every module with a bottleneck behind it has. The names are no block's own."""
 
     additions = (
@@ -83,7 +83,7 @@ class Bottleneck(TunedLayer):
     adapter_activation: str
     adapter_dropout: float
     adapter_scale: float
-    beside: bool  # it reads what `HandOver` hands it
+    beside: bool  # it reads what `BesideHook` hands it
     handed: Tensor | None
     of_sum: ClassVar[bool] = False  # it is part of what a block makes of its last sum
 
@@ -157,11 +157,11 @@ class Bottleneck(TunedLayer):
         return made if self.adapter_scale == 1 else made * self.adapter_scale
 
 
-class HandOver(BoundaryHook):
+class BesideHook(BoundaryHook):
     """Hook on the module that first reads what a sub-layer is added to: a bottleneck beside the sub-layer
     reads it too. It acts before the hooks of a plan, which are put there later."""
 
-    def __init__(self, to: Bottleneck) -> None:
+    def __init__(self, to: BottleneckLayer) -> None:
         self.to = to
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class HandOver(BoundaryHook):
         self.to.handed = args[0] if args else settings["hidden_states"]
 
 
-class AdapterOfAnyClass(Bottleneck, TunedOfAnyClass):
+class AdapterOfAnyClass(BottleneckLayer, TunedOfAnyClass):
     """A module that is no linear, with a bottleneck."""
 
     @property
@@ -235,7 +235,7 @@ def _unmergeable() -> UsageError:
     )
 
 
-class AdapterLinear(Bottleneck, TunedLinear, nn.Linear):
+class AdapterLinear(BottleneckLayer, TunedLinear, nn.Linear):
     """nn.Linear followed by a bottleneck adapter. x [..., in] -> [..., out], dtype of the base layer's
     output."""
 
@@ -300,10 +300,10 @@ def _beside(model: nn.Module, family: Family, config: AdapterConfig) -> None:
             else:
                 name = f"{path}.{cast('tuple[str, nn.Module]', child_of(block, one.core.down))[0]}"
                 model.set_submodule(name, tune(cast("Any", model.get_submodule(name)), config, name))
-            made = cast("Bottleneck", model.get_submodule(name))
+            made = cast("BottleneckLayer", model.get_submodule(name))
             # which is the first to read what the sub-layer is added to
             reader = block.get_submodule(one.core.at if one.norm_in is None else one.norm_in.path)
-            reader.register_forward_pre_hook(HandOver(made), with_kwargs=True)
+            reader.register_forward_pre_hook(BesideHook(made), with_kwargs=True)
 
 
 def _blocks(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from petune.kernels.memory.private_pools import private_bytes
-from petune.methods.row_keys import Row
+from petune.methods.row_keys import BatchRow
 
 _WORDS = (torch.int64, torch.int32, torch.int16)
 
 
-class Room:
+class CacheRoom:
     """The bytes of a device that rows of all stacks of a cache may take, all of them or none: a share, from 0
     to 1, of what is free when the first ones come, or of what somebody says, for whom it waits.
 
@@ -68,17 +68,17 @@ class HeldLevels:
     """The rows of one stack that stay on the device, by their keys: each as words [levels, tokens, words], of
     its values and, where it has some, of its scales. Copies of single bytes would be slow on a GPU."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: CacheRoom) -> None:
         self.room = room
         self._rows: dict[bytes, list[Tensor]] = {}
 
-    def has(self, rows: Sequence[Row]) -> bool:
+    def has(self, rows: Sequence[BatchRow]) -> bool:
         """Whether all of `rows` are here."""
         if self.room.closed:
             self._rows.clear()
         return all(row.key in self._rows for row in rows)
 
-    def put(self, rows: Sequence[Row], parts: Sequence[Tensor]) -> None:
+    def put(self, rows: Sequence[BatchRow], parts: Sequence[Tensor]) -> None:
         """Keep `rows` of a batch, uint8 [levels, batch, seq, bytes] on the device, while there is room."""
         if not self.room.on(parts[0].device):
             return
@@ -92,7 +92,7 @@ class HeldLevels:
         if self.room.closed:
             self._rows.clear()
 
-    def get(self, rows: Sequence[Row], shape: tuple[int, int]) -> list[Tensor]:
+    def get(self, rows: Sequence[BatchRow], shape: tuple[int, int]) -> list[Tensor]:
         """A batch [batch, seq] = `shape` of rows that are here, as `put` was given it, by one operation;
         zeros for padding."""
         found = [self._rows[row.key] for row in rows]
@@ -115,7 +115,7 @@ def in_words(part: Tensor) -> Tensor:
     return part.view(next((one for one in _WORDS if part.shape[-1] % one.itemsize == 0), torch.uint8))
 
 
-def blank_padding_(batch: Tensor, rows: Sequence[Row]) -> None:
+def blank_padding_(batch: Tensor, rows: Sequence[BatchRow]) -> None:
     """Zeros for what is no token of `rows`, in [levels, batch, seq, ...]."""
     for at, row in enumerate(rows):
         end = row.first + row.tokens

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petune.files.row_store import Place, RowStore
+from petune.files.row_store import RowPlace, RowStore
 from petune.methods.held_levels import blank_padding_
-from petune.methods.row_keys import Row
+from petune.methods.row_keys import BatchRow
 
 AHEAD = 2  # passes that are read before they begin, at most
 HANDS = 4  # threads that read rows: one alone copies slower than a GPU takes
 
-Wanted = tuple[tuple[Row, ...], tuple[int, int]]  # rows and [batch, seq] of a pass
+Wanted = tuple[tuple[BatchRow, ...], tuple[int, int]]  # rows and [batch, seq] of a pass
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Request:
     a token of a level, of its values and of its scale; levels: how many."""
 
     store: RowStore
-    rows: tuple[Row, ...]
-    places: Sequence[Place]
+    rows: tuple[BatchRow, ...]
+    places: Sequence[RowPlace]
     shape: tuple[int, int]
     levels: int
     sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ class Threads:
                 self.__dict__.pop(name).shutdown(cancel_futures=True)
 
 
-class Reader:
+class LevelReader:
     """The batches of one stack, each read when it is asked for or, on a device that does not wait for the
     host, before."""
 

@@ -21,7 +21,7 @@ from petune.methods.settings import (
     Ia3Settings,
     LoraSettings,
     MissSettings,
-    Shared,
+    SharedSettings,
     SideSettings,
 )
 from petune.methods.targets import head_modules
@@ -51,7 +51,7 @@ def wrap(model: Model, method: Literal["side"], **settings: Unpack[SideSettings]
 @overload
 def wrap(model: Model, method: Literal["head"], **settings: Unpack[HeadSettings]) -> Model: ...
 @overload
-def wrap(model: Model, method: Literal["full"], **settings: Unpack[Shared]) -> Model: ...
+def wrap(model: Model, method: Literal["full"], **settings: Unpack[SharedSettings]) -> Model: ...
 @overload
 def wrap(
     model: Model,

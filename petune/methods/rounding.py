@@ -96,7 +96,7 @@ def seed_of(rounding: str, seed: int | None, own: int) -> int | None:
     return None
 
 
-class Cost(NamedTuple):
+class RoundingCost(NamedTuple):
     """What rounding costs, over all merged layers together; 0 without any.
 
     update: norm of the updates. ulps: root mean square of an update's entry over the spacing of numbers at
@@ -118,7 +118,9 @@ class Cost(NamedTuple):
 
 
 @torch.no_grad()
-def cost_of(layers: Iterable[tuple[str, TunedLayer]], dtype: torch.dtype | None, seed: int | None) -> Cost:
+def cost_of(
+    layers: Iterable[tuple[str, TunedLayer]], dtype: torch.dtype | None, seed: int | None
+) -> RoundingCost:
     """What `merged_tensors` costs, of layers by their names."""
     update = missed = weights = spacing = along = along_nearest = 0.0
     for path, layer in layers:
@@ -137,7 +139,7 @@ def cost_of(layers: Iterable[tuple[str, TunedLayer]], dtype: torch.dtype | None,
             weights += float(weight.norm()) ** 2
             spacing = torch.finfo(dtype or own.dtype).eps
     if not update:
-        return Cost(0.0, 0.0, 0.0, 0.0, 0.0)
+        return RoundingCost(0.0, 0.0, 0.0, 0.0, 0.0)
     ulps = math.sqrt(update / weights) / spacing if weights else 0.0
     kept, as_nearest = 1 + along / update, 1 + along_nearest / update
-    return Cost(math.sqrt(update), ulps, math.sqrt(missed / update), kept, as_nearest)
+    return RoundingCost(math.sqrt(update), ulps, math.sqrt(missed / update), kept, as_nearest)

@@ -26,7 +26,7 @@ _HARMLESS = {*INPUTS, *_OF_INPUT, *_OF_TARGET, "labels", "logits_to_keep", "retu
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One row of a batch: its key, the place of its first token, the number of its tokens."""
 
     key: bytes
@@ -35,7 +35,7 @@ class Row:
 
 
 Numbers = NDArray[Any]  # [batch, seq]
-Source = tuple[list[Row], Tensor]  # rows, and the tensor [batch, seq] that they are of
+Source = tuple[list[BatchRow], Tensor]  # rows, and the tensor [batch, seq] that they are of
 
 
 def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] | None:
@@ -66,7 +66,7 @@ def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] |
     ids, padding = (labels, MASKED) if own is None else (own, pad)
     targets = _rows([ids, mask], padding, padded=True)
     behind = [
-        Row(_key(row.key, one.key), row.first, row.tokens)
+        BatchRow(_key(row.key, one.key), row.first, row.tokens)
         for row, one in zip(targets, inputs[0], strict=True)
     ]
     return {"input": inputs, "decoder": (behind, ids)}
@@ -80,11 +80,11 @@ def alike(sources: Mapping[str, Source] | None) -> object:
 def _whole_rows(given: Tensor, model: nn.Module) -> Source:
     """Rows of pictures or sounds [batch, ...], which are known by all their values."""
     tokens = tokens_of(model, given)
-    rows = [Row(_key(row.contiguous().numpy().tobytes()), 0, tokens) for row in given.cpu()]
+    rows = [BatchRow(_key(row.contiguous().numpy().tobytes()), 0, tokens) for row in given.cpu()]
     return rows, given.new_empty((len(rows), tokens))
 
 
-def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False) -> list[Row]:
+def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False) -> list[BatchRow]:
     """Rows of [batch, seq] tensors: ids, a mask or None, and what else rows are known by. padded: ids of
     `pad` at the end are padding where no mask says so."""
     tokens, mask, *rest = (None if value is None else value.cpu() for value in values)
@@ -101,7 +101,7 @@ def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False
         parts = [ids[at], *(value[at if len(value) > 1 else 0] for value in others if value is not None)]
         parts += [] if real is None else [real[at]]
         pieces = (part[first:end].tobytes() for part in parts)
-        rows.append(Row(_key(b"%d" % first, *pieces), first, end - first))
+        rows.append(BatchRow(_key(b"%d" % first, *pieces), first, end - first))
     return rows
 
 

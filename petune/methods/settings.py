@@ -11,7 +11,7 @@ from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
 Names = str | Sequence[str]
 
 
-class Shared(TypedDict, total=False):
+class SharedSettings(TypedDict, total=False):
     """What `wrap` takes for every method."""
 
     kernels: KernelsName
@@ -19,7 +19,7 @@ class Shared(TypedDict, total=False):
     base_dtype: BaseDtype | None
 
 
-class LoraSettings(Shared, total=False):
+class LoraSettings(SharedSettings, total=False):
     """Of lora and dora."""
 
     r: int
@@ -39,7 +39,7 @@ class LoraSettings(Shared, total=False):
     also_train: Names
 
 
-class Ia3Settings(Shared, total=False):
+class Ia3Settings(SharedSettings, total=False):
     """Of ia3."""
 
     targets: Names
@@ -47,7 +47,7 @@ class Ia3Settings(Shared, total=False):
     also_train: Names
 
 
-class MissSettings(Shared, total=False):
+class MissSettings(SharedSettings, total=False):
     """Of miss."""
 
     r: int
@@ -57,7 +57,7 @@ class MissSettings(Shared, total=False):
     also_train: Names
 
 
-class AdapterSettings(Shared, total=False):
+class AdapterSettings(SharedSettings, total=False):
     """Of adapter."""
 
     kind: str
@@ -68,7 +68,7 @@ class AdapterSettings(Shared, total=False):
     also_train: Names
 
 
-class SideSettings(Shared, total=False):
+class SideSettings(SharedSettings, total=False):
     """Of side."""
 
     reduction: int
@@ -82,7 +82,7 @@ class SideSettings(Shared, total=False):
     also_train: Names
 
 
-class HeadSettings(Shared, total=False):
+class HeadSettings(SharedSettings, total=False):
     """Of head."""
 
     also_train: Names

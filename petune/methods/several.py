@@ -47,7 +47,7 @@ class Update(nn.Module):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ActiveAdapters:
     """Which adapters act: all of `names` on every row; with `rows` the one that is named for a row, or none.
 
     beams: rows of the model for each of `rows`, one behind the other, besides one.
@@ -62,9 +62,9 @@ class Choice:
 class Chosen:
     """The choice of a model, which all its layers share."""
 
-    choice: Choice
+    choice: ActiveAdapters
 
-    def now(self) -> Choice:
+    def now(self) -> ActiveAdapters:
         """The choice a forward pass computes with. Raises UsageError in a backward pass, which may come when
         another is made."""
         if torch._C._current_graph_task_id() != -1:
@@ -168,7 +168,7 @@ def _stacked(updates: Sequence[Update]) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _places(choice: Choice, held: tuple[str, ...], count: int, device: torch.device) -> Tensor:
+def _places(choice: ActiveAdapters, held: tuple[str, ...], count: int, device: torch.device) -> Tensor:
     """The place among `held` of the adapter of each of `count` rows, len(held) for none."""
     assert choice.rows is not None
     beams = choice.beams if count != len(choice.rows) else 1
@@ -261,7 +261,7 @@ def take(model: nn.Module, name: str, made: Mapping[str, nn.Module], record: Tun
         raise UsageError(what, where=wrong, remedy="name it in `exclude`, or target the whole linear")
     others = tuning(model).adapters if is_wrapped(model) else {}
     first = next((layer for _, layer in several_layers(model)), None)
-    chosen = Chosen(Choice((name,))) if first is None else first.chosen
+    chosen = Chosen(ActiveAdapters((name,))) if first is None else first.chosen
     for full, layer in made.items():
         old = model.get_submodule(full)
         if not isinstance(old, SeveralLayer):
@@ -321,7 +321,7 @@ def alone(model: Model, name: str) -> Iterator[Model]:
 class Acting:
     """A choice that has been made; as a context manager, until the block ends."""
 
-    def __init__(self, model: nn.Module, choice: Choice) -> None:
+    def __init__(self, model: nn.Module, choice: ActiveAdapters) -> None:
         self.chosen = next(layer for _, layer in several_layers(model)).chosen
         self.before, self.chosen.choice = self.chosen.choice, choice
 
@@ -343,7 +343,7 @@ def active(model: nn.Module, names: str | Sequence[str]) -> Acting:
     """
     named = (names,) if isinstance(names, str) else _listed(names)
     _check_names(model, named)
-    return Acting(model, Choice(tuple(dict.fromkeys(named))))
+    return Acting(model, ActiveAdapters(tuple(dict.fromkeys(named))))
 
 
 def per_row(model: nn.Module, names: Sequence[str | None], *, beams: int = 1) -> Acting:
@@ -363,7 +363,7 @@ def per_row(model: nn.Module, names: Sequence[str | None], *, beams: int = 1) ->
     if not rows or type(beams) is not int or beams < 1:
         what = "a batch has at least one row, of at least one beam"
         raise UsageError(what, found=f"{len(rows)} names, beams {beams!r}")
-    return Acting(model, Choice(tuple(dict.fromkeys(named)), rows, beams))
+    return Acting(model, ActiveAdapters(tuple(dict.fromkeys(named)), rows, beams))
 
 
 def _listed(names: Iterable[Any]) -> tuple[Any, ...]:

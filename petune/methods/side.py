@@ -40,7 +40,7 @@ from petune.methods.configs import SideConfig
 from petune.methods.narrowing import check, narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.linear_attention import GatedDelta
-from petune.models.port import Call, Pass
+from petune.models.port import Call, StackPass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
 from petune.models.tuned_linear import TunedModule
@@ -103,15 +103,15 @@ class Ladder(TunedModule, PreTrainedModel):
 
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
-        """See stack_protocols.Ladder."""
+        """See stack_protocols.LadderLike."""
         return [(at, block) for at, block in enumerate(self.blocks) if self.has(at)]
 
     def has(self, number: int) -> bool:
-        """See stack_protocols.Ladder."""
+        """See stack_protocols.LadderLike."""
         return not isinstance(self.blocks[number], nn.Identity)
 
     def reads(self, number: int) -> bool:
-        """See stack_protocols.Ladder."""
+        """See stack_protocols.LadderLike."""
         return self.has(number) and self.settings.climbs
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -162,7 +162,7 @@ class Ladder(TunedModule, PreTrainedModel):
             self.norm = self.up = self.alpha = None
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
-        """See stack_protocols.Ladder; with the carry come the angles of each type of attention.
+        """See stack_protocols.LadderLike; with the carry come the angles of each type of attention.
 
         Raises UsageError for encoder states that were not made by this model's own encoder."""
         across = call.get("encoder_hidden_states")
@@ -195,8 +195,8 @@ class Ladder(TunedModule, PreTrainedModel):
         _make_room(call.get("past_key_values"), self.depth)
         return side
 
-    def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
-        """See stack_protocols.Ladder."""
+    def split(self, call: Call, now: StackPass) -> tuple[Call, Call]:
+        """See stack_protocols.LadderLike."""
         backbone = dict(call)
         side = {name: value for name, value in call.items() if name not in self.rule.carry}
         across = call.get("encoder_hidden_states")
@@ -220,18 +220,18 @@ class Ladder(TunedModule, PreTrainedModel):
         return backbone, side
 
     def lower(self, levels: Tensor) -> Tensor:
-        """See stack_protocols.Ladder: one batched product."""
+        """See stack_protocols.LadderLike: one batched product."""
         down = [cast("nn.Linear", self.down[at + 1]) for at, _ in self.numbered]
         weights, biases = torch.stack([one.weight for one in down]), torch.stack([one.bias for one in down])
         found = torch.baddbmm(biases[:, None], self._entering(levels).flatten(1, -2), weights.mT)
         return cast("Tensor", found.unflatten(1, levels.shape[1:-1]))
 
     def gate(self) -> tuple[Tensor, float]:
-        """See stack_protocols.Ladder."""
+        """See stack_protocols.LadderLike."""
         return torch.stack(list(self.gates.values())), self.settings.temperature
 
     def call(self, index: int, call: Call) -> Call:
-        """See stack_protocols.Ladder: with the angles of its type of attention."""
+        """See stack_protocols.LadderLike: with the angles of its type of attention."""
         if self.rotary is None:
             return call
         angles = call["position_embeddings"]
@@ -239,7 +239,7 @@ class Ladder(TunedModule, PreTrainedModel):
         return call | {"position_embeddings": angles[kind]}
 
     def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
-        """See stack_protocols.Ladder: the gate mixes before the block."""
+        """See stack_protocols.LadderLike: the gate mixes before the block."""
         state = call["hidden_states"]
         if self.reads(index):
             if below is None:
@@ -249,7 +249,7 @@ class Ladder(TunedModule, PreTrainedModel):
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
-        """See stack_protocols.Ladder."""
+        """See stack_protocols.LadderLike."""
         state = call["hidden_states"]
         if self.norm is not None:
             state = self.norm(state)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from petune.files.row_store import RowStore
-from petune.methods.held_levels import HeldLevels, Room
-from petune.methods.level_reader import Reader, Request, Threads
-from petune.methods.row_keys import Row
+from petune.methods.held_levels import CacheRoom, HeldLevels
+from petune.methods.level_reader import LevelReader, Request, Threads
+from petune.methods.row_keys import BatchRow
 from petune.models.fp8 import quantise
 from petune.models.stack import Stack
 
@@ -38,7 +38,7 @@ class StackLevels:
         stored: Stored,
         writer: bool,
         width: int,
-        room: Room,
+        room: CacheRoom,
         threads: Threads,
     ) -> None:
         ladder, here = cast("Any", stack.ladder), [number for number, _ in stack.numbered]
@@ -51,9 +51,9 @@ class StackLevels:
             self.name += f"-{sum(1 << number - here[0] for number in self.numbers):x}"
         self.folder, self.stored, self.writer = folder, stored, writer
         self.store: RowStore | None = None
-        self.held, self.reader = HeldLevels(room), Reader(threads)
+        self.held, self.reader = HeldLevels(room), LevelReader(threads)
         self.phase = 0
-        self.rows: Sequence[Row] = ()
+        self.rows: Sequence[BatchRow] = ()
         self.shape = (0, 0)
         self.known: Tensor | None = None
         self.fresh: dict[int, Tensor] = {}
@@ -67,20 +67,22 @@ class StackLevels:
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model has no cache: nobody would tell it of its rows."""
 
-    def has(self, rows: Sequence[Row]) -> bool:
+    def has(self, rows: Sequence[BatchRow]) -> bool:
         """Whether all `rows` are there. Their bytes are not looked at."""
         return self.store is not None and all(row.key in self.store.places for row in rows)
 
     # ------------------------------------------------------------ a pass
 
-    def begin(self, rows: Sequence[Row], shape: tuple[int, int], device: torch.device) -> None:
+    def begin(self, rows: Sequence[BatchRow], shape: tuple[int, int], device: torch.device) -> None:
         """The rows of a pass, [batch, seq] = `shape`: they are read if all of them are known."""
         self.rows, self.shape, self.known = rows, shape, None
         self.fresh.clear()
         if (request := self.request(rows, shape, device)) is not None:
             self.known = self._read(request)
 
-    def request(self, rows: Sequence[Row], shape: tuple[int, int], device: torch.device) -> Request | None:
+    def request(
+        self, rows: Sequence[BatchRow], shape: tuple[int, int], device: torch.device
+    ) -> Request | None:
         """What reads `rows`, [batch, seq] = `shape`; None unless all of them are there with the bytes that
         were written."""
         if not rows or self.store is None:

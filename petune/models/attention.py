@@ -34,7 +34,7 @@ _BEFORE = "petune_attention_before"  # attribute of a model: the name of the fun
 Attended = tuple[Tensor, Tensor | None]
 
 
-class Attend(Protocol):
+class AttentionCall(Protocol):
     """Attention over the tensors it is given; see `attend`."""
 
     def __call__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from petune.models.narrowed import narrowed
 from petune.models.spec import (
     Attention,
     Config,
@@ -16,7 +17,6 @@ from petune.models.spec import (
     StackRule,
     SubLayer,
     linears,
-    narrowed,
 )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from petune.errors import FileError
-from petune.files.ranges import RangeReader, Source
+from petune.files.ranges import RangeReader, TensorSource
 from petune.models.nf4 import BLOCK, NESTED, Nf4, dynamic_levels, levels
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -102,7 +102,7 @@ class FourBit:
         return Nf4(q, scales, parts[".nested_absmax"], mean, dtype, stride)
 
 
-def four_bit_weights(files: Mapping[str, Source]) -> tuple[dict[str, Source], dict[str, FourBit]]:
+def four_bit_weights(files: Mapping[str, TensorSource]) -> tuple[dict[str, TensorSource], dict[str, FourBit]]:
     """(the tensors of files with each weight in four bits under its name, in the shape and dtype that it
     stands for; those weights by that name).
 
@@ -125,7 +125,9 @@ def beside(weights: Mapping[str, FourBit], name: str) -> bool:
     return any(name.startswith(f"{own}.") for own in weights)
 
 
-def _fields(name: str, state: str, files: Mapping[str, Source], reader: RangeReader) -> Mapping[str, Any]:
+def _fields(
+    name: str, state: str, files: Mapping[str, TensorSource], reader: RangeReader
+) -> Mapping[str, Any]:
     """What a file says of a weight. Raises FileError for one of other blocks, levels or sizes than those of
     `Nf4`."""
     try:
@@ -144,7 +146,7 @@ def _fields(name: str, state: str, files: Mapping[str, Source], reader: RangeRea
     return cast("Mapping[str, Any]", fields)
 
 
-def _is_whole(name: str, fields: Mapping[str, Any], files: Mapping[str, Source]) -> bool:
+def _is_whole(name: str, fields: Mapping[str, Any], files: Mapping[str, TensorSource]) -> bool:
     """Whether all that a weight is held in is there, in the sizes that its own tell."""
     shape = fields.get("shape")
     if not (isinstance(shape, list) and len(shape) == 2 and all(isinstance(size, int) for size in shape)):

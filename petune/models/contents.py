@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import PetuneError
-from petune.files.ranges import RangeReader, Source, overlap
+from petune.files.ranges import RangeReader, TensorSource, overlap
 from petune.files.safetensors import is_finite
 from petune.models.bitsandbytes_files import FourBit
 from petune.models.checksums import checksum, checksums
@@ -38,7 +38,7 @@ NO_PLAN = ReadPlan({}, frozenset(), {}, [])
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A part of the tensor `name` that is to be filled: `out`, the box of its shape from `start` on."""
 
     name: str
@@ -57,7 +57,7 @@ class Contents:
     def __init__(
         self,
         model: nn.Module,
-        files: Mapping[str, Source],
+        files: Mapping[str, TensorSource],
         plan: ReadPlan,
         seed: int,
         place: str,
@@ -78,7 +78,7 @@ class Contents:
 
     # ------------------------------------------------------------ filling
 
-    def fill(self, parts: Iterable[Part]) -> list[str]:
+    def fill(self, parts: Iterable[TensorPart]) -> list[str]:
         """Fill parts of tensors, those of files in the order in which they lie there. Returns the names of
         those that hold a value which is not finite.
 
@@ -110,7 +110,7 @@ class Contents:
                     part.out.hold(whole[1], part.start, whole[2])
         return bad
 
-    def _put_as_it_is(self, part: Part, reader: RangeReader) -> bool:
+    def _put_as_it_is(self, part: TensorPart, reader: RangeReader) -> bool:
         """Fill a part in NF4 of what a file holds in it; whether one does."""
         held = self._held_in_four_bits(part.name)
         if held is None or not (isinstance(part.out, QuantisedWeight) and isinstance(part.out.form, Nf4)):
@@ -119,7 +119,7 @@ class Contents:
         part.out.hold(form, part.start, sampled(form.dense()))
         return True
 
-    def _put_experts(self, part: Part, reader: RangeReader) -> bool | None:
+    def _put_experts(self, part: TensorPart, reader: RangeReader) -> bool | None:
         """Fill a part that holds quantised experts of what files hold, an expert at a time; whether all of it
         is finite, None for any other part."""
         held = part.out
@@ -131,7 +131,7 @@ class Contents:
             nonlocal finite
             for number in range(part.start[0], part.start[0] + len(held)):
                 dense = torch.empty((1, *whole.shape[1:]), dtype=held.dtype, device=held.device)
-                self._put(Part(part.name, dense, (number, 0, 0)), reader)
+                self._put(TensorPart(part.name, dense, (number, 0, 0)), reader)
                 finite = finite and is_finite(dense)
                 yield dense[0]
 
@@ -143,19 +143,19 @@ class Contents:
         held = self.four_bit.get(pieces[0].source) if len(pieces) == 1 else None
         return held if isinstance(held, FourBit) else None
 
-    def _dense(self, part: Part) -> Part:
+    def _dense(self, part: TensorPart) -> TensorPart:
         """Where a part is read: a quantised one as the whole tensor it is of, which is dropped when the part
         holds it."""
         if not isinstance(part.out, QuantisedWeight):
             return part
         whole = torch.empty(self._like(part.name).shape, dtype=part.out.dtype, device=part.out.device)
-        return Part(part.name, whole, (0,) * whole.dim())
+        return TensorPart(part.name, whole, (0,) * whole.dim())
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of its own, on the CPU, in the dtype it has in the model or in another."""
         like = self._like(name)
         found = torch.empty(like.shape, dtype=dtype or like.dtype)
-        self.fill([Part(name, found, (0,) * like.dim())])
+        self.fill([TensorPart(name, found, (0,) * like.dim())])
         return found
 
     def _like(self, name: str) -> Tensor:
@@ -164,14 +164,14 @@ class Contents:
         found: Tensor = getattr(self.model.get_submodule(path), leaf)
         return found
 
-    def _order(self, part: Part) -> tuple[str, int]:
+    def _order(self, part: TensorPart) -> tuple[str, int]:
         pieces = self.plan.pieces.get(part.name)
         if not pieces:
             return "", 0
         first = self.files[pieces[0].source]
         return str(first.path), first.begin
 
-    def _put(self, part: Part, reader: RangeReader) -> bool:
+    def _put(self, part: TensorPart, reader: RangeReader) -> bool:
         """Fill a part of what a file holds; whether one does."""
         if part.name not in self.plan.pieces:
             return False
@@ -208,7 +208,7 @@ class Contents:
             reader.read(piece.source, box, there, by)
 
     @torch.no_grad()
-    def _draw(self, part: Part, reader: RangeReader) -> None:
+    def _draw(self, part: TensorPart, reader: RangeReader) -> None:
         """Draw a part; of what is made of the rows of a weight, after those were read."""
         found = tuned_owner(self.model, part.name)
         if found is None or not isinstance(found[0], TunedLinear) or found[1] not in found[0].of_rows:
@@ -217,7 +217,9 @@ class Contents:
         layer, own = found
         like = cast("Tensor", layer.weight)
         rows = torch.empty((len(part.out), *like.shape[1:]), dtype=like.dtype)
-        weight = Part(part.name.removesuffix(own) + "weight", rows, (part.start[0], *(0,) * (like.dim() - 1)))
+        weight = TensorPart(
+            part.name.removesuffix(own) + "weight", rows, (part.start[0], *(0,) * (like.dim() - 1))
+        )
         if not self._put(weight, reader):
             self._draw(weight, reader)
         made = torch.empty(part.out.shape, dtype=part.out.dtype)
@@ -260,7 +262,7 @@ class Contents:
                 return sampled(held.read(reader, torch.device("cpu"), like.dtype).dense())
         places = [torch.unravel_index(torch.tensor(flat), like.shape) for flat in sample_places(like.numel())]
         parts = [
-            Part(name, torch.empty((1,) * like.dim(), dtype=like.dtype), [int(at) for at in place])
+            TensorPart(name, torch.empty((1,) * like.dim(), dtype=like.dtype), [int(at) for at in place])
             for place in places
         ]
         self.fill(parts)
@@ -329,21 +331,21 @@ def fill_whole(model: nn.Module, contents: Contents) -> list[str]:
         return nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=value.requires_grad)
 
     made = allocate([model], make)
-    return contents.fill(Part(name, value.data, (0,) * value.dim()) for name, value in made)
+    return contents.fill(TensorPart(name, value.data, (0,) * value.dim()) for name, value in made)
 
 
 @torch.no_grad()
 def make_buffers(model: nn.Module, contents: Contents) -> None:
     """Give the buffers of `model` that are on the meta device memory and their values: what transformers
     computes, and what the files hold."""
-    read: list[Part] = []
+    read: list[TensorPart] = []
     for path, module in model.named_modules():
         names = [name for name, value in module._buffers.items() if value is not None and value.is_meta]
         for name in names:
             made = module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
             full = f"{path}.{name}" if path else name
             if full in contents.plan.pieces:
-                read.append(Part(full, made, (0,) * made.dim()))
+                read.append(TensorPart(full, made, (0,) * made.dim()))
         if names and (law := initialiser(model, path)) is not None:
             law._init_weights(module)
     contents.fill(read)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from petune.errors import FileError, Problem, UsageError
 from petune.files.safetensors import WEIGHTS, Header, is_finite
 from petune.models.contents import Contents
-from petune.models.source import Source
+from petune.models.source import ModelSource
 from petune.models.spec import Family
 
 
@@ -20,7 +20,7 @@ def check_filled(
     model: nn.Module,
     family: Family | None,
     info: Any,
-    source: Source,
+    source: ModelSource,
     contents: Contents | None = None,
 ) -> tuple[tuple[str, ...], str]:
     """(modules that are new, a line about them), by transformers' `info` on what a checkpoint filled.
@@ -84,7 +84,7 @@ def _zero_biases(model: nn.Module, new: Sequence[str], contents: Contents | None
     return set() if bool(value.any()) else names
 
 
-def check_finite(model: nn.Module, source: Source) -> None:
+def check_finite(model: nn.Module, source: ModelSource) -> None:
     """Raise FileError naming the first ten parameters that hold a NaN or an infinity."""
     bad = [name for name, value in model.named_parameters() if not is_finite(value.detach())]
     refuse_not_finite(bad, source.place)
@@ -141,7 +141,7 @@ def check_ties(model: Any, contents: Contents) -> None:
     _refuse_broken(broken, contents.place)
 
 
-def check_tied(model: Any, source: Source) -> None:
+def check_tied(model: Any, source: ModelSource) -> None:
     """The same for a model in memory, where such parameters have stayed untied."""
     wanted = model.get_expanded_tied_weights_keys(all_submodels=True)
     get = model.get_parameter_or_buffer

@@ -11,17 +11,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from petune.models import bert
-from petune.models.spec import (
-    Attention,
-    Config,
-    Norm,
-    Positions,
-    Shape,
-    StackRule,
-    SubLayer,
-    linears,
-    narrowed,
-)
+from petune.models.narrowed import narrowed
+from petune.models.spec import Attention, Config, Norm, Positions, Shape, StackRule, SubLayer, linears
 from petune.rng.context import bound, running
 from petune.rng.dropout import drop_attention
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import vit
-from petune.models.spec import Config, Mlp, Norm, Shape, StackRule, SubLayer, linears, narrowed
+from petune.models.narrowed import narrowed
+from petune.models.spec import Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 # in transformers 5.17 its attention is a module of modules, as BERT's is
 OLDER = "attention.attention"

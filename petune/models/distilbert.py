@@ -5,17 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import bert
-from petune.models.spec import (
-    Attention,
-    Config,
-    Mlp,
-    Norm,
-    Shape,
-    StackRule,
-    SubLayer,
-    linears,
-    narrowed,
-)
+from petune.models.narrowed import narrowed
+from petune.models.spec import Attention, Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 ATTENTION = Attention(
     at="attention",

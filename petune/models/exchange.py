@@ -173,7 +173,7 @@ def exchange_of(module: nn.Module) -> Any:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """The queries [first, end) of `whole` that are here, which look at `keys` keys."""
 
     first: int
@@ -200,10 +200,10 @@ class Rows:
         return mask.narrow(-2, self.first, self.own) if rows == self.whole else mask
 
 
-def rows_of(sizes: Sizes, index: int, keys: int | None = None) -> Rows:
+def rows_of(sizes: Sizes, index: int, keys: int | None = None) -> QueryRows:
     """The queries of rank `index`, which look at the same sequence unless it is another of `keys` tokens."""
     first, whole = sum(sizes[:index]), sum(sizes)
-    return Rows(first, first + sizes[index], whole, whole if keys is None else keys)
+    return QueryRows(first, first + sizes[index], whole, whole if keys is None else keys)
 
 
 def some_heads(mask: Tensor | None, count: int, first: int, held: int) -> Tensor | None:

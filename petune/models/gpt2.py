@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import llama
-from petune.models.spec import Attention, Config, Mlp, Norm, Shape, StackRule, SubLayer, linears, narrowed
+from petune.models.narrowed import narrowed
+from petune.models.spec import Attention, Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 TRANSPOSED = "its linears are Conv1D, whose weights are transposed"
 BLOCK = (

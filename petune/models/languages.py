@@ -14,12 +14,12 @@ from transformers.utils.hub import cached_file
 from petune.errors import UsageError, nearest
 from petune.files.safetensors import read_json
 from petune.models.load_errors import hub_errors
-from petune.models.source import Source
+from petune.models.source import ModelSource
 
 _SHOWN = 10  # names of languages in a message
 
 
-def is_multilingual(source: Source, given: Any = None) -> bool | None:
+def is_multilingual(source: ModelSource, given: Any = None) -> bool | None:
     """Whether the model of `source` writes several languages, by the file that says how it generates; None
     where nothing says so. given: the model, where it is in memory. Raises FileError for a damaged file."""
     if source.kind == "object":

@@ -9,7 +9,7 @@ import torch
 
 from petune.errors import FileError, MachineError
 from petune.log import phase
-from petune.models.source import Source, local_folder
+from petune.models.source import ModelSource, local_folder
 from petune.models.trust import code_refused, wanted_code
 
 SMALLER = (
@@ -34,13 +34,13 @@ def room_for(place: str) -> Iterator[None]:
         raise MachineError(what, where=place, found=first_line(error), remedy=SMALLER) from None
 
 
-def asking(source: Source) -> AbstractContextManager[None]:
+def asking(source: ModelSource) -> AbstractContextManager[None]:
     """Says that the hub is asked, which tries again for half a minute where it cannot be reached."""
     return phase(f"asking the hub for {source.place}") if source.kind == "hub" else nullcontext()
 
 
 @contextmanager
-def hub_errors(source: Source) -> Iterator[None]:
+def hub_errors(source: ModelSource) -> Iterator[None]:
     """The many errors of loading, each as one message with a remedy."""
     try:
         with room_for(source.place):

@@ -59,7 +59,7 @@ from petune.models.multimodal import (
 )
 from petune.models.mxfp4_files import Mxfp4, held_in, mxfp4_weights
 from petune.models.read_plan import ReadPlan, plan_reads
-from petune.models.source import Source, check_weights, local_folder, weight_files
+from petune.models.source import ModelSource, check_weights, local_folder, weight_files
 from petune.models.spec import Family, Kind
 from petune.models.trust import refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 
@@ -94,7 +94,7 @@ def read_whole(model: nn.Module, contents: Contents) -> None:
     refuse_not_finite(bad, contents.place)
 
 
-def read_config(source: Source) -> Any:
+def read_config(source: ModelSource) -> Any:
     """The transformers config of `source`, of several modalities that of the text model. Raises FileError
     when it is missing or unreadable, and for an object, which no file holds."""
     if source.kind == "object":
@@ -125,7 +125,7 @@ def read_config(source: Source) -> Any:
     return of_known_names(read_part(config, fields), f"{source.place}/config.json")
 
 
-def _check_folder(source: Source) -> None:
+def _check_folder(source: ModelSource) -> None:
     """Raise FileError for a folder that petune wrote and somebody changed, and for one with an adapter in
     it."""
     folder = local_folder(source.place, source.revision)
@@ -154,7 +154,7 @@ def packs(config: Any) -> bool:
     return family is None or (family.packs and "packing" not in family.refused(config))
 
 
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights. Without a padding token the end token pads, which is said; labels are
     masked by position anyway.
 
@@ -189,7 +189,7 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    source: Source,
+    source: ModelSource,
     head: Head,
     labels: Sequence[str] | None,
     dtype: torch.dtype,
@@ -264,7 +264,7 @@ def load_model(
     return Loaded(model.eval(), family, new, note, contents)
 
 
-def _as_transformers_leaves_it(model: Any, source: Source, plan: ReadPlan) -> None:
+def _as_transformers_leaves_it(model: Any, source: ModelSource, plan: ReadPlan) -> None:
     """What `from_pretrained` does to a model beside filling it: how it generates, and what saving undoes."""
     model._weight_conversions = plan.renamings
     if not model.can_generate():
@@ -284,7 +284,7 @@ def _as_transformers_leaves_it(model: Any, source: Source, plan: ReadPlan) -> No
 
 
 def _load_whole(
-    source: Source,
+    source: ModelSource,
     head: Head,
     dtype: torch.dtype,
     config: Any,
@@ -314,7 +314,7 @@ def _load_whole(
 
 
 def outline(
-    source: Source, config: Any, head: Head, dtype: torch.dtype, device: str = "meta"
+    source: ModelSource, config: Any, head: Head, dtype: torch.dtype, device: str = "meta"
 ) -> PreTrainedModel:
     """The model of a config with the task's head on the meta device: its modules and shapes without a weight;
     on another its weights are drawn. Raises as `load_model`."""
@@ -338,7 +338,7 @@ def _name_classes(config: Any, labels: Sequence[str] | None) -> None:
 
 
 def adopt_model(
-    model: PreTrainedModel, source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype
+    model: PreTrainedModel, source: ModelSource, head: Head, labels: Sequence[str] | None, dtype: torch.dtype
 ) -> Loaded:
     """A model that is in memory already, as `load_model` would have given it: in `dtype`, on the CPU, in eval
     mode, changed in place.

@@ -20,11 +20,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from petune.errors import FileError, UsageError
-from petune.files.ranges import Source as Place
+from petune.files.ranges import TensorSource as Place
 from petune.files.safetensors import Header, read_header, read_json
 from petune.models import FAMILIES
 from petune.models.heads import Head, model_class, refuse_headless
-from petune.models.source import Source, is_weights, local_folder, model_files
+from petune.models.source import ModelSource, is_weights, local_folder, model_files
 
 # by model_type: those whose text model computes on texts alone what it computes inside them, as tests show
 WHOLES = ("gemma3", "gemma4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe")
@@ -42,7 +42,7 @@ class Composite:
     model that was given in memory; ties: whether its config says itself that the head is tied."""
 
     kind: str
-    source: Source | None
+    source: ModelSource | None
     ties: bool = True
 
 
@@ -74,7 +74,7 @@ def _says_ties(fields: Mapping[str, Any]) -> bool:
     return "tie_word_embeddings" in fields
 
 
-def whole_at(source: Source) -> Composite | None:
+def whole_at(source: ModelSource) -> Composite | None:
     """What the files of `source` are the checkpoint of, where petune tunes its text model; None where they
     are a model by themselves, and for random weights and objects."""
     if source.kind in ("config", "object"):
@@ -90,7 +90,7 @@ def whole_at(source: Source) -> Composite | None:
     return Composite(str(config.model_type), source, _says_ties(fields))
 
 
-def refuse_other_head(source: Source, config: Any, head: Head) -> None:
+def refuse_other_head(source: ModelSource, config: Any, head: Head) -> None:
     """Raise UsageError as `refuse_headless`, for a config of several modalities that `text_part` leaves as it
     is, and for a head that the whole of `source` has no place for."""
     _refuse_unknown(config, head)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from petune.errors import FileError, Problem
-from petune.files.ranges import RangeReader, Source
+from petune.files.ranges import RangeReader, TensorSource
 
 BLOCK = 32  # numbers of a scale
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", 127
@@ -59,7 +59,7 @@ def dense(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return values.flatten(-2).to(dtype).transpose(1, 2)
 
 
-def mxfp4_weights(files: Mapping[str, Source]) -> tuple[dict[str, Source], dict[str, Mxfp4]]:
+def mxfp4_weights(files: Mapping[str, TensorSource]) -> tuple[dict[str, TensorSource], dict[str, Mxfp4]]:
     """(the tensors of files with each weight in MXFP4 under its name, in the shape that it stands for; those
     weights by that name).
 
@@ -83,7 +83,7 @@ def mxfp4_weights(files: Mapping[str, Source]) -> tuple[dict[str, Source], dict[
     return found, weights
 
 
-def _wrong(name: str, blocks: Source | None, scales: Source | None) -> Problem | None:
+def _wrong(name: str, blocks: TensorSource | None, scales: TensorSource | None) -> Problem | None:
     """What is wrong with what a weight is held in, or None."""
     remedy = "fetch the model again, or give it in bfloat16"
     there = blocks or scales
@@ -105,7 +105,7 @@ def _wrong(name: str, blocks: Source | None, scales: Source | None) -> Problem |
     )
 
 
-def _told(source: Source) -> str:
+def _told(source: TensorSource) -> str:
     return f"{str(source.dtype).removeprefix('torch.')} {list(source.shape)}"
 
 

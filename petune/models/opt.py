@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import bart, llama
-from petune.models.spec import Config, Shape, StackRule, narrowed
+from petune.models.narrowed import narrowed
+from petune.models.spec import Config, Shape, StackRule
 
 BLOCK = tuple(
     replace(one, norm_first="do_layer_norm_before")

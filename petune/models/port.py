@@ -101,7 +101,7 @@ class Found:
 
 
 @dataclass
-class Pass:
+class StackPass:
     """The state of a stack between its first port and its last.
 
     here: where the tensors of the blocks lie in the whole batch. carry: what the first block is handed, as

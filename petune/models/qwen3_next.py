@@ -27,7 +27,7 @@ class Interleaved(GatedDelta):
         return found
 
 
-class Apart(GatedDelta):
+class SeparateMixer(GatedDelta):
     """Extends Qwen3.5's mixer, which has q, k and v in one linear and the rest in one each."""
 
     def projected(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -80,12 +80,12 @@ def table(kin: Family, name: str, mixer: SubLayer) -> Family:
     return replace(kin, name=name, stacks=like.stacks, shape=sizes, narrow=small)
 
 
-QWEN3_5 = table(llama.FAMILY, "qwen3_5", mixing(Apart, APART))
+QWEN3_5 = table(llama.FAMILY, "qwen3_5", mixing(SeparateMixer, APART))
 QWEN3_NEXT = table(
     moe.table("qwen3_next", ROUTED, "moe_intermediate_size"), "qwen3_next", mixing(Interleaved, INTERLEAVED)
 )
 QWEN3_5_MOE = table(
     moe.table("qwen3_5_moe", replace(ROUTED, dense=None, normed=True), "moe_intermediate_size"),
     "qwen3_5_moe",
-    mixing(Apart, APART),
+    mixing(SeparateMixer, APART),
 )

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from petune.files.ranges import Piece, Source
+from petune.files.ranges import Piece, TensorSource
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReadPlan:
     renamings: list[Any]
 
 
-def plan_reads(model: PreTrainedModel, files: Mapping[str, Source]) -> ReadPlan | None:
+def plan_reads(model: PreTrainedModel, files: Mapping[str, TensorSource]) -> ReadPlan | None:
     """The plan for `model`, untouched and on the meta device; None where transformers computes tensors of
     several in the files in another way than to lay them beside one another, so that it has to read them."""
     mapping, wanted = get_model_conversion_mapping(model), model.state_dict(keep_vars=True)
@@ -98,7 +98,7 @@ def plan_reads(model: PreTrainedModel, files: Mapping[str, Source]) -> ReadPlan 
 
 
 def _beside(
-    parts: Sequence[tuple[str, str]], converters: Sequence[WeightConverter], files: Mapping[str, Source]
+    parts: Sequence[tuple[str, str]], converters: Sequence[WeightConverter], files: Mapping[str, TensorSource]
 ) -> tuple[Piece, ...] | None:
     """The pieces [1, rows, columns] of a tensor [E, rows, columns] whose matrices files have one by one, in
     their order, by pattern; those of a converter's patterns lie below one another. None where a converter

@@ -40,7 +40,7 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model comes from. `place` is a folder, a config file, a hub id or an object's class; `note` one
     line for the user."""
 
@@ -56,7 +56,7 @@ class Source:
         return str(Path(self.place).parent) if self.kind == "config" else self.place
 
 
-def resolve_model(spec: str, folder: Path) -> Source:
+def resolve_model(spec: str, folder: Path) -> ModelSource:
     """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision] | object:CLASS@FINGERPRINT) means,
     seen from a recipe in `folder`.
 
@@ -65,13 +65,13 @@ def resolve_model(spec: str, folder: Path) -> Source:
     if spec.startswith("demo:"):
         name = spec.removeprefix("demo:")
         place = demo.model_path(name)
-        return Source(spec, "demo", str(place), None, f"{spec}: {demo.MODELS[name]}")
+        return ModelSource(spec, "demo", str(place), None, f"{spec}: {demo.MODELS[name]}")
     if spec.startswith("object:"):
         name, _, mark = spec.removeprefix("object:").partition("@")
-        return Source(spec, "object", name, None, f"a {name} given from Python, fingerprint {mark}")
+        return ModelSource(spec, "object", name, None, f"a {name} given from Python, fingerprint {mark}")
     if spec.startswith("config:"):
         place = _find(spec.removeprefix("config:"), folder)
-        return Source(
+        return ModelSource(
             spec,
             "config",
             str(place),
@@ -91,7 +91,7 @@ def resolve_model(spec: str, folder: Path) -> Source:
         )
     for place in tried:
         if place.is_dir():
-            return Source(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
+            return ModelSource(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
         if place.is_file():
             raise FileError(
                 "the model is a file, not a folder",
@@ -101,7 +101,7 @@ def resolve_model(spec: str, folder: Path) -> Source:
     name, _, revision = spec.partition("@")
     if spec.startswith((".", "/", "~")) or name.count("/") != 1:
         raise _not_there(spec, tried)
-    return Source(spec, "hub", name, revision or None, f"{spec}: from the hub or its local cache")
+    return ModelSource(spec, "hub", name, revision or None, f"{spec}: from the hub or its local cache")
 
 
 def _find(text: str, folder: Path) -> Path:
@@ -153,7 +153,7 @@ def model_files(place: str, revision: str | None = None) -> dict[str, Path]:
     return {name: folder / name for name in (*configs, *weights)}
 
 
-def weight_files(source: Source) -> list[Path]:
+def weight_files(source: ModelSource) -> list[Path]:
     """The safetensors files with the weights of a model, in the order of their names; those of a hub id are
     fetched where the cache lacks them.
 
@@ -212,7 +212,7 @@ def _names_in(index: Path) -> list[str]:
     return sorted(set(found.values()))
 
 
-def check_weights(source: Source) -> None:
+def check_weights(source: ModelSource) -> None:
     """Whether the files with the weights of a local model are there; they are not read. Raises FileError
     naming those that are not."""
     if source.kind not in ("folder", "demo"):

@@ -9,7 +9,6 @@ family costs one table and no code. A rule that matches nothing raises and names
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -357,14 +356,6 @@ class Family:
     def reads(self) -> Input:
         """What its inputs are made of."""
         return "text" if self.signal is None else self.signal.kind
-
-
-def narrowed(config: Config, reduction: int, *widths: str) -> Config:
-    """A copy of a config with these widths divided by `reduction`."""
-    small = deepcopy(config)
-    for width in widths:
-        setattr(small, width, getattr(config, width) // reduction)
-    return small
 
 
 def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
-from petune.models.port import OWN, Call, Elsewhere, Found, Given, Pass, Port, Recorded, alike, names_of
+from petune.models.port import OWN, Call, Elsewhere, Found, Given, Port, Recorded, StackPass, alike, names_of
 from petune.models.spec import Family, StackName, StackRule, stack_paths
-from petune.models.stack_protocols import Beneath, Carried, Edges, Ladder, Levels, Whole, Wire
+from petune.models.stack_protocols import Beneath, Carried, Edges, LadderLike, Levels, Whole, Wire
 from petune.rng.context import Running, running
 from petune.rng.dropout import drawing
 
@@ -44,7 +44,7 @@ class Stack(nn.ModuleList):
     levels: Levels | None = None
     recompute = False
     still = False  # its blocks have a forward pass alone: nothing trains in them or before them
-    now: Pass | None = None  # the pass that is on its way
+    now: StackPass | None = None  # the pass that is on its way
     reached = True  # whether a port was called since the module around the stack was
     around: tuple[RemovableHandle, ...] = ()  # the hooks on the module that holds the stack
     for_fusing = False  # nobody but the fuse pass has asked for it
@@ -79,9 +79,9 @@ class Stack(nn.ModuleList):
         return [child for _, child in self.numbered]
 
     @property
-    def ladder(self) -> Ladder | None:
+    def ladder(self) -> LadderLike | None:
         """The side network, or None."""
-        return cast("Ladder | None", self._modules.get("side")) if self.climbs else None
+        return cast("LadderLike | None", self._modules.get("side")) if self.climbs else None
 
     def give_away(self, number: int) -> None:
         """Let go of a block, which another process runs; its port returns what it is handed."""
@@ -150,7 +150,7 @@ class Stack(nn.ModuleList):
             return self._handed_on(call)
         if first:
             others = {name: value for name, value in call.items() if name != "hidden_states"}
-            self.now = cast("Pass", self(call["hidden_states"], **others))
+            self.now = cast("StackPass", self(call["hidden_states"], **others))
         now = self.now
         if now is None:
             what = f"block {number} of the {self.name} was called before the first block"
@@ -166,7 +166,7 @@ class Stack(nn.ModuleList):
         carried = tuple(call.get(name) for name in self.rule.carry) + (None,) * self.rule.besides
         return carried if len(carried) > 1 else carried[0]
 
-    def forward(self, hidden_states: Tensor, **others: Any) -> Pass:
+    def forward(self, hidden_states: Tensor, **others: Any) -> StackPass:
         """Begin a pass with the arguments of the first block; what a pass with an error has left is
         dropped."""
         call: Call = {"hidden_states": hidden_states, **others}
@@ -174,7 +174,7 @@ class Stack(nn.ModuleList):
         arrived = self.wire.receive() if self.wire else None
         if arrived is not None:
             call |= arrived.backbone
-        now = Pass(replace(running()), {name: call[name] for name in self.rule.carry if name in call})
+        now = StackPass(replace(running()), {name: call[name] for name in self.rule.carry if name in call})
         for edges in self.edges:
             now.carry, now.here = edges.begin(self, now.carry, now.here)
         now.found = self._known(now.here)
@@ -195,7 +195,7 @@ class Stack(nn.ModuleList):
         changed = any(one is not level for one, level in zip(inside, apart, strict=True))
         return Found(list(self.levels.numbers), torch.stack(inside) if changed else known)
 
-    def _goes_whole(self, now: Pass, call: Call) -> bool:
+    def _goes_whole(self, now: StackPass, call: Call) -> bool:
         """Whether a pass that begins with `call` runs all blocks at once."""
         if self.whole is None or self.levels is not None:
             return False
@@ -221,7 +221,7 @@ class Stack(nn.ModuleList):
         """See Whole; edges that cut tokens across ranks ask."""
         return None if self.whole is None else self.whole.room_for(self, hidden, here)
 
-    def _begin_ladder(self, ladder: Ladder, now: Pass, call: Call, arrived: Call | None) -> None:
+    def _begin_ladder(self, ladder: LadderLike, now: StackPass, call: Call, arrived: Call | None) -> None:
         if arrived is not None:
             arrived = arrived | {"hidden_states": self._parted(arrived["hidden_states"], now.here)}
         with drawing(replace(now.here, site=f"{self.name}.side", drawn=0)):
@@ -242,14 +242,14 @@ class Stack(nn.ModuleList):
         if self.whole is not None and self.whole.takes(self, side | (now.side or {})):
             now.waiting = []
 
-    def _lowered(self, ladder: Ladder, found: Found) -> Tensor:
+    def _lowered(self, ladder: LadderLike, found: Found) -> Tensor:
         """What the gates of all levels mix in, of what every block gives."""
         wanted = [number for number, _ in ladder.numbered]
         count, own = len(wanted), found.numbers  # beside the last block there may be none
         levels = found.values[:count] if own[:count] == wanted else found.values[[*map(own.index, wanted)]]
         return ladder.lower(levels)
 
-    def _inside(self, now: Pass, call: Call) -> Call:
+    def _inside(self, now: StackPass, call: Call) -> Call:
         """The arguments of a block as they are inside; what the block before has handed on is inside
         already."""
         if not self.edges:
@@ -259,7 +259,7 @@ class Stack(nn.ModuleList):
             for name, value in call.items()
         }
 
-    def _entered(self, now: Pass, name: str, value: Any) -> Any:
+    def _entered(self, now: StackPass, name: str, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(self._entered(now, name, one) for one in value)
         for at, edges in enumerate(self.edges):
@@ -269,7 +269,7 @@ class Stack(nn.ModuleList):
 
     def _run(self, one: Recorded, call: Call) -> Any:
         """What a block returns for a call that is inside; the ladder advances beside it."""
-        now, ladder = cast("Pass", self.now), self.ladder
+        now, ladder = cast("StackPass", self.now), self.ladder
         if ladder is None or now.side is None:
             return self._output(one, call, now)
         call, side = ladder.split(call, now)
@@ -289,7 +289,7 @@ class Stack(nn.ModuleList):
         assert self.ladder is not None
         return dict(zip((number for number, _ in self.ladder.numbered), levels.unbind(), strict=True))
 
-    def _output(self, one: Recorded, call: Call, now: Pass) -> Any:
+    def _output(self, one: Recorded, call: Call, now: StackPass) -> Any:
         """What a block returns: as it was found before, else computed."""
         levels, now.level = self.levels, None
         if now.found is not None:  # what nobody reads is handed on as it came
@@ -303,7 +303,7 @@ class Stack(nn.ModuleList):
             return self._as_read(one, call, now, output, levels.write(one.number, hidden))
         return output
 
-    def _as_read(self, one: Recorded, call: Call, now: Pass, output: Any, kept: Tensor | None) -> Any:
+    def _as_read(self, one: Recorded, call: Call, now: StackPass, output: Any, kept: Tensor | None) -> Any:
         """What a block returns whose level later passes read as `kept`: the ladder climbs beside that in this
         one too, and it is what leaves the stack; the next block is handed what was computed."""
         now.level = None if kept is None else self._parted(kept, now.here)
@@ -326,7 +326,7 @@ class Stack(nn.ModuleList):
     def _run_all(self, waiting: list[Recorded]) -> Any:
         """At once, where all calls are alike and the way through the whole stack takes them; else one by
         one."""
-        now = cast("Pass", self.now)
+        now = cast("StackPass", self.now)
         call = self._inside(now, waiting[0].call) | now.carry
         if all(alike(waiting[0].call, one.call) for one in waiting[1:]):
             inside = {id(waiting[0].call.get(OWN)): call}  # most stacks have one such argument for all
@@ -343,7 +343,7 @@ class Stack(nn.ModuleList):
             )
         return self._finish(output)
 
-    def _advanced(self, waiting: list[Recorded], calls: list[Call], now: Pass) -> Call | None:
+    def _advanced(self, waiting: list[Recorded], calls: list[Call], now: StackPass) -> Call | None:
         """The first of `calls` behind all blocks, which the ladder beside them has climbed; None where they,
         or its levels, have to run one by one."""
         ladder = self.ladder
@@ -364,7 +364,7 @@ class Stack(nn.ModuleList):
         computed = now.found.computed
         return calls[0] | {"hidden_states": now.found.values[-1] if computed is None else computed}
 
-    def _find(self, waiting: list[Recorded], calls: list[Call], now: Pass) -> Found:
+    def _find(self, waiting: list[Recorded], calls: list[Call], now: StackPass) -> Found:
         """What every block gives: of all at once where `beneath` takes them, else of one after the other."""
         numbers = [one.number for one in waiting]
         if self.beneath is not None and self.beneath.takes(self, calls[0]):
@@ -396,7 +396,7 @@ class Stack(nn.ModuleList):
     def _finish(self, output: Any) -> Any:
         """Hand over to the next stage or end the stack; the last block's output, with the hidden states that
         leave."""
-        now, self.now = cast("Pass", self.now), None
+        now, self.now = cast("StackPass", self.now), None
         carry = now.carry | carried_by(self.rule, output)
         if self.wire is not None and not self.wire.ends:
             carried = self._carried(carry, now)
@@ -407,7 +407,7 @@ class Stack(nn.ModuleList):
         _at(f"after {self.name}")
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    def _end(self, hidden: Tensor, now: Pass) -> Tensor:
+    def _end(self, hidden: Tensor, now: StackPass) -> Tensor:
         """What leaves the stack, whole."""
         ladder = self.ladder
         if now.side is not None and ladder is not None:
@@ -429,7 +429,7 @@ class Stack(nn.ModuleList):
             hidden = edges.leave(hidden, here)
         return hidden
 
-    def _carried(self, carry: Call, now: Pass) -> Carried:
+    def _carried(self, carry: Call, now: StackPass) -> Carried:
         """What a later stage needs of this one, hidden states whole."""
 
         def whole(part: Call) -> Call:

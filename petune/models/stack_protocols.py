@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from petune.models.port import Call, Pass
+from petune.models.port import Call, StackPass
 from petune.rng.context import Running
 
 if TYPE_CHECKING:
     from petune.models.stack import Stack
 
 
-class Ladder(Protocol):
+class LadderLike(Protocol):
     """A narrow network that climbs beside the blocks (see methods/side.py)."""
 
     handed: Tensor | None  # an encoder's side state, on its way to the decoder's ladder
@@ -40,7 +40,7 @@ class Ladder(Protocol):
         """The ladder's carry of what enters the stack; `arrived` is its carry from an earlier stage."""
         ...
 
-    def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
+    def split(self, call: Call, now: StackPass) -> tuple[Call, Call]:
         """The arguments of one block, for the backbone and for the level beside it, without the ladder's
         carry."""
         ...

@@ -3,6 +3,7 @@ block to block."""
 
 from __future__ import annotations
 
+from petune.models.narrowed import narrowed
 from petune.models.spec import (
     Attention,
     Config,
@@ -14,7 +15,6 @@ from petune.models.spec import (
     StackRule,
     SubLayer,
     linears,
-    narrowed,
 )
 
 CARRY = ("hidden_states", "position_bias", "encoder_decoder_position_bias")

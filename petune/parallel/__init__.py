@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from petune.parallel.fsdp import is_sharded, local
     from petune.parallel.mesh import Mesh, alone, make_mesh, renew
     from petune.parallel.objective import Batch, Objective, Outputs
-    from petune.parallel.placement import Place, Placement, parallelize
+    from petune.parallel.placement import Placement, ShardPlace, parallelize
     from petune.parallel.plan import ALONE, ParallelPlan, describe, make_plan
     from petune.parallel.runner import Runner
 
@@ -27,9 +27,9 @@ __all__ = [
     "Outputs",
     "ParallelConfig",
     "ParallelPlan",
-    "Place",
     "Placement",
     "Runner",
+    "ShardPlace",
     "alone",
     "describe",
     "is_sharded",
@@ -47,7 +47,7 @@ _FILES = {
     "Runner": "runner",
     **dict.fromkeys(("is_sharded", "local"), "fsdp"),
     **dict.fromkeys(("Batch", "Objective", "Outputs"), "objective"),
-    **dict.fromkeys(("Place", "Placement", "parallelize"), "placement"),
+    **dict.fromkeys(("ShardPlace", "Placement", "parallelize"), "placement"),
 }
 
 

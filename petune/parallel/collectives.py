@@ -16,9 +16,9 @@ true adjoint, which depends on who consumes the result:
     gather_shared        all-gather       own slice        sequence -> whole, where every rank then does the
                          same work
 
-Each is a `Pair` of plain functions, which fused blocks call by themselves, and the autograd function made of
-it. Taking gather_seq for gather_shared multiplies gradients by the number of ranks; the reverse loses the
-other ranks' part.
+Each is a `WithAdjoint` of plain functions, which fused blocks call by themselves, and the autograd function
+made of it. Taking gather_seq for gather_shared multiplies gradients by the number of ranks; the reverse loses
+the other ranks' part.
 
 A group of None or of one rank means that nothing is said and `x` comes back. Every rank must make the same
 calls in the same order. Uneven all-gathers are padded to the longest part and uneven reduce-scatters take a
@@ -262,19 +262,19 @@ def _all_reduce(x: Tensor, group: Group, own: bool = False) -> Tensor:
     return x
 
 
-class Pair(NamedTuple):
+class WithAdjoint(NamedTuple):
     """A function of a tensor, and of where it lies, and its adjoint: plain functions, without autograd."""
 
     ahead: Callable[..., Tensor]
     back: Callable[..., Tensor]
 
 
-COPY = Pair(_alias, _all_reduce)
-REDUCE = Pair(_all_reduce, _unchanged)
-GATHER_SEQ = Pair(_gather, _reduce_scatter)
-REDUCE_SCATTER_SEQ = Pair(_reduce_scatter, _gather)
-SPLIT_SHARED = Pair(_copied_slice, _gather)
-GATHER_SHARED = Pair(_gather, _contiguous_slice)
+COPY = WithAdjoint(_alias, _all_reduce)
+REDUCE = WithAdjoint(_all_reduce, _unchanged)
+GATHER_SEQ = WithAdjoint(_gather, _reduce_scatter)
+REDUCE_SCATTER_SEQ = WithAdjoint(_reduce_scatter, _gather)
+SPLIT_SHARED = WithAdjoint(_copied_slice, _gather)
+GATHER_SHARED = WithAdjoint(_gather, _contiguous_slice)
 
 
 @torch.no_grad()

@@ -203,7 +203,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class Row:
+class BackendLayout:
     """What a backend that cuts blocks is: three layouts. Communication follows from them."""
 
     attention: Layout
@@ -211,11 +211,11 @@ class Row:
     connection: Connection
 
 
-ROWS: Mapping[str, Row] = {
-    "tp": Row("heads", "heads", "whole"),
-    "sp": Row("sequence", "sequence", "sequence"),
-    "galaxy": Row("heads", "heads", "sequence"),
-    "galaxy2": Row("heads", "sequence", "sequence"),
+ROWS: Mapping[str, BackendLayout] = {
+    "tp": BackendLayout("heads", "heads", "whole"),
+    "sp": BackendLayout("sequence", "sequence", "sequence"),
+    "galaxy": BackendLayout("heads", "heads", "sequence"),
+    "galaxy2": BackendLayout("heads", "sequence", "sequence"),
 }
 CUTS: tuple[str, ...] = (*ROWS, "cut")
 BACKENDS: Mapping[str, type[AxisConfig]] = {

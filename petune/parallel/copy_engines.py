@@ -20,7 +20,7 @@ from torch import Tensor
 
 from petune.kernels.block.turns import later
 from petune.kernels.dispatch import DTYPES, reference_ops, select
-from petune.parallel.cuda_driver import Piece
+from petune.parallel.cuda_driver import CopySpan
 from petune.parallel.linked import Linked
 
 _GRAIN = 2**21  # bytes
@@ -40,7 +40,7 @@ class CopyEngines(Linked):
         self.stream = self.driver.current()  # on which was spoken last
         self.room_bytes = self.turn = self.meetings = 0
         self.every: Sequence[Tensor] = ()  # rooms of each rank
-        self.open: End | None = None  # of what was said last, if it waits for who comes back
+        self.open: MessageEnd | None = None  # of what was said last, if it waits for who comes back
         self.flags, self.flags_of = self._flags(3 * self.ranks)
         self.met, *self.met_again = (self._meeting(at) for at in range(3))
         self.again: int | None = None  # meetings of the recording that is being made
@@ -87,20 +87,20 @@ class CopyEngines(Linked):
         x = x.contiguous()
         found = x if own else torch.empty_like(x)
         if self.ranks == 2:
-            return self._add_other(Piece(0, x.data_ptr(), x.nbytes), x.nbytes, x, found)
+            return self._add_other(CopySpan(0, x.data_ptr(), x.nbytes), x.nbytes, x, found)
         item, count = x.element_size(), -(-x.numel() // self.ranks)
         step = count * item
         sizes = [max(0, min(count, x.numel() - rank * count)) for rank in range(self.ranks)]
         rooms = self._turn((self.ranks + 1) * step)
         begin, own_term = x.data_ptr(), self.rank * step
-        self._copy(Piece(rooms[to] + own_term, begin + to * step, sizes[to] * item) for to in self.ranked)
+        self._copy(CopySpan(rooms[to] + own_term, begin + to * step, sizes[to] * item) for to in self.ranked)
         self._meet()
         terms = self._view((self.ranks + 1, count), x.dtype)[:, : sizes[self.rank]]
         into, total = found.data_ptr(), self.ranks * step
 
         def gather() -> None:
             self._meet()
-            self._copy(Piece(into + of * step, rooms[of] + total, sizes[of] * item) for of in self.ranked)
+            self._copy(CopySpan(into + of * step, rooms[of] + total, sizes[of] * item) for of in self.ranked)
 
         self.end(partial(self._add, terms[:-1], terms[-1]), gather)
         return found
@@ -114,12 +114,12 @@ class CopyEngines(Linked):
         own = x.new_empty(rows, sizes[self.rank], *x.shape[2:])
         if self.ranks == 2:
             (other,) = self.others
-            sent = Piece(0, start + starts[other], widths[other], rows, widths[other], pitch)
+            sent = CopySpan(0, start + starts[other], widths[other], rows, widths[other], pitch)
             kept = x.narrow(1, sum(sizes[: self.rank]), sizes[self.rank])
             return self._add_other(sent, rows * max(widths), kept, own)
         rooms = self._turn(self.ranks * rows * max(widths))
         self._copy(
-            Piece(
+            CopySpan(
                 rooms[to] + self.rank * rows * widths[to],
                 start + starts[to],
                 widths[to],
@@ -134,7 +134,7 @@ class CopyEngines(Linked):
         self.end(partial(self._add, terms, own.view(-1)))
         return own
 
-    def _add_other(self, sent: Piece, most: int, kept: Tensor, found: Tensor) -> Tensor:
+    def _add_other(self, sent: CopySpan, most: int, kept: Tensor, found: Tensor) -> Tensor:
         """`found`, the sum, rounded once, of what this rank has kept and the only other one has sent: one
         meeting, and nothing of its own is copied. sent: to wherever it has room; most: bytes of the larger of
         both messages."""
@@ -151,10 +151,10 @@ class CopyEngines(Linked):
         rows, starts, widths = _columns(whole, sizes)
         pitch, start = sum(widths), whole.data_ptr()
         rooms = self._turn(rows * max(widths))
-        self._copy((Piece(rooms[self.rank], x.data_ptr(), x.nbytes),))
+        self._copy((CopySpan(rooms[self.rank], x.data_ptr(), x.nbytes),))
         self._meet()
         self._copy(
-            Piece(start + starts[of], rooms[of], widths[of], rows, pitch, widths[of]) for of in self.ranked
+            CopySpan(start + starts[of], rooms[of], widths[of], rows, pitch, widths[of]) for of in self.ranked
         )
         return whole
 
@@ -169,7 +169,7 @@ class CopyEngines(Linked):
         dense. most: bytes of the largest part of any rank, the same on all of them."""
         most = -(-most // 16) * 16
         rooms, own_part = self._turn(self.ranks * most), self.rank * most
-        self._copy(Piece(rooms[to] + own_part, part.data_ptr(), part.nbytes) for to, part in sent.items())
+        self._copy(CopySpan(rooms[to] + own_part, part.data_ptr(), part.nbytes) for to, part in sent.items())
         self._meet()
         return {of: self._view(shape, dtype, of * most) for of, shape in shapes.items()}
 
@@ -213,7 +213,7 @@ class CopyEngines(Linked):
 
     def end(self, work: Callable[[], object], after: Callable[[], None] | None = None) -> None:
         """Do at once what is left of a message, or leave it to who will come back for it."""
-        left, end = later(), End(self, work, after)
+        left, end = later(), MessageEnd(self, work, after)
         if left is None:
             end.finish()
         else:
@@ -234,7 +234,7 @@ class CopyEngines(Linked):
             self.met_again[self.again % 2](self.stream, 1)
             self.again += 1
 
-    def _copy(self, pieces: Iterable[Piece]) -> None:
+    def _copy(self, pieces: Iterable[CopySpan]) -> None:
         """Copies, side by side; the last one on the stream itself. Of two in a recording, whose messages are
         small or hidden, the second takes less time than going apart and coming together."""
         driver, current, every = self.driver, self.stream, list(pieces)
@@ -252,7 +252,7 @@ class CopyEngines(Linked):
             driver.follow(current, event)
 
 
-class End:
+class MessageEnd:
     """The end of a message, for which kernels are needed: `work` on what has come, then perhaps more is said.
 
     Called, it works on the stream of the caller, who has waited for the message, and gives what is to be said

@@ -15,7 +15,7 @@ import torch
 from petune.errors import PetuneError
 
 
-class Piece(NamedTuple):
+class CopySpan(NamedTuple):
     """What one copy moves: rows of `width` bytes that begin so many bytes apart."""
 
     to: int
@@ -97,7 +97,7 @@ class CudaDriver:
 
         return meet
 
-    def copy(self, piece: Piece, stream: int) -> None:
+    def copy(self, piece: CopySpan, stream: int) -> None:
         """Copy between memories that the device can reach."""
         to, of, width, rows, to_pitch, of_pitch = piece
         if not width * rows:
@@ -107,7 +107,7 @@ class CudaDriver:
             return
         if max(to_pitch, of_pitch) > _PITCH:
             for row in range(rows):
-                self.copy(Piece(to + row * to_pitch, of + row * of_pitch, width), stream)
+                self.copy(CopySpan(to + row * to_pitch, of + row * of_pitch, width), stream)
             return
         found = _Rows(
             srcMemoryType=_UNIFIED,

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from petune.parallel.objective import Batch, Objective, Pieces
+from petune.parallel.objective import Batch, Objective, RowChunks
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
 from petune.rng.generators import rng_state, set_rng_state
 
 
 def backward_in_pieces(
-    model: nn.Module, batch: Batch, objective: Objective, pieces: Pieces, total: float, key: int | None
+    model: nn.Module, batch: Batch, objective: Objective, pieces: RowChunks, total: float, key: int | None
 ) -> Tensor:
     """Forward and backward of one batch on the device; its summed loss, detached. The gradients are those of
     the loss divided by `total`; key: what dropout is drawn from, None where torch draws it."""

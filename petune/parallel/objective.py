@@ -45,7 +45,7 @@ def no_fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RowChunks:
     """How a batch whose rows are compared with one another goes through the model, so many `rows` at a time.
 
     give: (outputs, those rows) -> what is compared of each, [rows, ...]. loss: (that of all rows, batch) ->
@@ -79,6 +79,6 @@ class Objective:
     texts: int = 1
     fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = no_fused_loss
     tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = trainable
-    pieces: Pieces | None = None
+    pieces: RowChunks | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     meets: bool = False

@@ -106,7 +106,7 @@ def mapped(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[T
     while _made < most:
         _meet(ALIGNED, device, _alone(cast("dist.ProcessGroup", dist.group.WORLD)))
     own, pool, handle = _meet(size, device, group.group_name)
-    every = Parts(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size()))
+    every = MappedMemory(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size()))
     every.pool = pool
     return own, every
 
@@ -141,7 +141,7 @@ def _meet(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any, Any
     return own, pool, symmetric.rendezvous(own, group)
 
 
-class Parts(list[Tensor]):
+class MappedMemory(list[Tensor]):
     """The memory of every rank. pool: of this rank's, which goes back to the GPU where the pool is let go
     after it, and else stays in torch's cache."""
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from petune.errors import PetuneError
 from petune.log import say
 from petune.models import attention
-from petune.models.contents import Contents, Part, allocate, detach
+from petune.models.contents import Contents, TensorPart, allocate, detach
 from petune.models.damage import refuse_not_finite
 from petune.models.load_errors import room_for
 from petune.models.quantise import quantise_blocks
@@ -145,7 +145,7 @@ def _read(
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """Where a rank's part of a tensor lies in the whole: a box from `start` on; or in the dim `dim` several,
     (first, length) each, of which the part begins `start[dim]` behind the beginning of the first."""
 
@@ -168,24 +168,24 @@ class Place:
             passed += length
 
 
-def parts_of(named: Iterable[tuple[str, Tensor]], placed: Placed, mesh: Mesh) -> Iterator[Part]:
+def parts_of(named: Iterable[tuple[str, Tensor]], placed: Placed, mesh: Mesh) -> Iterator[TensorPart]:
     """What this rank holds of tensors of the model, by name, as what is to be filled."""
     return (
-        Part(name, box, start)
+        TensorPart(name, box, start)
         for name, value in named
         for box, start in place_of(name, value, placed, mesh).boxes(local(value))
     )
 
 
-def place_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> Place:
+def place_of(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> ShardPlace:
     """Where this rank's part of a tensor lies: cut over tp or ep, then sharded over dp."""
     start = [0] * value.dim()
     cut_by = placed.slices.get(name)
-    found = Place(start)
+    found = ShardPlace(start)
     if cut_by is not None and cut_by.dim != "owner":
         spans = cut_by.spans(mesh.index(cut_by.axis))
         if cut_by.pieces:
-            found = Place(start, cut_by.dim, spans)
+            found = ShardPlace(start, cut_by.dim, spans)
         else:
             start[cut_by.dim] = spans[0][0]
     if start:

@@ -22,6 +22,7 @@ from petune.parallel.configs import (
     LOOPED,
     ROWS,
     STAGES_SHARDED,
+    BackendLayout,
     Connection,
     CutConfig,
     DpConfig,
@@ -29,7 +30,6 @@ from petune.parallel.configs import (
     Layout,
     ParallelConfig,
     PpConfig,
-    Row,
     layouts,
     row_name,
     size_of,
@@ -514,10 +514,10 @@ class _Cutting:
             overlap=config.overlap,
         )
 
-    def _row(self) -> Row | None:
+    def _row(self) -> BackendLayout | None:
         """The layouts; None where the settings of `cut` leave one open."""
         found = layouts(self.name, self.config)
-        return None if None in found.values() else Row(**cast("Any", found))
+        return None if None in found.values() else BackendLayout(**cast("Any", found))
 
     def _kv_heads(self, shape: Shape) -> tuple[int, ...]:
         """Key and value heads per rank. Query heads follow: a rank holds whole groups of those that share
@@ -609,13 +609,13 @@ class _Cutting:
         for why in {rule.uncut for rule in family.stacks.values() if rule.uncut is not None}:
             self.faults.append(Problem(why, self.where, remedy="use sp with exchange: gather, pp or dp"))
 
-    def _stateless(self, family: Family, row: Row) -> None:
+    def _stateless(self, family: Family, row: BackendLayout) -> None:
         """Whether a rank can have some tokens of a row."""
         if row.connection == "sequence" and any(rule.linear for rule in family.stacks.values()):
             what = "its mixers carry a state through all tokens of a row, and a rank has some"
             self.faults.append(Problem(what, self.where, remedy="use tp, pp or dp"))
 
-    def _undivided(self, family: Family, row: Row, model_config: Config) -> None:
+    def _undivided(self, family: Family, row: BackendLayout, model_config: Config) -> None:
         """Whether attention of the family knows what to do where a rank has some tokens of a row, or, where
         it scores positions itself, some of the work on them."""
         cores = [layer.core for rule in family.stacks.values() for layer in rule.sublayers]
@@ -633,7 +633,9 @@ class _Cutting:
                 what = "overlap does not know linears that positions go through as well"
                 self.fault("overlap", what, remedy="remove overlap")
 
-    def _vocabulary(self, row: Row, family: Family, model_config: Config, head: bool) -> tuple[int, ...]:
+    def _vocabulary(
+        self, row: BackendLayout, family: Family, model_config: Config, head: bool
+    ) -> tuple[int, ...]:
         """The ratio in which table and output head are cut, that of the ranks' other work; empty where they
         are whole. null: cut for tp, where there is a head over the vocabulary."""
         wanted = self.config.vocabulary

@@ -29,7 +29,7 @@ from petune.parallel.launch import process_group
 from petune.parallel.mesh import Axis
 from petune.parallel.objective import Batch, Objective, Outputs
 from petune.parallel.pipeline.schedule import Pipeline
-from petune.parallel.placement import Place, Placement, parts_of, place_of
+from petune.parallel.placement import Placement, ShardPlace, parts_of, place_of
 from petune.parallel.plan import apportion
 from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_losses
 from petune.rng.context import Running, bound, bound_to, moved, twins
@@ -443,7 +443,7 @@ class Runner:
             shape[cut.dim] = cut.sizes[self.mesh.index(cut.axis)]
         return torch.zeros(shape, dtype=dtype, device=self.mesh.device)
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> ShardPlace:
         """Where what this rank holds of a tuned tensor lies in the whole: the boxes that it reads and writes
         of files."""
         return place_of(name, self.tuned[name], self.placed, self.mesh)

@@ -37,7 +37,7 @@ from petune.parallel.tensor.shard_params import Slice, narrow
 
 
 @dataclass(frozen=True)
-class Spread:
+class ExpertRanks:
     """Experts of each rank of `group`, and which of them this is. A copy of the model has the same one, as a
     process group cannot be copied."""
 
@@ -45,7 +45,7 @@ class Spread:
     index: int
     group: Group = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
         return self
 
     def way(self, index: Tensor) -> tuple[Way, Routes]:
@@ -114,7 +114,7 @@ def cut_experts(model: nn.Module, plan: ParallelPlan, at: Coordinate) -> dict[st
                 raise UsageError(what, where=f"{name}.{own}", expected=expected, found=found)
             narrow(module, own, 0, [plan.experts], at.ep, name, slices, "ep")
         cast("Any", module).num_experts = plan.experts[at.ep]
-        put_spread(module, Spread(plan.experts, at.ep))
+        put_spread(module, ExpertRanks(plan.experts, at.ep))
     return slices
 
 
@@ -134,18 +134,18 @@ def cross_experts(model: nn.Module, mesh: Mesh) -> None:
     if mesh.plan.ep == 1:
         return
     for _, module in _mixtures(model):
-        spread = Spread(mesh.plan.experts, mesh.at.ep, mesh.groups["ep"])
+        spread = ExpertRanks(mesh.plan.experts, mesh.at.ep, mesh.groups["ep"])
         put_spread(module, spread)
-        hooks = Ways(spread)
+        hooks = SpreadHook(spread)
         module.register_forward_pre_hook(hooks.before)
         module.register_forward_hook(hooks.after)
 
 
-class Ways(BoundaryHook):
+class SpreadHook(BoundaryHook):
     """Hooks around experts: they are called with copies of the rows that were sent here, one expert a copy,
     and what they give goes back. now: of the running call, which the second hook takes from the first."""
 
-    def __init__(self, spread: Spread) -> None:
+    def __init__(self, spread: ExpertRanks) -> None:
         self.spread = spread
         self.now: tuple[Way, Routes] | None = None
 
@@ -167,7 +167,7 @@ class _Sent(Function):
     """Rows and their shares, in one: so they go back in one order on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Tensor, spread: Spread, way: Way) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, share: Tensor, spread: ExpertRanks, way: Way) -> tuple[Tensor, Tensor]:
         ctx.spread, ctx.way = spread, way
         weights = spread.there(share, way)
         return spread.there(x, way), weights

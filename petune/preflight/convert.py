@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from petune.errors import FileError, RecipeError, UsageError
-from petune.preflight.foreign import PROGRAMS, WHY, Program
+from petune.preflight.foreign import PROGRAMS, WHY, ForeignProgram
 from petune.preflight.meanings import Table
 from petune.recipe import Recipe, load_recipe
 from petune.recipe.yaml_lines import write_scalar
@@ -39,7 +39,7 @@ class Left:
 class Converted:
     """A recipe made of another program's file. `defaults`: key paths that the file leaves to that program."""
 
-    program: Program
+    program: ForeignProgram
     recipe: Recipe
     defaults: frozenset[str]
     left: tuple[Left, ...]
@@ -103,7 +103,7 @@ def _read(file: Path) -> dict[str, Any]:
     return tree
 
 
-def _told(tree: Mapping[str, Any], file: Path) -> Program:
+def _told(tree: Mapping[str, Any], file: Path) -> ForeignProgram:
     """The program whose marks the file has."""
     keys = dict(flat(tree, {}))
     found = next((one for one in PROGRAMS.values() if any(mark in keys for mark in one.marks)), None)
@@ -137,7 +137,7 @@ def _resolved(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _meanings(leaves: Mapping[str, Any], program: Program) -> tuple[dict[str, Any], list[Left]]:
+def _meanings(leaves: Mapping[str, Any], program: ForeignProgram) -> tuple[dict[str, Any], list[Left]]:
     """Values of the recipe by key path, and what is left."""
     values: dict[str, Any] = {}
     by: dict[str, str] = {}

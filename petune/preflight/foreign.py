@@ -38,7 +38,7 @@ from petune.preflight.meanings import (
 
 
 @dataclass(frozen=True)
-class Program:
+class ForeignProgram:
     """A program whose files are read: one of `marks` tells them from the others'."""
 
     title: str
@@ -354,28 +354,28 @@ TORCHTUNE: Table = {
     "log_level": already("INFO"),
     "profiler.enabled": off,
 }
-
-PROGRAMS: Mapping[str, Program] = {
-    "torchtune": Program(
+_LORA = {"method.name": "lora", "method.r": 8}
+PROGRAMS: Mapping[str, ForeignProgram] = {
+    "torchtune": ForeignProgram(
         "torchtune",
         ("model._component_", "checkpointer._component_"),
         TORCHTUNE,
         {"schedule": "constant", "warmup": 0, "weight_decay": 0.01, "clip": None},
     ),
-    "peft": Program("peft", ("peft_type",), PEFT, {"method.name": "lora", "method.r": 8, "method.alpha": 8}),
-    "axolotl": Program(
+    "peft": ForeignProgram("peft", ("peft_type",), PEFT, _LORA | {"method.alpha": 8}),
+    "axolotl": ForeignProgram(
         "axolotl",
         ("base_model", "micro_batch_size", "datasets.0.type"),
         AXOLOTL,
         {"method.name": "full", "schedule": "cosine", "epochs": 1, "batch_size": 1},
     ),
-    "llamafactory": Program(
+    "llamafactory": ForeignProgram(
         "LLaMA-Factory",
         ("finetuning_type", "stage", "cutoff_len", "template", "lora_target"),
         LLAMA_FACTORY,
-        TRAINER_DEFAULTS | {"method.name": "lora", "method.r": 8, "lr": 5e-5, "data.max_length": 2048},
+        TRAINER_DEFAULTS | _LORA | {"lr": 5e-5, "data.max_length": 2048},
     ),
-    "trl": Program(
+    "trl": ForeignProgram(
         "TRL",
         ("dataset_name", "use_peft", "per_device_train_batch_size", "num_train_epochs"),
         TRL,

@@ -15,7 +15,7 @@ from petune.estimate.forecast import sketch
 from petune.log import human
 from petune.models.heads import Head, reads
 from petune.models.loading import kind_of, load_model, packs, read_config
-from petune.models.source import Source, check_weights, resolve_model
+from petune.models.source import ModelSource, check_weights, resolve_model
 from petune.recipe import Recipe
 from petune.run.build import Prepared, plan_of, positions_of, prepare
 from petune.run.readers import inputs_of, with_language
@@ -110,7 +110,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
 _Model = tuple[Any, PreTrainedTokenizerBase | None, Reader | None]
 
 
-def _model(source: Source) -> _Model:
+def _model(source: ModelSource) -> _Model:
     """Config, tokenizer and reader of a model on this machine; no tokenizer of one that reads pictures, no
     reader of one that reads texts. Raises FileError for what its folder lacks."""
     looking = _Looking()

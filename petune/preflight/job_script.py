@@ -20,7 +20,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """What is asked of the machines. `time`: [days-]hours:minutes:seconds; `warn`: seconds before its end at
     which the ranks are told to save and stop."""
 
@@ -39,12 +39,12 @@ class Job:
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def job_of(words: Sequence[str]) -> tuple[Job, list[str]]:
+def job_of(words: Sequence[str]) -> tuple[ClusterJob, list[str]]:
     """The job of `nodes=4 ranks=8 time=24:00:00 warn=300` among words, and the other words, settings of the
     recipe. Raises UsageError with every value that cannot be."""
-    known = {entry.name for entry in fields(Job)}
+    known = {entry.name for entry in fields(ClusterJob)}
     given = dict(word.split("=", 1) for word in words if word.partition("=")[0] in known)
-    job = Job(time=given.get("time"))
+    job = ClusterJob(time=given.get("time"))
     wrong = [
         Problem(f"{name} is a whole number of at least 1", "command line", found=given[name])
         for name in given
@@ -55,14 +55,16 @@ def job_of(words: Sequence[str]) -> tuple[Job, list[str]]:
     if wrong:
         raise UsageError(wrong)
     numbers = {name: int(value) for name, value in given.items() if name != "time"}
-    job = Job(time=job.time, **numbers)
+    job = ClusterJob(time=job.time, **numbers)
     if job.seconds is not None and job.seconds <= job.warn:
         what = "the ranks would be told to stop before they begin"
         raise UsageError(what, expected=f"time above {job.warn} s", found=job.time, remedy="set warn=SECONDS")
     return job, [word for word in words if word.partition("=")[0] not in known]
 
 
-def script(kind: str, target: str, recipe: Recipe, settings: Sequence[str], job: Job, folder: Path) -> str:
+def script(
+    kind: str, target: str, recipe: Recipe, settings: Sequence[str], job: ClusterJob, folder: Path
+) -> str:
     """The script that trains the recipe `target` (a file or a shipped name), with `settings` laid over it, by
     `kind`, slurm or torchrun, from the working directory `folder`.
 
@@ -78,7 +80,7 @@ def script(kind: str, target: str, recipe: Recipe, settings: Sequence[str], job:
     return written(recipe, job, f'{shlex.join(run)} "${{resume[@]}}"', there, f"{out}-logs", folder)
 
 
-def _slurm(recipe: Recipe, job: Job, run: str, there: str, logs: str, folder: Path) -> str:
+def _slurm(recipe: Recipe, job: ClusterJob, run: str, there: str, logs: str, folder: Path) -> str:
     wanted = {
         "job-name": recipe.name,
         "nodes": job.nodes,
@@ -111,7 +113,7 @@ exit "$code"
 """
 
 
-def _torchrun(recipe: Recipe, job: Job, run: str, there: str, logs: str, folder: Path) -> str:
+def _torchrun(recipe: Recipe, job: ClusterJob, run: str, there: str, logs: str, folder: Path) -> str:
     limit = f"timeout --signal=TERM {job.seconds - job.warn} " if job.seconds else ""
     secret = 'export PETUNE_SECRET="${PETUNE_SECRET:?the same random text on every machine}"\n'
     return f"""\

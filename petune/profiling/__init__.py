@@ -19,6 +19,6 @@ from petune.profiling.attribution import Phase
 from petune.profiling.latency import Timing
 from petune.profiling.memory import MemoryUse
 from petune.profiling.operations import Operation
-from petune.profiling.profile import Part, Profile, profile
+from petune.profiling.profile import Profile, ProfiledModule, profile
 
-__all__ = ["MemoryUse", "Operation", "Part", "Phase", "Profile", "Timing", "profile"]
+__all__ = ["MemoryUse", "Operation", "Phase", "Profile", "ProfiledModule", "Timing", "profile"]

@@ -25,7 +25,7 @@ from petune.run.streaming import streams
 
 
 @dataclass(frozen=True)
-class Part:
+class ProfiledModule:
     """A module with everything below it. forward, backward, recompute: FLOP of one step; parameters, trained:
     elements, tied ones once.
 
@@ -43,14 +43,14 @@ class Part:
     calls: int
     forward_s: float | None
     backward_s: float
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ProfiledModule, ...] = ()
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates of the forward pass."""
         return self.forward // 2
 
-    def walk(self) -> Iterator[Part]:
+    def walk(self) -> Iterator[ProfiledModule]:
         """This part and all below it, in the model's order."""
         yield self
         for part in self.parts:
@@ -72,8 +72,8 @@ class Profile:
     rows: int
     tokens: int
     loss: float
-    models: tuple[Part, ...]
-    outside: Part
+    models: tuple[ProfiledModule, ...]
+    outside: ProfiledModule
     timing: Timing
     memory: MemoryUse
     operations: tuple[Operation, ...]
@@ -180,7 +180,7 @@ class _Tree:
     forward: Mapping[str, Forward]
     backward: Mapping[str, float]
 
-    def part(self, module: nn.Module) -> Part:
+    def part(self, module: nn.Module) -> ProfiledModule:
         path = self.paths[module]
         inside = (child for name, child in module.named_children() if self.paths[child] == join(path, name))
         own = self.alone(path)
@@ -198,10 +198,10 @@ class _Tree:
             parts=parts,
         )
 
-    def alone(self, path: str) -> Part:
+    def alone(self, path: str) -> ProfiledModule:
         """What is done at this path itself."""
         run = self.forward.get(path)
-        return Part(
+        return ProfiledModule(
             path=path,
             kind="",
             parameters=0,

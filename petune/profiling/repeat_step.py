@@ -7,7 +7,7 @@ import torch
 
 from petune.parallel import Batch, Mesh
 from petune.run.build import Prepared
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 
 
 class Rehearsal:
@@ -15,7 +15,7 @@ class Rehearsal:
     gradients."""
 
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
-        self.step = Step(prepared, mesh)
+        self.step = OptimizerStep(prepared, mesh)
         self.step.refer()
         self.runner, self.tuned, self.optimizer = self.step.runner, self.step.tuned, self.step.optimizer
         for options in self.optimizer.param_groups:

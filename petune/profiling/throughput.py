@@ -1,9 +1,9 @@
 """How fast a recipe trains, and in how much memory: its own step, measured for the methods and memory
 policies that are asked for.
 
-A step is `Step.take` on the rows a run would see, so clipping, update and the reading of the loss are in it;
-nothing is scored or saved. Its FLOP (one multiply-add is two) are counted from the lengths of its rows,
-padding left out. A linear of W weights costs a row of T tokens 2WT forward, 2WT more where the gradient
+A step is `OptimizerStep.take` on the rows a run would see, so clipping, update and the reading of the loss
+are in it; nothing is scored or saved. Its FLOP (one multiply-add is two) are counted from the lengths of its
+rows, padding left out. A linear of W weights costs a row of T tokens 2WT forward, 2WT more where the gradient
 passes, and 2WT more where the weights themselves train: with N weights in the blocks, 4N a token for LoRA on
 a frozen base and 6N for full fine-tuning. A head of V words adds 4hV for each token that is trained on, 6hV
 where it trains itself. Attention forward, over heads of width d together, is A = 4dT for each of T tokens,
@@ -45,7 +45,7 @@ from petune.models.tuned_linear import TunedModule
 from petune.parallel import ParallelConfig
 from petune.recipe import Recipe, load_recipe
 from petune.run.build import choose_place, prepare
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.run.summary import peak_memory
 from petune.tasks import Example
 
@@ -300,14 +300,14 @@ def measure(case: Case, steps: int, warm: float | None = None) -> Measured:
     if warm is None:
         warm = WARM_UP if place.device.type == "cuda" else 0.0
     try:
-        step = Step(prepare(settled))
+        step = OptimizerStep(prepare(settled))
         step.refer()
         return _measure(case, step, steps, warm)
     except MachineError as error:
         return Measured(case, error=str(error.problems[0].what))
 
 
-def _measure(case: Case, step: Step, steps: int, warm: float) -> Measured:
+def _measure(case: Case, step: OptimizerStep, steps: int, warm: float) -> Measured:
     began, device = None, step.place.device
     while began is None or time.perf_counter() - began < warm:
         step.take()
@@ -334,7 +334,7 @@ def _measure(case: Case, step: Step, steps: int, warm: float) -> Measured:
     )
 
 
-def _timed(step: Step) -> float:
+def _timed(step: OptimizerStep) -> float:
     _wait(step.place.device)
     began = time.perf_counter()
     step.take()
@@ -347,7 +347,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _kept(step: Step, linears: Sequence[Linear]) -> Kept:
+def _kept(step: OptimizerStep, linears: Sequence[Linear]) -> Kept:
     """What each block kept in the last step."""
     found = dict.fromkeys(
         ((one.stack, one.block) for one in linears), CHECKPOINT if step.recipe.gradient_checkpointing else ALL

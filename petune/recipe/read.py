@@ -16,7 +16,16 @@ from petune.recipe.check import validate
 from petune.recipe.neutral import demo_note, neutral_note, neutral_settings
 from petune.recipe.raw import Found, Written, show
 from petune.recipe.schema import Recipe
-from petune.recipe.yaml_lines import MAX_BYTES, MAX_PROBLEMS, Document, KeyPath, dotted, read, scalar, short
+from petune.recipe.yaml_lines import (
+    MAX_BYTES,
+    MAX_PROBLEMS,
+    KeyPath,
+    YamlDocument,
+    dotted,
+    read,
+    scalar,
+    short,
+)
 
 Overrides = Sequence[str] | Mapping[str, Any]
 
@@ -114,7 +123,7 @@ def _open_source(
     return _written(document, name, problems), problems, file
 
 
-def _written(document: Document, name: str, problems: list[Found]) -> Written:
+def _written(document: YamlDocument, name: str, problems: list[Found]) -> Written:
     tree = document.tree
     if not isinstance(tree, dict):
         what = "the recipe is empty" if tree is None else "a recipe is a mapping of keys to values"

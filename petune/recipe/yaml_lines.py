@@ -42,7 +42,7 @@ _HINTS = {
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """What a file says. `lines` and `problems` count lines from 1; `refused` are the paths whose value could
     not be taken."""
 
@@ -119,7 +119,7 @@ def decode(data: bytes, name: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read(data: bytes | str, name: str) -> Document:
+def read(data: bytes | str, name: str) -> YamlDocument:
     """Read one YAML document. `name` stands for the file in messages.
 
     Raises RecipeError for what leaves no structure to look at (encoding, syntax, depth, size); what can be
@@ -130,7 +130,7 @@ def read(data: bytes | str, name: str) -> Document:
     return _read_fast(text, name) or _read(text, name)
 
 
-def _read_fast(text: str, name: str) -> Document | None:
+def _read_fast(text: str, name: str) -> YamlDocument | None:
     """What libyaml reads in a tenth of the time; None where it is not there, or where it may not read or
     place a text as PyYAML's own parser does, which alone tells of problems."""
     if _Fast is None or not _ALIKE.fullmatch(text):
@@ -144,7 +144,7 @@ def _read_fast(text: str, name: str) -> Document | None:
     return None if builder.document.problems else builder.document
 
 
-def _read(text: str, name: str) -> Document:
+def _read(text: str, name: str) -> YamlDocument:
     builder = _Builder(name)
     try:
         loader = yaml.SafeLoader(text)
@@ -200,7 +200,7 @@ class _Builder:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.document = Document()
+        self.document = YamlDocument()
         self.open: list[_Open] = []
         self.documents = self.values = 0
 

@@ -8,7 +8,7 @@ from petune.report.conditions import chosen
 from petune.report.curves import curve, smoothed
 from petune.report.files import RunFiles, names_of
 from petune.report.markup import Markup, element, join, section, table
-from petune.report.svg import POINTS, Line, chart, legend
+from petune.report.svg import POINTS, DrawnLine, chart, legend
 from petune.report.words import NONE, duration, figure, flat, is_number, moment, size, titled
 
 # of metrics.jsonl: the key and its title
@@ -84,7 +84,7 @@ def curves(runs: Sequence[RunFiles]) -> Markup:
         chart(
             title,
             [
-                Line(curve(run.records, key, name or title.lower()), at)
+                DrawnLine(curve(run.records, key, name or title.lower()), at)
                 for at, (name, run) in _numbered(names, runs)
             ],
             most=most,
@@ -110,10 +110,10 @@ def _loss(runs: Sequence[RunFiles], names: Sequence[str], most: int) -> Markup:
     lines, alone = [], len(runs) == 1
     for at, (name, run) in _numbered(names, runs):
         steps = curve(run.records, "loss", name or "loss")
-        lines.append(Line(steps, at, "faint"))
-        lines.append(Line(smoothed(steps, most // 3), at, hover=False))
+        lines.append(DrawnLine(steps, at, "faint"))
+        lines.append(DrawnLine(smoothed(steps, most // 3), at, hover=False))
         if alone:
-            lines.append(Line(curve(run.records, "eval_loss", "held out"), 1, "dotted"))
+            lines.append(DrawnLine(curve(run.records, "eval_loss", "held out"), 1, "dotted"))
     marks = _marks(runs[0]) if alone else ()
     return chart("Training loss, nats" if not alone else "Loss, nats", lines, marks=marks, most=most)
 
@@ -129,7 +129,7 @@ def _scores(runs: Sequence[RunFiles], names: Sequence[str], most: int) -> list[M
         chart(
             f"{titled(key.removeprefix('eval_'))}, held out",
             [
-                Line(curve(run.records, key, name or "held out"), at + colour, "dotted")
+                DrawnLine(curve(run.records, key, name or "held out"), at + colour, "dotted")
                 for at, (name, run) in _numbered(names, runs)
             ],
             marks=_marks(runs[0]) if len(runs) == 1 else (),

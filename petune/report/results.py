@@ -9,14 +9,14 @@ from typing import Any
 
 from petune.files.json_fields import (
     Fields,
+    IntegerValue,
     Kind,
     ListOf,
     MapOf,
     Number,
     OneOf,
-    Row,
-    Text,
-    Whole,
+    TextValue,
+    TupleValue,
     check_fields,
     check_seal,
 )
@@ -26,27 +26,27 @@ _SCORE = Number()
 _SCORES = MapOf(_SCORE, least=1)
 _MAYBE = OneOf(_SCORE, None)
 _SUMMARY: Mapping[str, Kind] = {
-    "rows": Text(),
-    "num_labels": Whole(),
-    "metric": Text(),
+    "rows": TextValue(),
+    "num_labels": IntegerValue(),
+    "metric": TextValue(),
     "before": _SCORES,
     "after": _SCORES,
     "head_only": _MAYBE,
-    "loss": Row(_SCORE, _SCORE),
-    "steps": Whole(),
-    "best_step": OneOf(Whole(), None),
-    "tokens": Whole(),
+    "loss": TupleValue(_SCORE, _SCORE),
+    "steps": IntegerValue(),
+    "best_step": OneOf(IntegerValue(), None),
+    "tokens": IntegerValue(),
     "seconds": Number(0),
     "tokens_per_s": Number(0),
-    "peak_memory_bytes": Whole(),
-    "warnings": ListOf(Text()),
+    "peak_memory_bytes": IntegerValue(),
+    "warnings": ListOf(TextValue()),
 }
 _ADDED: Mapping[str, Kind] = {
     "last": MapOf(_SCORE),
-    "direction": Text(("max", "min")),
+    "direction": TextValue(("max", "min")),
     "lr": OneOf(Number(0, 1e9), None),
-    "held_out": Whole(),
-    "notes": ListOf(Text()),
+    "held_out": IntegerValue(),
+    "notes": ListOf(TextValue()),
 }  # not in every release's
 
 
@@ -57,7 +57,7 @@ def read_summary(
     fields that do not fit."""
     found = read_json(file)
     check_seal(found, file)
-    named: dict[str, Kind] = {"task": Text(tuple(tasks)), "format": Text(formats)}
+    named: dict[str, Kind] = {"task": TextValue(tuple(tasks)), "format": TextValue(formats)}
     check_fields(found, Fields({**_SUMMARY, **named}, _ADDED, others=True), file)
     metrics = tasks[found["task"]]
     needed = {found["metric"], "loss"} | ({"accuracy"} if found["head_only"] is not None else set())
@@ -65,7 +65,9 @@ def read_summary(
     at_end = {"last": scores} if found.get("last") else {}
     check_fields(
         found,
-        Fields({"metric": Text(tuple(metrics)), "before": scores, "after": scores, **at_end}, others=True),
+        Fields(
+            {"metric": TextValue(tuple(metrics)), "before": scores, "after": scores, **at_end}, others=True
+        ),
         file,
     )
     return {name: value for name, value in found.items() if name != "seal"}

@@ -23,7 +23,7 @@ _WIDE = 100.0  # from this ratio of largest to smallest a scale of powers is eas
 
 
 @dataclass(frozen=True)
-class Line:
+class DrawnLine:
     """A curve, the number of its colour, and its style: plain, faint (behind another), dotted (a value at
     each point). hover: whether its values are shown beside the pointer."""
 
@@ -34,7 +34,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Axis:
     """The values from `low` to `high` on `length` pixels; by powers where `log`."""
 
     low: float
@@ -73,7 +73,12 @@ class Scale:
 
 
 def chart(
-    title: str, lines: Sequence[Line], *, marks: Sequence[int] = (), most: int = POINTS, log: bool = False
+    title: str,
+    lines: Sequence[DrawnLine],
+    *,
+    marks: Sequence[int] = (),
+    most: int = POINTS,
+    log: bool = False,
 ) -> Markup:
     """A figure with its title, the lines over the steps, upright marks at some steps, and, in words, what the
     lines say. `log`: large ratios go on a scale of powers. Empty where no line has a finite value."""
@@ -109,18 +114,18 @@ def chart(
     )
 
 
-def _scales(points: Sequence[Point], log: bool) -> tuple[Scale, Scale]:
+def _scales(points: Sequence[Point], log: bool) -> tuple[Axis, Axis]:
     values = [value for _, value in points]
     low, high = min(values), max(values)
     log = log and low > 0 and high / low >= _WIDE
     room = 0.0 if log else (high - low) * 0.04 or abs(high) * 0.1 or 1.0
     bottom = low if log else low - (min(room, low) if low >= 0 else room)
     steps = [step for step, _ in points]
-    across = Scale(min(steps), max(steps), WIDTH - LEFT - RIGHT)
-    return across, Scale(bottom, high if log else high + room, HEIGHT - TOP - BOTTOM, log)
+    across = Axis(min(steps), max(steps), WIDTH - LEFT - RIGHT)
+    return across, Axis(bottom, high if log else high + room, HEIGHT - TOP - BOTTOM, log)
 
 
-def _axes(across: Scale, up: Scale) -> Iterator[Markup]:
+def _axes(across: Axis, up: Axis) -> Iterator[Markup]:
     floor, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     for value in up.ticks():
         y = floor - up.at(value)
@@ -135,7 +140,7 @@ def _axes(across: Scale, up: Scale) -> Iterator[Markup]:
     yield element("path", class_="axis", d=f"M{LEFT},{floor}H{right}")
 
 
-def _drawn(line: Line, across: Scale, up: Scale, most: int) -> Iterator[Markup]:
+def _drawn(line: DrawnLine, across: Axis, up: Axis, most: int) -> Iterator[Markup]:
     """A path for the line; single points, and those of a dotted line, as circles."""
     parts, dots = [], []
     for stretch in line.curve.stretches(most):
@@ -150,7 +155,7 @@ def _drawn(line: Line, across: Scale, up: Scale, most: int) -> Iterator[Markup]:
     yield from (element("circle", class_=kind, cx=x, cy=y, r=3) for x, y in dots)
 
 
-def _values(lines: Sequence[Line], most: int) -> str:
+def _values(lines: Sequence[DrawnLine], most: int) -> str:
     """What page.js reads: for each line its name and its steps and values, in turn."""
     found = []
     for line in lines:

@@ -17,12 +17,12 @@ from petune.methods.held_levels import free_bytes, passing_bytes
 from petune.models.stack import Stack
 from petune.run.backbone import Backbone
 from petune.run.folder import ACTIVATIONS
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 
 
 @contextmanager
-def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]:
+def caching(step: OptimizerStep, out: Path, say: Callable[[str], None]) -> Iterator[None]:
     """The run's passes with the activation cache of its recipe, if it has one, opened before any and closed
     after all.
 
@@ -78,7 +78,7 @@ def caching(step: Step, out: Path, say: Callable[[str], None]) -> Iterator[None]
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def most_bytes(step: Step, cache: ActivationCache) -> int:
+def most_bytes(step: OptimizerStep, cache: ActivationCache) -> int:
     """Of all rows of the run, trained and held out, on all ranks."""
     spans = [(name, span) for one in step.runner.plan.stages for name, span in one.blocks.items()]
     return sum(
@@ -92,7 +92,7 @@ def most_bytes(step: Step, cache: ActivationCache) -> int:
     )
 
 
-def _tokens(step: Step) -> list[tuple[Stack, int]]:
+def _tokens(step: OptimizerStep) -> list[tuple[Stack, int]]:
     """Each stack of the model, and the tokens of all rows of the run that go through it."""
     rows = (*step.prepared.encoded.train, *step.prepared.encoded.eval)
     tokens = sum(row.size for row in rows)
@@ -104,12 +104,12 @@ def _tokens(step: Step) -> list[tuple[Stack, int]]:
     ]
 
 
-def _say_room(step: Step, say: Callable[[str], None], stepped: bool) -> None:
+def _say_room(step: OptimizerStep, say: Callable[[str], None], stepped: bool) -> None:
     if step.cache is not None and (line := find_room(step, step.cache, stepped)) is not None:
         say(line)
 
 
-def find_room(step: Step, cache: ActivationCache, stepped: bool) -> str | None:
+def find_room(step: OptimizerStep, cache: ActivationCache, stepped: bool) -> str | None:
     """Settle whether the rows of this process stay on its device; in words, None on the CPU and where it was
     settled before. stepped: a step was taken since this process began: what one needs is known, and left
     free; before, rows that fit wait for that.
@@ -135,7 +135,7 @@ def find_room(step: Step, cache: ActivationCache, stepped: bool) -> str | None:
     return f"cache: rows are read from files{ahead}: {of}, and cache_room is {room.share:g}"
 
 
-def _longest(step: Step) -> float:
+def _longest(step: OptimizerStep) -> float:
     """How many times as long the longest row of the run is as that of the last step."""
     last = max(row.size for row in step.rows_of(max(0, step.progress.step - 1)))
     return max(1.0, max(row.size for row in step.prepared.encoded.train) / max(1, last))

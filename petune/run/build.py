@@ -39,7 +39,7 @@ from petune.models.loading import (
     packs,
     read_config,
 )
-from petune.models.source import Source, resolve_model
+from petune.models.source import ModelSource, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.recipe import Recipe
 from petune.run.balance import balance_in
@@ -74,7 +74,7 @@ class Prepared:
     from a checkpoint, whatever it begins as."""
 
     recipe: Recipe
-    source: Source
+    source: ModelSource
     config: Any
     task: Task
     tokenizer: PreTrainedTokenizerBase | None
@@ -90,13 +90,13 @@ class Prepared:
         return Processors(self.tokenizer, self.reader)
 
     @cached_property
-    def place(self) -> Place:
+    def place(self) -> ComputeSetting:
         """Where it runs, asked when this process knows its device."""
         return choose_place(self.recipe)
 
 
 @dataclass(frozen=True)
-class Place:
+class ComputeSetting:
     """Where a model runs and in what: the device, the dtype of frozen weights, and autocast around every
     forward."""
 
@@ -111,7 +111,7 @@ class Place:
         return f"{'bf16' if self.dtype is torch.bfloat16 else 'fp32'} on {self.device.type}"
 
 
-def choose_place(recipe: Recipe) -> Place:
+def choose_place(recipe: Recipe) -> ComputeSetting:
     """The device and dtype a recipe means here. Raises MachineError for cuda without a CUDA device."""
     available = torch.cuda.is_available()
     if recipe.device == "cuda" and not available:
@@ -121,7 +121,7 @@ def choose_place(recipe: Recipe) -> Place:
     cuda = recipe.device == "cuda" or (recipe.device == "auto" and available)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and device.type == "cuda")
-    return Place(device, torch.bfloat16 if bf16 else torch.float32)
+    return ComputeSetting(device, torch.bfloat16 if bf16 else torch.float32)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Base:
     objects: Objects = NO_OBJECTS
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> ModelSource:
         """Where it lies."""
         return resolve_model(self.recipe.model, self.recipe.folder)
 
@@ -189,7 +189,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def load_base(
-    source: Source,
+    source: ModelSource,
     task: Task,
     labels: Sequence[str] | None,
     recipe: Recipe,

@@ -392,11 +392,9 @@ def rebuild(
     record.check_files(files, weights=False)  # before a config is read that could say anything
     config = given.config if given is not None else read_config(source)
     tokenizer, reader = inputs_of(own, config)
-    # beside the loading; what is found is remembered
-    with FileHashes({} if verify_base else files, afresh=False) as hashes:
-        base: nn.Module = load_base(
-            source, TASKS[task], record.labels, recipe, tokenizer, given, config
-        ).read()
+    with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading, remembered
+        found = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given, config)
+        base: nn.Module = found.read()
         hashes.result()
     model = load_recorded(base, record, verify_base=verify_base, base_files=files)
     return model.to(choose_place(recipe).device).eval(), tokenizer, reader

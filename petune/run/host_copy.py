@@ -20,7 +20,7 @@ def aligned(value: Tensor) -> int:
     return -(-value.nbytes // _ALIGN) * _ALIGN
 
 
-class Layout:
+class BufferLayout:
     """Where each tensor of a state lies in one buffer of bytes: first the small ones of a GPU, then all
     others.
 
@@ -76,13 +76,15 @@ class HostCopy:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
-        self.layout: Layout | None = None
+        self.layout: BufferLayout | None = None
         self.buffer: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
         self.tensors: Mapping[str, Tensor] = {}
 
     @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Tensor], layout: Layout, ready: torch.cuda.Event | None) -> None:
+    def fill(
+        self, tensors: Mapping[str, Tensor], layout: BufferLayout, ready: torch.cuda.Event | None
+    ) -> None:
         """Begin to copy; on a GPU this returns at once, and `tensors`, which are `ready` then, stay until
         `copied` has happened."""
         if layout is not self.layout:
@@ -122,7 +124,7 @@ class HostCopy:
                 self._unpinned(size, error)
         self.buffer = buffer
 
-    def _make_room(self, layout: Layout) -> None:
+    def _make_room(self, layout: BufferLayout) -> None:
         if self.buffer is None or len(self.buffer) < layout.end:
             self.reserve(layout.end)
         assert self.buffer is not None

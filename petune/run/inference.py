@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from petune.errors import UsageError
 from petune.methods import is_wrapped, without_tuning
 from petune.models.languages import begun
-from petune.run.build import Place, positions_of
+from petune.run.build import ComputeSetting, positions_of
 from petune.run.generation import refuse_cut, settle_options, within
 from petune.run.readers import asked_with
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
@@ -42,7 +42,7 @@ class Speaker:
     task: Task
     data: DataConfig
     format: str
-    place: Place
+    place: ComputeSetting
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

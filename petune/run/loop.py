@@ -27,7 +27,7 @@ from petune.run.saver import Saver
 from petune.run.setup import setup
 from petune.run.signals import StopAsked, StopRequest
 from petune.run.spikes import spike_line
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.run.summary import closing_lines, command_to_go_on, header_lines, peak_memory, resting
 from petune.tasks.metrics import Scores
 
@@ -52,7 +52,7 @@ class Loop:
         self.recipe, self.task = prepared.recipe, prepared.task
         self.metric = metric_of(self.recipe, self.task, prepared.encoded.train[0])
         self.trackers = Trackers(self.recipe.trackers if mesh is None or mesh.main else ())
-        self.step = Step(prepared, mesh)
+        self.step = OptimizerStep(prepared, mesh)
         self.runner, self.steps = self.step.runner, self.step.steps
         self.pace = Pace(several=self.runner.plan.world > 1)
         self.saver = Saver(self.step, folder, reporter, stop, self.metric)

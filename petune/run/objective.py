@@ -14,7 +14,7 @@ from petune.methods.configs import method_of
 from petune.models import family_of
 from petune.parallel import Batch, Mesh, Objective, Outputs
 from petune.parallel.collectives import all_sum_, gather_dim, gather_seq
-from petune.parallel.objective import Pieces
+from petune.parallel.objective import RowChunks
 from petune.run.balance import Balance
 from petune.run.evaluate import outputs_of, real_rows
 from petune.tasks import Task, count, trained_positions
@@ -101,7 +101,7 @@ def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         return compare(give(outputs, batch), batch)
 
-    pieces = None if config.cached is None else Pieces(config.cached * texts, give, compare)
+    pieces = None if config.cached is None else RowChunks(config.cached * texts, give, compare)
     return Objective(ask, loss, texts=texts, pieces=pieces, tuned=tuned_parameters, meets=True)
 
 

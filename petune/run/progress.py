@@ -12,14 +12,14 @@ from typing import Any
 from petune.errors import FileError, Problem
 from petune.files.json_fields import (
     Fields,
+    IntegerValue,
     Kind,
     ListOf,
     MapOf,
     Number,
     OneOf,
-    Row,
-    Text,
-    Whole,
+    TextValue,
+    TupleValue,
     check_fields,
 )
 from petune.tasks import MARK
@@ -103,27 +103,27 @@ class Progress:
 _MAYBE = OneOf(Number(), None)
 _SCORES = MapOf(Number())
 _KINDS: Mapping[str, Kind] = {
-    "step": Whole(),
-    "tokens": Whole(),
+    "step": IntegerValue(),
+    "tokens": IntegerValue(),
     "seconds": Number(0),
     "before": _SCORES,
     "head_only": _MAYBE,
     "first_loss": _MAYBE,
     "last_loss": _MAYBE,
     "scores": _SCORES,
-    "scored_step": Whole(-1),
-    "best_step": OneOf(Whole(), None),
+    "scored_step": IntegerValue(-1),
+    "best_step": OneOf(IntegerValue(), None),
     "best_value": _MAYBE,
     "best_scores": _SCORES,
-    "worse": Whole(),
+    "worse": IntegerValue(),
 }
 # not in every checkpoint
-_LATER: Mapping[str, Kind] = {"recent": ListOf(Row(Number(), Number())), "spikes": Whole()}
+_LATER: Mapping[str, Kind] = {"recent": ListOf(TupleValue(Number(), Number())), "spikes": IntegerValue()}
 _FACTS: Mapping[str, Kind] = {
     "progress": Fields(_KINDS, _LATER),
-    "rows": Text(),
-    "frozen": Text(),
-    "method": Text(),
+    "rows": TextValue(),
+    "frozen": TextValue(),
+    "method": TextValue(),
 }
 
 _MAY = {"stream": MARK}

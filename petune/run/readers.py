@@ -19,7 +19,7 @@ from petune.models.languages import in_language, is_multilingual
 from petune.models.load_errors import hub_errors
 from petune.models.loading import load_tokenizer, with_padding
 from petune.models.signal import Signal
-from petune.models.source import Source
+from petune.models.source import ModelSource
 from petune.tasks.configs import DataConfig
 from petune.tasks.media import ONE, Kind, Media, Reader, Reading, blank, made, made_of_sound
 
@@ -44,7 +44,7 @@ class Processors:
 
 
 def inputs_of(
-    source: Source, config: Any, tokenizer: Any = None, processor: Any = None
+    source: ModelSource, config: Any, tokenizer: Any = None, processor: Any = None
 ) -> tuple[PreTrainedTokenizerBase | None, Reader | None]:
     """What makes the inputs of a model of `config`: its tokenizer, the reader of one that reads pictures, or
     both for sounds, of which it writes what is said. tokenizer, processor: of a model in memory, else they
@@ -59,7 +59,7 @@ def with_language(
     tokenizer: PreTrainedTokenizerBase | None,
     reader: Reader | None,
     data: DataConfig,
-    source: Source,
+    source: ModelSource,
     given: Any = None,
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model of sounds, set to the language of the data; any other as it is. given: the
@@ -69,7 +69,7 @@ def with_language(
     return in_language(tokenizer, data.language, is_multilingual(source, given))
 
 
-def reader_of(source: Source, config: Any, given: Any = None) -> Reader | None:
+def reader_of(source: ModelSource, config: Any, given: Any = None) -> Reader | None:
     """The reader of a model of `config`; None for one that reads text. given: the processor of a model in
     memory, else it is read beside the weights.
 
@@ -121,7 +121,7 @@ def _shapes(processor: Any, signal: Signal) -> Iterator[tuple[int, ...]]:
         yield made_of_sound(processor, signal.argument, silence).shape
 
 
-def load_processor(source: Source, kind: Kind) -> Any:
+def load_processor(source: ModelSource, kind: Kind) -> Any:
     """What makes tensors of pictures or sounds for a model, from its preprocessor_config.json; of pictures in
     transformers' form that works with Pillow alone, so that the same pixels come out on every machine. Raises
     FileError where there is none."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 from petune.methods.configs import method_of
 from petune.models.heads import AUTO_OF, Head
 from petune.models.multimodal import whole_at
-from petune.models.source import Source, resolve_model
+from petune.models.source import ModelSource, resolve_model
 from petune.recipe import Recipe
 from petune.run.build import choose_place
 from petune.tasks import TASKS
@@ -90,5 +90,5 @@ def auto_class(summary: Mapping[str, Any]) -> str:
 
 def class_of(folder: Path, summary: Mapping[str, Any]) -> str:
     """The class of transformers that reads the merged model of such a run in `folder`."""
-    whole = whole_at(Source(str(folder), "folder", str(folder), None, ""))
+    whole = whole_at(ModelSource(str(folder), "folder", str(folder), None, ""))
     return auto_class(summary) if whole is None else OF_WHOLE

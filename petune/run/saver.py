@@ -29,7 +29,7 @@ from petune.run.saves import Commit, Facts, Saves, lacks_room
 from petune.run.signals import StopRequest
 from petune.run.snapshot import KEPT, Snapshots, age
 from petune.run.state import HeldState
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.run.summary import command_to_go_on
 from petune.run.tuned_files import TunedFiles
 from petune.saving import checkpoint, export
@@ -43,7 +43,7 @@ class Saver:
     """
 
     def __init__(
-        self, step: Step, folder: RunFolder, reporter: Logged, stop: StopRequest, metric: Metric
+        self, step: OptimizerStep, folder: RunFolder, reporter: Logged, stop: StopRequest, metric: Metric
     ) -> None:
         self.step, self.folder, self.reporter, self.stop, self.metric = step, folder, reporter, stop, metric
         self.recipe, self.runner, self.run_id = step.recipe, step.runner, uuid.uuid4().hex

@@ -28,7 +28,7 @@ from petune.files.range_writer import Crew
 from petune.log import human
 from petune.parallel.launch import process_group
 from petune.parallel.launch.host_memory import HostMemory
-from petune.run.host_copy import HostCopy, Layout, aligned
+from petune.run.host_copy import BufferLayout, HostCopy, aligned
 from petune.run.state import HeldState
 from petune.saving import checkpoint
 
@@ -56,7 +56,7 @@ class Saves:
         self.device, self.patience_s = device, patience_s
         self.fault: BaseException | None = None
         self._copy: HostCopy | None = None
-        self._layout: Layout | None = None
+        self._layout: BufferLayout | None = None
         self._thread: Thread | None = None
         self._reserving: Thread | None = None
         self._ended = Event()
@@ -96,7 +96,7 @@ class Saves:
         if self._copy is None:
             self._copy = self._new_copy()
         if self._layout is None or not self._layout.fits(tensors):
-            self._layout = Layout(tensors, self.device)
+            self._layout = BufferLayout(tensors, self.device)
             self._layout.forget()
         ready = torch.cuda.current_stream(self.device).record_event() if cuda else None
         self._copy.fill(tensors, self._layout, ready)

@@ -20,12 +20,12 @@ from petune.recipe import far_from_known
 from petune.run.build import Prepared
 from petune.run.evaluate import Metric
 from petune.run.schedule import Steps
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.tasks import Example
 from petune.tasks.examples import MASKED
 
 
-def setup(step: Step, metric: Metric, run_id: str) -> dict[str, Any]:
+def setup(step: OptimizerStep, metric: Metric, run_id: str) -> dict[str, Any]:
     """The facts of a run that is set up, as JSON has them."""
     prepared, (method, (trained, total)) = step.prepared, step.described
     recipe, rows = prepared.recipe, prepared.rows
@@ -72,7 +72,7 @@ def _counts(examples: Sequence[Example], labels: Sequence[str]) -> dict[str, int
     return {label: found[at] for at, label in enumerate(labels)}
 
 
-def _plan(step: Step) -> dict[str, Any]:
+def _plan(step: OptimizerStep) -> dict[str, Any]:
     plan, prepared = step.runner.plan, step.prepared
     family = FAMILIES.get(prepared.config.model_type)
     ranks = [holding(plan, family, prepared.config, rank) for rank in range(plan.world)]

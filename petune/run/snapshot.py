@@ -25,7 +25,7 @@ from torch import Tensor
 from petune.errors import FileError, MachineError, PetuneError
 from petune.files.safetensors import writing
 from petune.log import human
-from petune.run.host_copy import HostCopy, Layout
+from petune.run.host_copy import BufferLayout, HostCopy
 from petune.saving import checkpoint
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def age(manifest: checkpoint.Manifest, path: Path) -> str:
     return f", a snapshot that was committed at step {step}"
 
 
-class Turn(HostCopy):
+class QueuedCopy(HostCopy):
     """A copy that waits for its turn. step, state, facts, run_id: what it is of, as `Snapshots.take` says."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -93,11 +93,11 @@ class Snapshots:
         self.device, self.write, self.run_step, self.lost = device, write, run_step, lost
         # `oldest`: the most steps that a snapshot was behind when it was committed
         self.taken, self.written, self.oldest = 0, 0, 0
-        self._layout: Layout | None = None
-        self._noted: tuple[Turn, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
-        self._turns: tuple[Turn, ...] = ()
-        self._waiting: Turn | None = None
-        self._writing: Turn | None = None
+        self._layout: BufferLayout | None = None
+        self._noted: tuple[QueuedCopy, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
+        self._turns: tuple[QueuedCopy, ...] = ()
+        self._waiting: QueuedCopy | None = None
+        self._writing: QueuedCopy | None = None
         self._ending = False
         self._fault: BaseException | None = None
         self._changed = Condition()
@@ -122,7 +122,7 @@ class Snapshots:
         self.begin()
         if not self._turns:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            self._turns = Turn(stream), Turn(stream)
+            self._turns = QueuedCopy(stream), QueuedCopy(stream)
             self._make_folder()
             self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
             self._thread.start()
@@ -161,11 +161,11 @@ class Snapshots:
         if self._noted is not None:
             (turn, tensors, ready), self._noted = self._noted, None
             if self._layout is None or not self._layout.fits(tensors):
-                self._layout = Layout(tensors, self.device)
+                self._layout = BufferLayout(tensors, self.device)
             turn.fill(tensors, self._layout, ready)
             self._hand_over(turn)
 
-    def _hand_over(self, turn: Turn) -> None:
+    def _hand_over(self, turn: QueuedCopy) -> None:
         """Let the writing thread have a copy; it waits until that is whole."""
         with self._changed:
             self._waiting = turn
@@ -251,7 +251,7 @@ class Snapshots:
             if self._fault is not None:
                 return
 
-    def _commit(self, turn: Turn) -> None:
+    def _commit(self, turn: QueuedCopy) -> None:
         turn.wait()
         if self.lost(turn.run_id):
             return

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import FileError, Problem
-from petune.files.json_fields import Anything, Fields, Kind, ListOf, MapOf, Number, Text, Whole, check_fields
+from petune.files.json_fields import (
+    Anything,
+    Fields,
+    IntegerValue,
+    Kind,
+    ListOf,
+    MapOf,
+    Number,
+    TextValue,
+    check_fields,
+)
 from petune.files.range_writer import RangeWriter
 from petune.files.ranges import RangeReader, sources
 from petune.files.safetensors import check_dtypes, is_finite, read_header, tensor_kinds
-from petune.parallel import Place, Runner, is_sharded, local
+from petune.parallel import Runner, ShardPlace, is_sharded, local
 from petune.recipe import Recipe
 from petune.rng.generators import rng_state, set_rng_state
 from petune.run.progress import Progress, read_progress
@@ -35,10 +45,12 @@ TENSORS, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
 _OPTIONS = Fields({}, {"lr": Number(0)}, others=True)
 # the recipe's options are used
-_GROUP = Fields({"options": _OPTIONS, "tensors": ListOf(Text()), "params": ListOf(Text())})
-_MOMENTS = Fields({"shape": ListOf(Whole()), "tensors": ListOf(Text()), "values": MapOf(Number())})
+_GROUP = Fields({"options": _OPTIONS, "tensors": ListOf(TextValue()), "params": ListOf(TextValue())})
+_MOMENTS = Fields(
+    {"shape": ListOf(IntegerValue()), "tensors": ListOf(TextValue()), "values": MapOf(Number())}
+)
 _STATE: Mapping[str, Kind] = {
-    "optimizer": Fields({"class": Text(), "groups": ListOf(_GROUP), "state": MapOf(_MOMENTS)}),
+    "optimizer": Fields({"class": TextValue(), "groups": ListOf(_GROUP), "state": MapOf(_MOMENTS)}),
     "rng": MapOf(MapOf(Anything())),  # `set_rng_state` checks the rest
 }
 
@@ -107,7 +119,7 @@ class HeldState:
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    parts: Mapping[str, tuple[Tensor, Place]]
+    parts: Mapping[str, tuple[Tensor, ShardPlace]]
 
     def begin(self, folder: Path) -> None:
         """Make the files of the state in an empty folder."""
@@ -146,7 +158,7 @@ def held_state(runner: Runner, optimizer: torch.optim.Optimizer, make: Make) -> 
         made.state[value] = {"step": torch.tensor(step)} | {key: torch.empty_like(value) for key in MOMENTS}
     first = optimizer.param_groups[0]
     set_rate(made, first["lr"] / first.get("lr_ratio", 1.0))
-    parts: dict[str, tuple[Tensor, Place]] = {}
+    parts: dict[str, tuple[Tensor, ShardPlace]] = {}
     for name, value in runner.tuned.items():
         if runner.writes(name):
             held = {"tuned": value.detach()}
@@ -243,7 +255,7 @@ def _read_moments(
                     _read(reader, f"optimizer/{key}/{name}", local(made), runner.place(name))
                 else:
                     made = torch.empty((), device=value.device if on_device else None)
-                    _read(reader, f"optimizer/{key}/{name}", made, Place([]))
+                    _read(reader, f"optimizer/{key}/{name}", made, ShardPlace([]))
                 optimizer.state[value][key] = made
 
 
@@ -251,7 +263,7 @@ def _reader(folder: Path) -> RangeReader:
     return RangeReader(sources({folder / TENSORS: read_header(folder / TENSORS)}))
 
 
-def _read(reader: RangeReader, name: str, out: Tensor, place: Place) -> None:
+def _read(reader: RangeReader, name: str, out: Tensor, place: ShardPlace) -> None:
     for box, start in place.boxes(out):
         reader.read(name, box, start)
     if not is_finite(out):

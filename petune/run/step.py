@@ -85,9 +85,8 @@ class KeepsNothing:
     rewind = save
 
 
-class Step:
-    """The optimizer step of a recipe, in memory: runner with its model, optimizer, rows, audit and spike
-    rule.
+class OptimizerStep:
+    """The optimizer step of a recipe, in memory: runner, optimizer, rows, audit and spike rule.
 
     Each process of a group has one. described: the method in words; trained and all parameters. fingerprint:
     of the whole base, as all ranks agreed on it; None in one process. frozen: digest of the whole model's

@@ -19,7 +19,7 @@ from petune.log import human
 from petune.methods.configs import METHODS, method_of
 from petune.parallel import ParallelPlan, describe, local
 from petune.recipe import Recipe, far_from_known
-from petune.run.build import Place, Prepared
+from petune.run.build import ComputeSetting, Prepared
 from petune.run.folder import RunFolder
 from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.schedule import Steps
@@ -32,7 +32,7 @@ def header_lines(
     prepared: Prepared,
     described: tuple[str, tuple[int, int]],
     steps: Steps,
-    place: Place,
+    place: ComputeSetting,
     plan: ParallelPlan,
     out: Path,
 ) -> list[str]:

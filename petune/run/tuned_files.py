@@ -24,7 +24,7 @@ from petune.parallel import local
 from petune.run.build import build
 from petune.run.objects import base_name
 from petune.run.reporting import Logged
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import export
 from petune.saving.fingerprint import base_is_changed
 
@@ -32,7 +32,7 @@ from petune.saving.fingerprint import base_is_changed
 class TunedFiles:
     """Writes what `step` has trained, as others read it."""
 
-    def __init__(self, step: Step, reporter: Logged) -> None:
+    def __init__(self, step: OptimizerStep, reporter: Logged) -> None:
         self.step, self.prepared, self.runner, self.reporter = step, step.prepared, step.runner, reporter
         self.base_files: dict[str, dict[str, Any]] = {}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from petune import methods
 from petune.errors import FileError, Problem, UsageError
-from petune.files.json_fields import Fields, Kind, Number, OneOf, Text, Truth, check_fields
+from petune.files.json_fields import Fields, Kind, Number, OneOf, TextValue, Truth, check_fields
 from petune.files.safetensors import check_dtypes, read_json, read_tensors
 from petune.log import say, warn
 from petune.methods import tuned_names, tuning
@@ -105,7 +105,7 @@ _KINDS: Mapping[str, Kind] = {
     "original_ln_before": Truth(),
     "cross_adapter": Truth(),
     "reduction_factor": Number(1, 2**20),
-    "non_linearity": Text(ACTIVATIONS),
+    "non_linearity": TextValue(ACTIVATIONS),
     "scaling": Number(1e-6, 1e6),
     "dropout": Number(0, 1),
     "architecture": OneOf(None),

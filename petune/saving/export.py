@@ -24,7 +24,7 @@ from petune.files.atomic import commit_folder
 from petune.files.given import path_of
 from petune.files.hashes import FileHashes
 from petune.files.manifest import MANIFEST, RECORD, check_folder
-from petune.files.ranges import Source
+from petune.files.ranges import TensorSource
 from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
@@ -286,7 +286,7 @@ def _places(
     }
     if len(found) == len(left):
         return found
-    files = {key: Source(Path(), value.dtype, tuple(value.shape), 0, 0) for key, value in left.items()}
+    files = {key: TensorSource(Path(), value.dtype, tuple(value.shape), 0, 0) for key, value in left.items()}
     plan = plan_reads(model, files)
     assert plan is not None, "the same files were read in pieces"
     return found | {

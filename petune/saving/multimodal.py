@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 
 from petune.errors import FileError, PetuneError, UsageError
 from petune.files.ranges import Piece, RangeReader, sources
-from petune.files.ranges import Source as Place
+from petune.files.ranges import TensorSource as Place
 from petune.files.safetensors import (
     read_header,
     read_json,
@@ -47,7 +47,7 @@ from petune.models.multimodal import (
 )
 from petune.models.mxfp4_files import mxfp4_weights
 from petune.models.read_plan import plan_reads
-from petune.models.source import Source, local_folder, weight_files
+from petune.models.source import ModelSource, local_folder, weight_files
 from petune.saving.fingerprint import plain_name
 from petune.saving.peft import PREFIX, by_pattern, is_named, is_saved_whole, is_target, strip_wrappers
 
@@ -225,7 +225,7 @@ def _write_index(work: Path, names: Sequence[str]) -> None:
     write_json(work / SAFE_WEIGHTS_INDEX_NAME, facts)
 
 
-def _write_beside(source: Source, dtype: torch.dtype, work: Path) -> None:
+def _write_beside(source: ModelSource, dtype: torch.dtype, work: Path) -> None:
     """The whole's config, which says the dtype of its text model, and what makes its other inputs."""
     folder = local_folder(source.place, source.revision)
     if folder is None:
@@ -245,5 +245,5 @@ def _write_beside(source: Source, dtype: torch.dtype, work: Path) -> None:
 
 def read_again(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     """The text model of a whole that was written to `folder`."""
-    source = Source(str(folder), "folder", str(folder), None, "")
+    source = ModelSource(str(folder), "folder", str(folder), None, "")
     return load_model(source, "causal", None, dtype or torch.float32).read()

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import FileError, Problem
-from petune.files.json_fields import Fields, Kind, ListOf, Number, OneOf, Text, Truth, Whole, check_fields
+from petune.files.json_fields import (
+    Fields,
+    IntegerValue,
+    Kind,
+    ListOf,
+    Number,
+    OneOf,
+    TextValue,
+    Truth,
+    check_fields,
+)
 from petune.files.safetensors import check_dtypes
 from petune.methods import Tuning, ia3, tuning
 from petune.methods.configs import Ia3Config, MethodConfig, MissConfig
@@ -45,12 +55,12 @@ from petune.saving.peft import (
     task_type,
 )
 
-_NAMES, _MAYBE_TEXT = OneOf(Text(), ListOf(Text()), None), OneOf(Text(), None)
+_NAMES, _MAYBE_TEXT = OneOf(TextValue(), ListOf(TextValue()), None), OneOf(TextValue(), None)
 _KINDS: Mapping[str, Kind] = {
     "base_model_name_or_path": _MAYBE_TEXT,
     "exclude_modules": _NAMES,
     "inference_mode": OneOf(Truth(), None),
-    "modules_to_save": OneOf(ListOf(Text()), None),
+    "modules_to_save": OneOf(ListOf(TextValue()), None),
     "target_modules": _NAMES,
     "task_type": _MAYBE_TEXT,
 }
@@ -61,7 +71,7 @@ Linears = Mapping[str, nn.Linear]  # by plain name
 
 
 @dataclass(frozen=True)
-class Layout:
+class PeftLayout:
     """What is a method's own in peft's files.
 
     tensor: its name in a layer, here and there. kinds: of the fields of its config, of which `required` must
@@ -105,7 +115,7 @@ def _settings_of_ia3(linears: Linears, config: Mapping[str, Any]) -> MethodConfi
     return ia3.in_full(Ia3Config(), {name: _scales_inputs(name, config) for name in linears}, ())
 
 
-_IA3 = Layout(
+_IA3 = PeftLayout(
     peft_type="IA3",
     tensor=SCALE,
     kinds={
@@ -141,17 +151,17 @@ def _fields_of_miss(layers: Mapping[str, Any], targets: list[str]) -> dict[str, 
     }
 
 
-_MISS = Layout(
+_MISS = PeftLayout(
     peft_type="MISS",
     tensor=BLOCK,
     kinds={
         "bias": _MAYBE_TEXT,
-        "init_weights": OneOf(Truth(), Text(), None),
+        "init_weights": OneOf(Truth(), TextValue(), None),
         "layers_pattern": _NAMES,
-        "layers_to_transform": OneOf(Whole(), ListOf(Whole()), None),
-        "mini_r": OneOf(Whole(), None),
+        "layers_to_transform": OneOf(IntegerValue(), ListOf(IntegerValue()), None),
+        "mini_r": OneOf(IntegerValue(), None),
         "miss_dropout": OneOf(Number(0, 1), None),
-        "r": Whole(1, 2**20),
+        "r": IntegerValue(1, 2**20),
     },
     required=("target_modules", "r", "init_weights"),
     fields=_fields_of_miss,
@@ -161,7 +171,7 @@ _MISS = Layout(
     neutral={"bias": ("none", None), "init_weights": (True, False, None)},
 )
 
-LAYOUTS: Mapping[str, Layout] = {"ia3": _IA3, "miss": _MISS}  # by method
+LAYOUTS: Mapping[str, PeftLayout] = {"ia3": _IA3, "miss": _MISS}  # by method
 BY_TYPE = {layout.peft_type: method for method, layout in LAYOUTS.items()}
 
 # ---------------------------------------------------------------- written and read

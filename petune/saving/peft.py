@@ -24,14 +24,14 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.files.json_fields import (
     Fields,
+    IntegerValue,
     Kind,
     ListOf,
     MapOf,
     Number,
     OneOf,
-    Text,
+    TextValue,
     Truth,
-    Whole,
     check_fields,
 )
 from petune.files.patterns import Pattern, compile_pattern
@@ -108,28 +108,28 @@ _READ: Mapping[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-_WORDS, _MAYBE_TEXT = ListOf(Text()), OneOf(Text(), None)
+_WORDS, _MAYBE_TEXT = ListOf(TextValue()), OneOf(TextValue(), None)
 _KINDS: Mapping[str, Kind] = {
     "base_model_name_or_path": _MAYBE_TEXT,
-    "bias": Text(("none", "all", "lora_only")),
-    "exclude_modules": OneOf(Text(), _WORDS, None),
+    "bias": TextValue(("none", "all", "lora_only")),
+    "exclude_modules": OneOf(TextValue(), _WORDS, None),
     "fan_in_fan_out": OneOf(Truth(), None),
     "inference_mode": OneOf(Truth(), None),
-    "init_lora_weights": OneOf(Truth(), Text(), None),
-    "layers_pattern": OneOf(Text(), _WORDS, None),
-    "layers_to_transform": OneOf(Whole(), ListOf(Whole()), None),
+    "init_lora_weights": OneOf(Truth(), TextValue(), None),
+    "layers_pattern": OneOf(TextValue(), _WORDS, None),
+    "layers_to_transform": OneOf(IntegerValue(), ListOf(IntegerValue()), None),
     "lora_alpha": Number(1e-6, 1e6),
     "lora_dropout": OneOf(Number(0, 1), None),
     "modules_to_save": OneOf(_WORDS, None),
     "peft_version": _MAYBE_TEXT,
-    "r": Whole(1, 2**20),
-    "rank_pattern": OneOf(MapOf(Whole(1, 2**20)), None),
+    "r": IntegerValue(1, 2**20),
+    "rank_pattern": OneOf(MapOf(IntegerValue(1, 2**20)), None),
     "alpha_pattern": OneOf(MapOf(Number(1e-6, 1e6)), None),
     "revision": _MAYBE_TEXT,
-    "target_modules": OneOf(Text(), _WORDS, None),
+    "target_modules": OneOf(TextValue(), _WORDS, None),
     "target_parameters": OneOf(_WORDS, None),
     "task_type": _MAYBE_TEXT,
-    "trainable_token_indices": OneOf(ListOf(Whole()), MapOf(ListOf(Whole())), None),
+    "trainable_token_indices": OneOf(ListOf(IntegerValue()), MapOf(ListOf(IntegerValue())), None),
     "use_dora": OneOf(Truth(), None),
     "use_rslora": OneOf(Truth(), None),
 }

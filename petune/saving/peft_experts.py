@@ -23,7 +23,7 @@ _OLDER = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Place:
+class FactorPlace:
     """Where a file has the factors A [E, r, in] or B [E, out, r] of a weight of experts: as [E r, in] and
     [out, r E], as if they were of one layer.
 
@@ -54,7 +54,7 @@ class Place:
         return found.contiguous()
 
 
-def places(module: nn.Module, path: str, ranks: Mapping[str, int]) -> dict[str, Place]:
+def places(module: nn.Module, path: str, ranks: Mapping[str, int]) -> dict[str, FactorPlace]:
     """{name in petune: where it is in a file} of the factors beside weights of experts at `path`, by their
     ranks. Of several wrappers that of the last weight is the outermost."""
     weights = [name for name, _ in module.named_parameters(recurse=False) if name in ranks]
@@ -62,7 +62,7 @@ def places(module: nn.Module, path: str, ranks: Mapping[str, int]) -> dict[str, 
     for depth, weight in enumerate(reversed(weights)):
         for own, shape in lora_experts.shapes(module, weight, ranks[weight]).items():
             side = own.removeprefix(f"{weight}_")
-            found[f"{path}.{own}"] = Place(f"{path}.{'base_layer.' * depth}{side}.weight", shape)
+            found[f"{path}.{own}"] = FactorPlace(f"{path}.{'base_layer.' * depth}{side}.weight", shape)
     return found
 
 

@@ -51,7 +51,7 @@ Factors = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Written:
+class ServedFolder:
     """A folder that a server can load. `logits`: the largest difference from the tuned model's when the
     server was played. `serve`: what to type."""
 
@@ -70,7 +70,7 @@ def write_for(
     tokenizer: PreTrainedTokenizerBase | None = None,
     base_name: str | None = None,
     overwrite: bool = False,
-) -> Written:
+) -> ServedFolder:
     """Write a lora tuning for a server of SERVERS as `folder`, which appears only when playing the server
     gave the model's own logits.
 
@@ -107,7 +107,7 @@ def write_for(
 
     commit_folder(place, fill, overwrite, _OURS)
     serve = server.serve.format(base=base_name or "BASE", folder=place, rank=rank)
-    return Written(place, rank, alpha, found, serve)
+    return ServedFolder(place, rank, alpha, found, serve)
 
 
 # ---------------------------------------------------------------- refusing

@@ -24,7 +24,7 @@ _HERE = "mlp.experts"  # of a block
 Factors3 = tuple[Tensor, Tensor, float]  # A [r, in], B [out, r] and the scale of B A
 
 
-class Part(NamedTuple):
+class ExpertLinear(NamedTuple):
     """One linear of one expert: those outputs `rows` of a weight of a module of experts, at `path`."""
 
     path: str
@@ -43,9 +43,9 @@ def tuned_experts(model: nn.Module) -> dict[str, LoraExperts]:
     return {name: layer for name, layer in found if isinstance(layer, LoraExperts)}
 
 
-def parts(model: nn.Module) -> dict[str, Part]:
+def parts(model: nn.Module) -> dict[str, ExpertLinear]:
     """{name of a linear of an expert: where it is} of all experts, tuned or not."""
-    found: dict[str, Part] = {}
+    found: dict[str, ExpertLinear] = {}
     for own, module in model.named_modules():
         if not is_experts(module) or weights_of(module)[0] != "gate_up_proj":
             continue
@@ -56,11 +56,13 @@ def parts(model: nn.Module) -> dict[str, Part]:
         for expert in range(count):
             for leaf, rows in places.items():
                 weight = DOWN if leaf == DOWN else "gate_up_proj"
-                found[f"{path}.{expert}.{leaf}"] = Part(path, weight, expert, rows)
+                found[f"{path}.{expert}.{leaf}"] = ExpertLinear(path, weight, expert, rows)
     return found
 
 
-def renamed(found: Mapping[str, Part], names: ExpertNames, renames: Mapping[str, str]) -> dict[str, str]:
+def renamed(
+    found: Mapping[str, ExpertLinear], names: ExpertNames, renames: Mapping[str, str]
+) -> dict[str, str]:
     """{name of a linear of an expert: its name in the class that is served}. renames: of modules."""
     leaves = dict(zip(LINEARS, (names.gate, names.up, names.down), strict=True))
     assert all(renames[part.path].endswith(_HERE) for part in found.values())
@@ -71,7 +73,7 @@ def renamed(found: Mapping[str, Part], names: ExpertNames, renames: Mapping[str,
     }
 
 
-def factors_of(experts: Mapping[str, LoraExperts], found: Mapping[str, Part]) -> dict[str, Factors3]:
+def factors_of(experts: Mapping[str, LoraExperts], found: Mapping[str, ExpertLinear]) -> dict[str, Factors3]:
     """The factors of every linear of tuned experts; of a weight without an update they have no rank."""
     made: dict[str, Factors3] = {}
     for name, part in found.items():
@@ -87,7 +89,9 @@ def factors_of(experts: Mapping[str, LoraExperts], found: Mapping[str, Part]) ->
     return made
 
 
-def changes_of(experts: Mapping[str, LoraExperts], found: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+def changes_of(
+    experts: Mapping[str, LoraExperts], found: Mapping[str, ExpertLinear]
+) -> Iterator[tuple[str, Tensor]]:
     """What was trained, linear by linear: [out, in], a zero for a weight without an update."""
     for path, module in experts.items():
         changes = {name: one.change for name, one in module.weight_changes().items()}

@@ -19,14 +19,14 @@ from petune.files.json_fields import (
     Anything,
     Digest,
     Fields,
+    IntegerValue,
     Kind,
     ListOf,
     MapOf,
     Number,
     OneOf,
-    Row,
-    Text,
-    Whole,
+    TextValue,
+    TupleValue,
     check_fields,
     check_version,
 )
@@ -42,30 +42,30 @@ from petune.saving.fingerprint import compare, fingerprint, full_hash, plain_nam
 
 FORMAT = 2  # format 1 had hashes of the tensor files alone, in itself, and no sizes of the base's
 
-_FILES: Mapping[int, Kind] = {1: Digest(), 2: Fields({"size": Whole(), "sha256": Digest()})}
+_FILES: Mapping[int, Kind] = {1: Digest(), 2: Fields({"size": IntegerValue(), "sha256": Digest()})}
 
 
 def _table(form: int) -> Mapping[str, Kind]:
-    samples = ListOf(OneOf(Number(), Text()))
-    row = Row(Text(), ListOf(Whole()), OneOf(samples, None))
+    samples = ListOf(OneOf(Number(), TextValue()))
+    row = TupleValue(TextValue(), ListOf(IntegerValue()), OneOf(samples, None))
     base: dict[str, Kind] = {
-        "name": OneOf(Text(), None),
-        "fingerprint": Fields({"version": Whole(), "tensors": MapOf(row)}),
+        "name": OneOf(TextValue(), None),
+        "fingerprint": Fields({"version": IntegerValue(), "tensors": MapOf(row)}),
         "sha256": OneOf(Digest(), None),
         "files": OneOf(MapOf(_FILES[form], least=1), None),
     }
     fields: dict[str, Kind] = {
-        "format": Whole(1),
-        "petune": Text(),
-        "method": Text(tuple(METHODS)),
+        "format": IntegerValue(1),
+        "petune": TextValue(),
+        "method": TextValue(tuple(METHODS)),
         "config": MapOf(Anything()),  # make_config knows each method's settings
-        "family": OneOf(Text(), None),
-        "also_train": ListOf(Text()),
-        "model": Fields({"class": Text(), "type": OneOf(Text(), None)}),
-        "id2label": OneOf(MapOf(OneOf(Text(), Whole()), numbered=True), None),
-        "vocabulary": OneOf(Whole(), None),
+        "family": OneOf(TextValue(), None),
+        "also_train": ListOf(TextValue()),
+        "model": Fields({"class": TextValue(), "type": OneOf(TextValue(), None)}),
+        "id2label": OneOf(MapOf(OneOf(TextValue(), IntegerValue()), numbered=True), None),
+        "vocabulary": OneOf(IntegerValue(), None),
         "base": Fields(base),
-        "tensors": MapOf(Row(ListOf(Whole()), Text()), least=1),
+        "tensors": MapOf(TupleValue(ListOf(IntegerValue()), TextValue()), least=1),
     }
     return fields | ({"sha256": MapOf(Digest(), least=1)} if form == 1 else {})
 

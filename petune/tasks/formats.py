@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from petune.errors import DataError, Problem, UsageError, nearest
 from petune.tasks.configs import FORMATS, ROLES
-from petune.tasks.lines import Record
+from petune.tasks.lines import RowRecord
 from petune.tasks.media import FORMAT_OF
 from petune.tasks.read import kind_of
 
@@ -97,7 +97,7 @@ DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corp
 
 
 @dataclass(frozen=True)
-class Layout:
+class ColumnLayout:
     """A format and the column that plays each of its roles."""
 
     format: str
@@ -109,7 +109,7 @@ class Layout:
         )
 
 
-def detect(record: Record, format_: str, columns: Mapping[str, str], task: str | None) -> Layout:
+def detect(record: RowRecord, format_: str, columns: Mapping[str, str], task: str | None) -> ColumnLayout:
     """The layout of a record like this one, for `task` (None: whatever it is by itself).
 
     Raises UsageError for roles or formats that do not exist, DataError if a named column is missing or
@@ -157,7 +157,7 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
     return (telling or fitting)[0]
 
 
-def _fit(format_: str, record: Record, given: Mapping[str, str], *, forced: bool) -> Layout | None:
+def _fit(format_: str, record: RowRecord, given: Mapping[str, str], *, forced: bool) -> ColumnLayout | None:
     found: dict[str, str] = {}
     for role in (*NEEDS[format_], *MAY.get(format_, ())):
         if name := column_of(role, record, given):
@@ -180,10 +180,10 @@ def _fit(format_: str, record: Record, given: Mapping[str, str], *, forced: bool
         and _turn_style(record.columns[found["messages"]]) != format_
     ):
         return None
-    return Layout(format_, found)
+    return ColumnLayout(format_, found)
 
 
-def column_of(role: str, record: Record, given: Mapping[str, str]) -> str | None:
+def column_of(role: str, record: RowRecord, given: Mapping[str, str]) -> str | None:
     """The column of `record` that plays `role`: the one given, or one of a usual name, in any case, that is
     given no other role."""
     if role in given:
@@ -200,7 +200,7 @@ def _turn_style(turns: object) -> str | None:
     return "messages" if "role" in first else "sharegpt" if "from" in first else None
 
 
-def missing(record: Record, name: str, why: str) -> Problem:
+def missing(record: RowRecord, name: str, why: str) -> Problem:
     """The problem of a record without the column `name`, which `why` asks for."""
     near = nearest(name, record.columns)
     remedy = f"did you mean: {near[0]}" if near else None
@@ -212,7 +212,7 @@ def missing(record: Record, name: str, why: str) -> Problem:
     )
 
 
-def _preference(record: Record, given: Mapping[str, str], task: str | None) -> Problem | None:
+def _preference(record: RowRecord, given: Mapping[str, str], task: str | None) -> Problem | None:
     """Refuse what says which answer is better, for tasks that would learn it as if it were one answer."""
     columns, used = (
         {name.casefold(): value for name, value in record.columns.items()},
@@ -245,7 +245,7 @@ def _preference(record: Record, given: Mapping[str, str], task: str | None) -> P
     return Problem(what, record.where, found="columns " + ", ".join(record.columns), remedy=remedy)
 
 
-def refuse_left_label(layout: Layout, records: Sequence[Record]) -> None:
+def refuse_left_label(layout: ColumnLayout, records: Sequence[RowRecord]) -> None:
     """Raise DataError for rows read as text alone that have another column with few distinct short values,
     which looks like their label."""
     text = layout.columns["text"]
@@ -279,7 +279,7 @@ def _few_and_short(values: Sequence[object]) -> bool:
     return number < len(values) and (number <= 20 or 2 * number <= len(values))
 
 
-def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task: str | None) -> Problem:
+def _unfit(record: RowRecord, wanted: Sequence[str], given: Mapping[str, str], task: str | None) -> Problem:
     """What each format needs, and which column might play a role that is missing."""
     what = f"the columns do not fit task {task}" if task else "the columns fit no format"
     fits = [f"{name}: {' + '.join(NEEDS[name])}" for name in NEEDS if name in wanted]
@@ -319,7 +319,7 @@ def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task
     return Problem(what, record.where, expected, "columns " + ", ".join(record.columns), remedy)
 
 
-def _like(role: str, record: Record, taken: Collection[str | None]) -> str | None:
+def _like(role: str, record: RowRecord, taken: Collection[str | None]) -> str | None:
     """The column with values for `role` whose name is most like its usual ones, or the only column left with
     such values."""
     able = [name for name, value in record.columns.items() if name not in taken and _suits(role, value)]

@@ -41,7 +41,7 @@ from petune.tasks.mlm import masking_of
 from petune.tasks.objects import DataObject
 from petune.tasks.report import DataReport
 from petune.tasks.rows import RowFacts
-from petune.tasks.sources import Source, find_source, held_out_of
+from petune.tasks.sources import DataSource, find_source, held_out_of
 from petune.tasks.table import Examples
 
 if TYPE_CHECKING:
@@ -152,13 +152,13 @@ class Asked:
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
-    def _sources(self) -> list[tuple[Source, str]]:
+    def _sources(self) -> list[tuple[DataSource, str]]:
         source = find_source(self.config.path, self.folder, self.objects)
         held_out = held_out_of(source, self.config.eval, self.folder, self.objects)
         return [(source, "train"), *([] if held_out is None else [held_out])]
 
 
-def _facts_of(source: Source, side: str) -> list[Any]:
+def _facts_of(source: DataSource, side: str) -> list[Any]:
     """What tells the rows of one side of a source, beside the content of its files. Rows given from Python
     have their hash in the name they go by."""
     sides = [[shown(path) for path in paths] for paths in (source.train, source.held_out)]
@@ -270,7 +270,7 @@ def _bytes_of(entry: Path) -> int:
     return found
 
 
-def _is_small(sources: Iterable[Source], files: Iterable[Path]) -> bool:
+def _is_small(sources: Iterable[DataSource], files: Iterable[Path]) -> bool:
     """Whether rows are read and tokenized in about a second."""
     given = sum(len(table) for one in sources if one.given for _, table in one.given.sides.values())
     return sum(path.stat().st_size for path in files) < SMALL and given < SMALL_ROWS

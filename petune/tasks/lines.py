@@ -13,7 +13,7 @@ from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import MAX_LINE_BYTES
 
 
-class Record(NamedTuple):
+class RowRecord(NamedTuple):
     """One row as the file has it. folder: where that lies, from which the row's own paths start; None where
     there is no file."""
 

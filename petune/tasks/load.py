@@ -13,13 +13,13 @@ from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError, nearest
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
-from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, detect, refuse_left_label
+from petune.tasks.formats import DEMO, TASK_FORMATS, ColumnLayout, detect, refuse_left_label
 from petune.tasks.judgements import with_others
-from petune.tasks.lines import Record
+from petune.tasks.lines import RowRecord
 from petune.tasks.objects import DataObject
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.rows import Labelled, Pictured, Row, Rows, Tagged, fingerprint
-from petune.tasks.sources import Source, find_source, held_out_of
+from petune.tasks.sources import DataSource, find_source, held_out_of
 from petune.tasks.splits import Split, keep_apart, sample, split_documents, split_off
 
 WITH_LABELS = ("classify", "tokens")
@@ -52,25 +52,25 @@ def _preferred(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {**columns, "rejected": "" if bare == columns["summary"] else bare}
 
 
-def _among_others(records: Iterable[Record]) -> Iterator[Record]:
+def _among_others(records: Iterable[RowRecord]) -> Iterator[RowRecord]:
     """Docstrings, and with each what the OTHERS before it say, which are mostly of the same module; the first
     have none before them and are left out."""
     before: deque[str] = deque(maxlen=OTHERS)
     for record in records:
         body = record.columns["body"]
         if len(before) == OTHERS and body not in before:
-            yield Record(record.where, {**record.columns, "others": list(before)})
+            yield RowRecord(record.where, {**record.columns, "others": list(before)})
         if body and body not in before:
             before.append(body)
 
 
-def _each(make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[..., Iterator[Record]]:
+def _each(make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[..., Iterator[RowRecord]]:
     """The records that `make` makes of the columns of each."""
-    return lambda records: (Record(one.where, make(one.columns)) for one in records)
+    return lambda records: (RowRecord(one.where, make(one.columns)) for one in records)
 
 
 # task -> the records it reads of the demo corpus, where it is not told by their columns
-DERIVED: Mapping[str, Callable[[Iterable[Record]], Iterator[Record]]] = {
+DERIVED: Mapping[str, Callable[[Iterable[RowRecord]], Iterator[RowRecord]]] = {
     "tokens": _each(_tagged),
     "prefer": _each(_preferred),
     "rerank": _among_others,
@@ -179,7 +179,7 @@ def load_rows(
     )
 
 
-def _first(records: Iterator[Record], name: str, faults: Faults) -> Record:
+def _first(records: Iterator[RowRecord], name: str, faults: Faults) -> RowRecord:
     first = next(records, None)
     if first is None:
         faults.settle(0)
@@ -189,14 +189,14 @@ def _first(records: Iterator[Record], name: str, faults: Faults) -> Record:
 
 
 def _read(
-    source: Source,
+    source: DataSource,
     side: str,
     config: DataConfig,
     task: str,
     notes: list[str],
     rate: int | None,
-    layout: Layout | None = None,
-) -> tuple[list[Row], Layout]:
+    layout: ColumnLayout | None = None,
+) -> tuple[list[Row], ColumnLayout]:
     """The rows of one side, in `layout` or the one found from the first record."""
     faults = Faults(skip=config.on_bad_line == "skip")
     demo = source.demo if config.format == "auto" and not config.columns else None

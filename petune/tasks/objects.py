@@ -20,7 +20,7 @@ import numpy as np
 from petune.errors import DataError, Problem, UsageError
 from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names, named
-from petune.tasks.lines import Record
+from petune.tasks.lines import RowRecord
 from petune.tasks.media import png
 from petune.tasks.read import kind_of
 from petune.tasks.sounds import wav
@@ -54,7 +54,7 @@ class DataObject:
     name: str
     sides: Mapping[str, tuple[str, Table]]
 
-    def records(self, side: str, faults: Faults) -> Iterator[Record]:
+    def records(self, side: str, faults: Faults) -> Iterator[RowRecord]:
         """The records of one side; the place of a row is its Python index, `data[3]`."""
         if side not in self.sides:
             return
@@ -62,7 +62,7 @@ class DataObject:
         for number, row in enumerate(rows_of(table)):
             where = f"{name}[{number}]"
             if isinstance(row, dict):
-                yield Record(where, row)
+                yield RowRecord(where, row)
             else:
                 faults.add(
                     Problem(

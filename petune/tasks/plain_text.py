@@ -9,7 +9,7 @@ from pathlib import Path
 
 from petune.errors import Problem
 from petune.tasks.bad_rows import Faults
-from petune.tasks.lines import Cursor, Line, Record, lines, shown
+from petune.tasks.lines import Cursor, Line, RowRecord, lines, shown
 
 TAG = re.compile(r"O|[BIESLU]-\S+")
 DOCSTART = "-DOCSTART-"
@@ -23,7 +23,7 @@ def is_conll(path: Path) -> bool:
     return bool(cells) and all(len(line) > 1 and TAG.fullmatch(line[-1]) for line in cells)
 
 
-def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
+def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """Sentences of lines `word ... tag` between blank ones, cells parted by tabs or else by spaces; the place
     is a sentence's first line.
 
@@ -42,7 +42,7 @@ def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
         if not line.text.strip() or cells[0] == DOCSTART:
             if sentence:
                 columns = ("tokens", *(f"column {number}" for number in range(2, width)), "tags")
-                yield Record(
+                yield RowRecord(
                     f"{name}:{first}",
                     {
                         column: list(cells)
@@ -68,7 +68,7 @@ def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
         sentence.append(cells)
 
 
-def read_document(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
+def read_document(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """The whole of a text file as one row."""
     cursor.whole = True
     try:
@@ -80,10 +80,10 @@ def read_document(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record
         )
         return
     if text.strip():
-        yield Record(shown(path), {"text": text})
+        yield RowRecord(shown(path), {"text": text})
 
 
-def read_txt(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
+def read_txt(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """A row of plain text per line, or the sentences of a file of words with tags."""
     if is_conll(path):
         yield from read_conll(path, faults, cursor)
@@ -91,6 +91,6 @@ def read_txt(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     name = shown(path)
     for line in lines(path, faults, cursor):
         if line.text.strip():
-            yield Record(f"{name}:{line.number}", {"text": line.text})
+            yield RowRecord(f"{name}:{line.number}", {"text": line.text})
         else:
             faults.blanks += 1

@@ -18,13 +18,13 @@ from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names_of, named
 from petune.tasks.configs import MAX_LINE_BYTES
 from petune.tasks.foreign import refuse_foreign
-from petune.tasks.lines import Cursor, Line, Record, lines, shown
+from petune.tasks.lines import Cursor, Line, RowRecord, lines, shown
 from petune.tasks.plain_text import read_conll, read_document, read_txt
 
 
 def read_file(
     path: Path, faults: Faults, *, whole: bool = False, cursor: Cursor | None = None
-) -> Iterator[Record]:
+) -> Iterator[RowRecord]:
     """The records of one file, by its suffix, from where `cursor` stands in it; with `whole` a text file is
     one.
 
@@ -85,7 +85,7 @@ def kind_of(value: object) -> str:
     return KINDS.get(type(value), type(value).__name__)
 
 
-def read_jsonl(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
+def read_jsonl(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """One object a line; blank lines are counted."""
     name = shown(path)
     for line in lines(path, faults, cursor):
@@ -102,7 +102,7 @@ def read_jsonl(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
             faults.add(Problem(_said(error), where))
         else:
             if isinstance(value, dict):
-                yield Record(where, value)
+                yield RowRecord(where, value)
             else:
                 faults.add(
                     Problem(
@@ -143,7 +143,7 @@ def _hint(line: Line) -> str | None:
     return None
 
 
-def read_json(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
+def read_json(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """An array of objects, or (by its first character) lines of objects."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -162,7 +162,7 @@ def read_json(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
     yield from _array(path, text, faults)
 
 
-def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
+def _array(path: Path, text: str, faults: Faults) -> Iterator[RowRecord]:
     """Walk the array element by element, so that each keeps its line."""
     name, position, line, seen = shown(path), text.index("[") + 1, 1, 0
 
@@ -185,7 +185,7 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
             faults.add(Problem(_said(error), where, remedy="nothing after this place was read"), fatal=True)
             return
         if isinstance(value, dict):
-            yield Record(where, value)
+            yield RowRecord(where, value)
         else:
             faults.add(Problem("a row must be an object", where, found=kind_of(value)))
         if skip(" \t\r\n") == ",":
@@ -209,7 +209,7 @@ MOST_DECODED, MOST_GROWTH = 2**30, 1000  # the rows of a Parquet file may take 1
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
-def read_csv(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
+def read_csv(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """A header and rows of as many cells; an empty cell is a missing value."""
     name, limit = shown(path), csv.field_size_limit(MAX_LINE_BYTES)  # the limit is the process', so put back
     try:
@@ -227,7 +227,7 @@ def read_csv(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
                 elif len(cells) != len(header):
                     faults.add(_of_another_width(cells, header, where))
                 else:
-                    yield Record(
+                    yield RowRecord(
                         where,
                         {column: cell if cell else None for column, cell in zip(header, cells, strict=True)},
                     )
@@ -302,7 +302,7 @@ def _header(cells: list[str], where: str, delimiter: str) -> list[str]:
     return header
 
 
-def read_parquet(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]:
+def read_parquet(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's
     number, from 1.
 
@@ -322,7 +322,7 @@ def read_parquet(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Record]
             cursor.line += 1
             cursor.held += EMPTY_ROW + _size(columns)
             _refuse_grown(cursor.held, most, path)
-            yield Record(f"{name}:{cursor.line}", named(columns, names))
+            yield RowRecord(f"{name}:{cursor.line}", named(columns, names))
     except DataError:
         raise
     except (
@@ -366,7 +366,7 @@ def _refuse_grown(held: int, most: int, path: Path) -> None:
         )
 
 
-Reader = Callable[[Path, Faults, Cursor], Iterator[Record]]
+Reader = Callable[[Path, Faults, Cursor], Iterator[RowRecord]]
 READERS: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from petune.errors import Problem
 from petune.tasks.bad_rows import Faults
 from petune.tasks.cells import FILL, Bad, clean
-from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
-from petune.tasks.lines import Record
+from petune.tasks.formats import MAY, NEEDS, OF_CHAT, ColumnLayout, column_of, missing
+from petune.tasks.lines import RowRecord
 from petune.tasks.media import Media, other_rate, refuse_other
 from petune.tasks.preferences import answered, preference
 from petune.tasks.read import kind_of
@@ -57,7 +57,13 @@ class RowMaker:
     rate: samples a second that sounds must have; None: any."""
 
     def __init__(
-        self, layout: Layout, task: str, faults: Faults, *, drop_empty: bool = False, rate: int | None = None
+        self,
+        layout: ColumnLayout,
+        task: str,
+        faults: Faults,
+        *,
+        drop_empty: bool = False,
+        rate: int | None = None,
     ) -> None:
         self.format, self.task, self.faults, self.drop_empty = layout.format, task, faults, drop_empty
         self.rate = rate
@@ -65,7 +71,7 @@ class RowMaker:
         self.seen: dict[str, None] = {}
         self.began: dict[str, tuple[str, str]] = {}
         self.dropped = 0
-        self.make: Callable[[Record], Row] = {
+        self.make: Callable[[RowRecord], Row] = {
             "text-label": self._labelled,
             "image-label": self._pictured,
             "audio-text": self._spoken,
@@ -83,16 +89,16 @@ class RowMaker:
         }[layout.format]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ColumnLayout:
         """The layout with what later records had besides the first."""
-        return Layout(self.format, self.columns)
+        return ColumnLayout(self.format, self.columns)
 
     @property
     def unused(self) -> list[str]:
         """The columns that play no role."""
         return [name for name in self.seen if name not in self.columns.values()]
 
-    def __call__(self, record: Record) -> Row | None:
+    def __call__(self, record: RowRecord) -> Row | None:
         """The row, or None for one that is bad (told to faults) or dropped (counted)."""
         self.seen |= dict.fromkeys(record.columns)
         needed = [self.columns[role] for role in NEEDS[self.format]]
@@ -112,7 +118,7 @@ class RowMaker:
             self.faults.add(Problem(str(bad.args[0]), record.where, *bad.args[1:]))
             return None
 
-    def _cell(self, record: Record, role: str) -> Any:
+    def _cell(self, record: RowRecord, role: str) -> Any:
         """The value, of the same JSON type as in the rows before."""
         name = self.columns[role]
         value = record.columns[name]
@@ -126,27 +132,27 @@ class RowMaker:
             raise Bad(f"column {name!r} changes its type", f"{kind} as at {where}", found)
         return value
 
-    def _text(self, record: Record, role: str, *, may_be_empty: bool = False) -> str:
+    def _text(self, record: RowRecord, role: str, *, may_be_empty: bool = False) -> str:
         return clean(self._cell(record, role), f"column {self.columns[role]!r}", may_be_empty=may_be_empty)
 
-    def _given(self, record: Record, role: str) -> bool:
+    def _given(self, record: RowRecord, role: str) -> bool:
         """Whether the record says anything in an optional role."""
         return record.columns.get(self.columns.get(role, "")) not in (None, "", [])
 
-    def _optional(self, record: Record, role: str) -> str | None:
+    def _optional(self, record: RowRecord, role: str) -> str | None:
         return self._text(record, role, may_be_empty=True) or None if self._given(record, role) else None
 
-    def _labelled(self, record: Record) -> Row:
+    def _labelled(self, record: RowRecord) -> Row:
         label = self._label(record)
         return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
 
-    def _pictured(self, record: Record) -> Row:
+    def _pictured(self, record: RowRecord) -> Row:
         return Pictured(record.where, self._media(record, "image", "picture"), self._label(record))
 
-    def _spoken(self, record: Record) -> Row:
+    def _spoken(self, record: RowRecord) -> Row:
         return Spoken(record.where, self._media(record, "audio", "sound"), self._text(record, "transcript"))
 
-    def _media(self, record: Record, role: Literal["image", "audio"], called: str) -> Media:
+    def _media(self, record: RowRecord, role: Literal["image", "audio"], called: str) -> Media:
         """The picture or sound that a cell is, or whose path it holds, from the folder of its file."""
         name = self.columns[role]
         value, what = record.columns[name], f"column {name!r}"
@@ -170,7 +176,7 @@ class RowMaker:
             raise Bad(other.what, other.expected, other.found, other.remedy)
         return media
 
-    def _label(self, record: Record) -> str:
+    def _label(self, record: RowRecord) -> str:
         """The name of the class."""
         value, name = self._cell(record, "label"), self.columns["label"]
         if isinstance(value, float) and not value.is_integer():
@@ -192,7 +198,7 @@ class RowMaker:
             raise Bad(f"column {name!r} is nan", "the name of a class", None, FILL)
         return label
 
-    def _tagged(self, record: Record) -> Row:
+    def _tagged(self, record: RowRecord) -> Row:
         sides = {role: self._cell(record, role) for role in ("tokens", "tags")}
         for role, kind, known in (
             ("tokens", "strings", (str,)),
@@ -218,10 +224,10 @@ class RowMaker:
             tuple(map(str, tags)),
         )
 
-    def _pair(self, record: Record) -> Row:
+    def _pair(self, record: RowRecord) -> Row:
         return self._paired(record, self._text(record, "source"), self._text(record, "target"))
 
-    def _alpaca(self, record: Record) -> Row:
+    def _alpaca(self, record: RowRecord) -> Row:
         instruction, given = self._text(record, "instruction"), self._optional(record, "input")
         source = (
             alpaca_prompt(instruction, given)
@@ -230,7 +236,7 @@ class RowMaker:
         )
         return self._paired(record, source, self._text(record, "output"))
 
-    def _paired(self, record: Record, source: str, target: str) -> Row:
+    def _paired(self, record: RowRecord, source: str, target: str) -> Row:
         said = [role for role in OF_CHAT if self._given(record, role)]
         if self.task == "chat":
             turns = [*self._earlier(record), Message("user", source), Message("assistant", target)]
@@ -247,7 +253,7 @@ class RowMaker:
             )
         return Pair(record.where, source, target)
 
-    def _earlier(self, record: Record) -> list[Message]:
+    def _earlier(self, record: RowRecord) -> list[Message]:
         """The turns of `history`: pairs of a question and its answer."""
         if not self._given(record, "history"):
             return []
@@ -262,7 +268,7 @@ class RowMaker:
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
 
-    def _anchored(self, record: Record) -> Row:
+    def _anchored(self, record: RowRecord) -> Row:
         anchor, positive = (self._text(record, role) for role in ("anchor", "positive"))
         given = self._cell(record, "negative") if self._given(record, "negative") else []
         name = f"column {self.columns['negative']!r}" if given else ""
@@ -273,24 +279,24 @@ class RowMaker:
             raise Bad("a negative is the positive", "another text", None, "drop it")
         return Anchored(record.where, anchor, positive, negatives)
 
-    def _judged(self, record: Record) -> Row:
+    def _judged(self, record: RowRecord) -> Row:
         query, passage = (self._text(record, role) for role in ("query", "passage"))
         label = self._yes_or_no(record, "write 1 for a passage that answers its query, else 0")
         return Labelled(record.where, query, passage, label)
 
-    def _rated(self, record: Record) -> Row:
+    def _rated(self, record: RowRecord) -> Row:
         answer = Pair(record.where, self._text(record, "prompt"), self._text(record, "completion"))
         label = self._yes_or_no(record, "write true for a good answer, else false")
         return Rated(record.where, answer, label == "1")
 
-    def _yes_or_no(self, record: Record, remedy: str) -> str:
+    def _yes_or_no(self, record: RowRecord, remedy: str) -> str:
         """The label, "1" or "0"."""
         value, name = self._cell(record, "label"), self.columns["label"]
         if str(value) not in RELEVANCE:
             raise Bad(f"column {name!r} says neither yes nor no", "0, 1, true or false", repr(value), remedy)
         return RELEVANCE[str(value)]
 
-    def _preference(self, record: Record) -> Row:
+    def _preference(self, record: RowRecord) -> Row:
         if self._given(record, "system"):
             remedy = "write rows of turns, or remove the column"
             raise Bad(f"column {self.columns['system']!r} has no place beside texts", None, None, remedy)
@@ -298,14 +304,14 @@ class RowMaker:
         answers = [Pair(record.where, prompt, self._text(record, role)) for role in ("chosen", "rejected")]
         return preference(*answers)
 
-    def _preferred_turns(self, record: Record) -> Row:
+    def _preferred_turns(self, record: RowRecord) -> Row:
         prompt = self._cell(record, "prompt") if self._given(record, "prompt") else None
         system = self._optional(record, "system")
         tools = record.columns[self.columns["tools"]] if self._given(record, "tools") else None
         sides = [self._cell(record, role) for role in ("chosen", "rejected")]
         return preference(*(answered(record.where, prompt, side, system, tools) for side in sides))
 
-    def _conversation(self, record: Record) -> Row:
+    def _conversation(self, record: RowRecord) -> Row:
         tools = record.columns[self.columns["tools"]] if self._given(record, "tools") else None
         return conversation(
             record.where, self._cell(record, "messages"), self.format, self._optional(record, "system"), tools

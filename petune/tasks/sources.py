@@ -21,7 +21,7 @@ from petune.demo import DATA, data_path
 from petune.errors import DataError, MachineError, nearest
 from petune.tasks.arrow import refuse_compressed
 from petune.tasks.bad_rows import Faults
-from petune.tasks.lines import Cursor, Record, shown
+from petune.tasks.lines import Cursor, RowRecord, shown
 from petune.tasks.objects import HELD_OUT, OBJECT, TRAIN, DataObject, rows_of
 from petune.tasks.read import READERS, read_file
 
@@ -30,7 +30,7 @@ HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Files, a data set of the hub, one `saved` by datasets in a folder, or a Python object, not yet read.
 
     `demo` is the name of a shipped corpus, whose columns each task reads in its own way.
@@ -71,7 +71,7 @@ class Source:
 
     def records(
         self, side: str, faults: Faults, *, whole: bool = False, cursor: Cursor | None = None
-    ) -> Iterator[Record]:
+    ) -> Iterator[RowRecord]:
         """The records of one side, "train" or "eval", of its files from where `cursor` stands; with `whole` a
         text file is one."""
         if self.hub:
@@ -87,7 +87,7 @@ class Source:
             yield from read_file(files[number], faults, whole=whole, cursor=cursor)
 
 
-def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {}) -> Source:
+def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {}) -> DataSource:
     """What `spec` names, seen from the recipe's folder, then from the working directory; one of `objects` by
     its spec.
 
@@ -106,7 +106,7 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
     )
     for path in tried:
         if path.is_file():
-            return Source(spec, train=(path,))
+            return DataSource(spec, train=(path,))
         if path.is_dir():
             said = (f"{spec} is a folder here, not the hub's data set of that name",) if hub else ()
             return _folder(spec, path, said)
@@ -117,20 +117,20 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
                 Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()
             )
         ):
-            return Source(spec, train=tuple(found), notes=(f"{len(found)} files match {spec}",))
+            return DataSource(spec, train=tuple(found), notes=(f"{len(found)} files match {spec}",))
     for place in places:
         if place.is_symlink():
             what, aim = "a symbolic link that leads nowhere", f"a link to {os.readlink(place)}"
             raise DataError(what, where=str(place), found=aim, remedy="mend the link, or give the file")
     if hub and not glob.has_magic(hub["id"]):
-        return Source(spec, hub=(hub["id"], hub["config"], hub["split"]))
+        return DataSource(spec, hub=(hub["id"], hub["config"], hub["split"]))
     looked = " or ".join(dict.fromkeys(str(path.parent) for path in tried))
     raise DataError(f"no data at {spec!r}", found=f"no such file or folder in {looked}", remedy=_near(tried))
 
 
 def held_out_of(
-    source: Source, spec: str | None, folder: Path, objects: Mapping[str, DataObject] = {}
-) -> tuple[Source, str] | None:
+    source: DataSource, spec: str | None, folder: Path, objects: Mapping[str, DataObject] = {}
+) -> tuple[DataSource, str] | None:
     """Where held-out rows are given, and on which side: at `spec` (data.eval), else with `source` itself;
     None where they are not."""
     if not spec:
@@ -139,7 +139,7 @@ def held_out_of(
     return other, "eval" if other.has("eval") else "train"
 
 
-def _given(spec: str, objects: Mapping[str, DataObject]) -> Source:
+def _given(spec: str, objects: Mapping[str, DataObject]) -> DataSource:
     if spec not in objects:
         remedy = (
             "give it again: petune.train(..., data=...); or write the rows to a .jsonl file and give its path"
@@ -149,7 +149,7 @@ def _given(spec: str, objects: Mapping[str, DataObject]) -> Source:
         )
     given = objects[spec]
     sizes = " and ".join(f"{len(table)} rows of {name}" for name, table in given.sides.values())
-    return Source(
+    return DataSource(
         given.name, given=given, notes=(f"{sizes}, given from Python as {spec.removeprefix(OBJECT)}",)
     )
 
@@ -171,14 +171,14 @@ def _near(tried: list[Path]) -> str:
     )
 
 
-def _demo(name: str) -> Source:
+def _demo(name: str) -> DataSource:
     corpus, _, part = name.partition("-")
     if corpus not in DATA or part not in ("", "domain"):
         known = [*DATA, *(f"{one}-domain" for one in DATA)]
         raise DataError(f"there is no demo data called {name!r}", expected="demo:" + ", demo:".join(known))
     start = "domain_" if part else ""
     folder = data_path(corpus)
-    return Source(
+    return DataSource(
         f"demo:{name}",
         train=(folder / f"{start}train.jsonl",),
         held_out=(folder / f"{start}eval.jsonl",),
@@ -186,9 +186,9 @@ def _demo(name: str) -> Source:
     )
 
 
-def _folder(spec: str, folder: Path, said: tuple[str, ...]) -> Source:
+def _folder(spec: str, folder: Path, said: tuple[str, ...]) -> DataSource:
     if any((folder / name).is_file() for name in SAVED):
-        return Source(spec, saved=folder, notes=(*said, f"{spec}: a data set saved by datasets"))
+        return DataSource(spec, saved=folder, notes=(*said, f"{spec}: a data set saved by datasets"))
     files = sorted(
         path
         for path in folder.iterdir()
@@ -204,7 +204,7 @@ def _folder(spec: str, folder: Path, said: tuple[str, ...]) -> Source:
         tuple(path for path in files if path.stem.lower() in names) for names in (TRAIN, HELD_OUT)
     )
     if not train:
-        return Source(
+        return DataSource(
             spec,
             train=tuple(files),
             notes=(*said, f"{len(files)} files of {spec}, read in the order of their names"),
@@ -215,10 +215,10 @@ def _folder(spec: str, folder: Path, said: tuple[str, ...]) -> Source:
         f"{spec}: {', '.join(path.name for path in (*train, *held_out))}"
         + (f"; not read: {', '.join(left)}" if left else ""),
     )
-    return Source(spec, train=train, held_out=held_out, notes=notes)
+    return DataSource(spec, train=train, held_out=held_out, notes=notes)
 
 
-def _hub_records(name: str, config: str | None, split: str | None, side: str) -> Iterator[Record]:
+def _hub_records(name: str, config: str | None, split: str | None, side: str) -> Iterator[RowRecord]:
     """Rows of a hub data set. A split given is all there is."""
     if split is None:
         yield from _records(name, _hub_load(name, config, None), "@", side)
@@ -226,7 +226,7 @@ def _hub_records(name: str, config: str | None, split: str | None, side: str) ->
         yield from _rows(f"{name}@{split}", _hub_load(name, config, split))
 
 
-def _records(name: str, splits: Any, joint: str, side: str) -> Iterator[Record]:
+def _records(name: str, splits: Any, joint: str, side: str) -> Iterator[RowRecord]:
     """Rows of one side of a data set in splits, by their names; `joint` stands between its name and that of a
     split."""
     held = next((one for one in (TRAIN if side == "train" else HELD_OUT) if one in splits), None)
@@ -238,10 +238,10 @@ def _records(name: str, splits: Any, joint: str, side: str) -> Iterator[Record]:
         )
 
 
-def _rows(name: str, split: Any) -> Iterator[Record]:
+def _rows(name: str, split: Any) -> Iterator[RowRecord]:
     """Rows of one split, class numbers named."""
     for number, row in enumerate(rows_of(split), start=1):
-        yield Record(f"{name}:{number}", row)
+        yield RowRecord(f"{name}:{number}", row)
 
 
 def _saved_load(folder: Path) -> Any:
@@ -263,7 +263,7 @@ def _saved_load(folder: Path) -> Any:
     return splits
 
 
-def _whole(records: Iterator[Record], folder: Path) -> Iterator[Record]:
+def _whole(records: Iterator[RowRecord], folder: Path) -> Iterator[RowRecord]:
     """The records of a saved data set. Raises DataError where reading them finds it damaged."""
     while True:
         try:

@@ -17,32 +17,44 @@ from pathlib import Path
 from typing import Any
 
 from petune.errors import Problem
-from petune.files.json_fields import Digest, Fields, ListOf, MapOf, OneOf, Row, Text, Truth, Whole
+from petune.files.json_fields import (
+    Digest,
+    Fields,
+    IntegerValue,
+    ListOf,
+    MapOf,
+    OneOf,
+    TextValue,
+    Truth,
+    TupleValue,
+)
 from petune.tasks import rows
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
-from petune.tasks.formats import Layout
+from petune.tasks.formats import ColumnLayout
 from petune.tasks.lines import Cursor
 from petune.tasks.row_maker import RowMaker
-from petune.tasks.sources import Source
+from petune.tasks.sources import DataSource
 
 Mark = Mapping[str, Any]
 END = 2**16  # bytes of either end of what was read of a file that are compared
 
-_SAID = OneOf(Text(), None)
+_SAID = OneOf(TextValue(), None)
 _PROBLEM = Fields(dict.fromkeys(("what", "where", "expected", "found", "remedy"), _SAID))
 _READING = Fields(
     {
-        "good": Whole(),
-        "cursor": Fields({**dict.fromkeys(("file", "byte", "line", "held"), Whole()), "whole": Truth()}),
-        "columns": MapOf(Text()),
-        "began": MapOf(Row(Text(), Text())),
-        "bad": Fields({"count": Whole(), "fatal": Truth(), "told": ListOf(_PROBLEM)}),
+        "good": IntegerValue(),
+        "cursor": Fields(
+            {**dict.fromkeys(("file", "byte", "line", "held"), IntegerValue()), "whole": Truth()}
+        ),
+        "columns": MapOf(TextValue()),
+        "began": MapOf(TupleValue(TextValue(), TextValue())),
+        "bad": Fields({"count": IntegerValue(), "fatal": Truth(), "told": ListOf(_PROBLEM)}),
     }
 )
 MARK = Fields(
     {
-        **dict.fromkeys(("place", "pass", "window", "kept"), Whole()),
+        **dict.fromkeys(("place", "pass", "window", "kept"), IntegerValue()),
         "reading": OneOf(_READING, None),
         "order": Digest(),
         "read": OneOf(Digest(), None),
@@ -51,15 +63,15 @@ MARK = Fields(
 START: Mark = {"place": 0, "pass": 0, "window": 0, "kept": 0, "reading": None}
 
 
-class Reading:
+class StreamReading:
     """The good rows of one side of a source: from its beginning, or from where another reading stood when it
     told its `state`."""
 
     def __init__(
         self,
-        source: Source,
+        source: DataSource,
         side: str,
-        layout: Layout,
+        layout: ColumnLayout,
         task: str,
         config: DataConfig,
         state: Mark | None = None,
@@ -110,7 +122,7 @@ class Reading:
         }
 
 
-def fingerprint(source: Source, mark: Mark) -> str | None:
+def fingerprint(source: DataSource, mark: Mark) -> str | None:
     """A hash of what was read before a mark, as it is now: names and sizes of the files before the last one,
     and both ends of what was read of that. None where there is no such file, or it is shorter."""
     if mark["reading"] is None:

@@ -26,13 +26,13 @@ from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
 from petune.tasks.encode import Encoded, beyond, encode, make_coder, refuse_beyond
 from petune.tasks.examples import Coder, Example, whole_tokenizer
-from petune.tasks.formats import Layout, detect
+from petune.tasks.formats import ColumnLayout, detect
 from petune.tasks.lines import shown
 from petune.tasks.objects import DataObject
 from petune.tasks.registry import find_task
 from petune.tasks.rows import Row, RowFacts, Rows, fingerprint, identity
-from petune.tasks.sources import Source, find_source, held_out_of
-from petune.tasks.stream_place import START, Mark, Reading
+from petune.tasks.sources import DataSource, find_source, held_out_of
+from petune.tasks.stream_place import START, Mark, StreamReading
 from petune.tasks.stream_place import fingerprint as fingerprint_of
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Streamed:
 
     def __init__(
         self,
-        source: Source,
-        layout: Layout,
+        source: DataSource,
+        layout: ColumnLayout,
         task: str,
         coder: Coder,
         held: frozenset[str],
@@ -172,10 +172,10 @@ class Streamed:
                 raise DataError("no row is left to train on", where=self.source.name)
             mark = {**START, "place": place, "pass": number + 1}
 
-    def _reading(self, state: Mark | None = None) -> Reading:
-        return Reading(self.source, "train", self.layout, self.task.name, self.config, state)
+    def _reading(self, state: Mark | None = None) -> StreamReading:
+        return StreamReading(self.source, "train", self.layout, self.task.name, self.config, state)
 
-    def _kept(self, reading: Reading, kept: int) -> Iterator[Row]:
+    def _kept(self, reading: StreamReading, kept: int) -> Iterator[Row]:
         """The rows of one pass that are to be trained on, at most `max_rows` with those `kept` before."""
         most = self.config.max_rows
         rows = (row for row in reading if identity(row) not in self.held)
@@ -226,7 +226,7 @@ def stream_rows(
     return facts, replace(encoded, report=report, stream=stream)
 
 
-def _refuse(task: str, source: Source) -> None:
+def _refuse(task: str, source: DataSource) -> None:
     if task in NO_TASKS:
         what = f"task {task} must know its classes before the first step, and a stream does not"
         raise UsageError(what, where="data.stream", remedy="set data.stream: false")
@@ -235,7 +235,7 @@ def _refuse(task: str, source: Source) -> None:
         raise UsageError("only files are streamed", where="data.stream", found=source.name, remedy=remedy)
 
 
-def _layout_of(source: Source, config: DataConfig, task: str) -> Layout:
+def _layout_of(source: DataSource, config: DataConfig, task: str) -> ColumnLayout:
     faults = Faults(skip=config.on_bad_line == "skip")
     first = next(source.records("train", faults), None)
     if first is None:
@@ -245,8 +245,8 @@ def _layout_of(source: Source, config: DataConfig, task: str) -> Layout:
 
 
 def _held_out(
-    source: Source,
-    layout: Layout,
+    source: DataSource,
+    layout: ColumnLayout,
     task: str,
     config: DataConfig,
     folder: Path,
@@ -259,16 +259,18 @@ def _held_out(
             remedy = "give data.eval, or data.held_out: 500"
             raise UsageError("a stream cannot hold out a share of its rows", where="data.eval", remedy=remedy)
         other, side = given
-        return list(Reading(other, side, layout, task, config)), f"held-out rows are those of {other.name}"
+        return list(
+            StreamReading(other, side, layout, task, config)
+        ), f"held-out rows are those of {other.name}"
     found: dict[str, Row] = {}
-    for row in Reading(source, "train", layout, task, config):
+    for row in StreamReading(source, "train", layout, task, config):
         found.setdefault(identity(row), row)
         if len(found) == config.held_out:
             break
     return list(found.values()), f"held out the first {len(found):,} distinct rows, wherever they come again"
 
 
-def _identity_of(source: Source, rows: Rows) -> str:
+def _identity_of(source: DataSource, rows: Rows) -> str:
     """What a stream is known by without reading it: its files by name and size, and the rows seen so far."""
     files = [(path.name, path.stat().st_size) for path in source.train]
     return hashlib.sha256(json.dumps([files, rows.sha256]).encode()).hexdigest()

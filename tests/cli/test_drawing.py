@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from petune_cli.drawing import WIDTH, as_svg, as_text
 
-from petune.estimate.timeline import Arrow, Box, Chart, Row
+from petune.estimate.timeline import Arrow, Box, Chart, TimelineRow
 from tests.cli.conftest import Type
 
 PIPELINE = """\
@@ -78,7 +78,7 @@ def test_a_picture_is_written_and_nothing_is_written_over(type_: Type, tmp_path:
 def chart(length: int) -> Chart:
     """Rows of `length` passes, one behind the other."""
     made = (
-        Row(
+        TimelineRow(
             f"rank {row}",
             tuple(
                 Box("forward", f"F{at}", f"pass {at}", float(at + row), at + row + 1.0)
@@ -100,13 +100,15 @@ def test_long_rows_leave_out_their_middle_and_fit() -> None:
 
 def test_what_is_too_short_for_its_letters_has_none_of_its_neighbours_room() -> None:
     boxes = (Box("forward", "F0", "", 0.0, 10.0), Box("weights", "W0", "", 10.0, 10.1))
-    line = as_text([Chart("a step", (Row("rank 0", boxes),), "a pass")])[1]
+    line = as_text([Chart("a step", (TimelineRow("rank 0", boxes),), "a pass")])[1]
     assert line == "rank 0  |F0|"
 
 
 def test_words_mean_nothing_to_a_picture() -> None:
     boxes = (Box("forward", HOSTILE, HOSTILE, 0.0, 1.0),)
-    one = Chart(HOSTILE, (Row(HOSTILE, boxes),), HOSTILE, (Arrow(0, 0, 0.0, 1.0, HOSTILE),), (HOSTILE,))
+    one = Chart(
+        HOSTILE, (TimelineRow(HOSTILE, boxes),), HOSTILE, (Arrow(0, 0, 0.0, 1.0, HOSTILE),), (HOSTILE,)
+    )
     for drawn in (one, Chart(HOSTILE, one.rows)):
         root = ElementTree.fromstring(as_svg([drawn], [HOSTILE, "two"]))
         assert not root.findall(".//{*}script")

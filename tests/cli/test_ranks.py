@@ -27,7 +27,7 @@ from rich.console import Console
 
 from petune.parallel.launch import process_group
 from petune.parallel.launch.beats import Health
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from tests.forked_launch import Forks, say_to
 from tests.forked_launch import forks as forks
 from tests.small_runs import as_yaml, settings
@@ -90,13 +90,13 @@ def test_a_plan_of_forked_ranks_shows_them_on_a_terminal(
 ) -> None:
     """As the test below, but for what Python takes to start and to import torch, three times over, and for
     steps that last long enough to be seen."""
-    take = Step.take
+    take = OptimizerStep.take
 
-    def slowly(self: Step, *args: Any, **named: Any) -> Any:
+    def slowly(self: OptimizerStep, *args: Any, **named: Any) -> Any:
         time.sleep(0.25)
         return take(self, *args, **named)
 
-    monkeypatch.setattr(Step, "take", slowly)
+    monkeypatch.setattr(OptimizerStep, "take", slowly)
     monkeypatch.setattr("petune.parallel.launch.beats.BEAT_S", 0.1)
     recipe = _written(tmp_path, 8)
     ours, theirs = _terminal()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
-from petune.estimate.footprint import Pass, saved_in
+from petune.estimate.footprint import ForwardPass, saved_in
 from petune.kernels.fuse import fuse
 from petune.methods import wrap
 from petune.models import family_of
@@ -224,7 +224,7 @@ def test_a_fused_level_keeps_what_its_steps_say(name: str, bf16: bool) -> None:
     for model in models:
         fuse(model, family_of(model), "reference")
         saved.append(saved_by_autograd(model.train(), name, bf16))
-    work = Pass(ROWS, {"encoder": LENGTH, "decoder": LENGTH}, itemsize=2 if bf16 else 4)
+    work = ForwardPass(ROWS, {"encoder": LENGTH, "decoder": LENGTH}, itemsize=2 if bf16 else 4)
     found = 0.0
     for stack in own_stacks(models[1], family_of(models[1])).values():  # type: ignore[arg-type]
         *_, level = saved_in(stack, models[1].config, family_of(models[1]), ALONE, Coordinate(), work, None)  # type: ignore[arg-type]

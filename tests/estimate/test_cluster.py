@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from petune.errors import UsageError
-from petune.estimate.cluster import Cluster, Link, read_cluster, read_size
+from petune.estimate.cluster import Cluster, LinkSpeed, read_cluster, read_size
 from petune.kernels.memory.block_cost import A100, H200
 
 TEXT = """
@@ -35,7 +35,7 @@ def test_ranks_are_numbered_as_hosts_stand(tmp_path: Path) -> None:
     found = read(tmp_path, TEXT)
     assert [device.name for device in found.devices] == ["big"] * 4 + ["small", "own"]
     assert found.hosts == (0, 2, 4)
-    assert (found.inside, found.between) == (Link(5e-6, 350e9), Link(0.0, 40e9))
+    assert (found.inside, found.between) == (LinkSpeed(5e-6, 350e9), LinkSpeed(0.0, 40e9))
     assert found.link((0, 1)) == found.link((4, 5)) == found.inside and found.link((1, 2)) == found.between
 
 
@@ -48,16 +48,16 @@ def test_devices_are_presets_and_what_is_said_of_them(tmp_path: Path) -> None:
 
 
 def test_messages_go_by_the_figures_of_their_kind() -> None:
-    link = Link(1e-4, 1e9, (("all-gather", 1e-5, 2e9), ("uneven all-gather", 1e-6, 3e9)))
-    assert link.of("all-gather") == link.of("hidden all-gather") == Link(1e-5, 2e9)
-    assert link.of("hidden uneven all-gather") == Link(1e-6, 3e9)
+    link = LinkSpeed(1e-4, 1e9, (("all-gather", 1e-5, 2e9), ("uneven all-gather", 1e-6, 3e9)))
+    assert link.of("all-gather") == link.of("hidden all-gather") == LinkSpeed(1e-5, 2e9)
+    assert link.of("hidden uneven all-gather") == LinkSpeed(1e-6, 3e9)
     assert link.of("uneven all-reduce") == link.of("all-reduce") == link
 
 
 def test_figures_of_a_kind_of_message_are_read(tmp_path: Path) -> None:
     kinds = "inside: {kinds: {uneven all-gather: {latency: 1e-5, bandwidth: 2e9}}, "
     text = TEXT.replace("inside: {", kinds)
-    assert text != TEXT and read(tmp_path, text).inside.of("uneven all-gather") == Link(1e-5, 2e9)
+    assert text != TEXT and read(tmp_path, text).inside.of("uneven all-gather") == LinkSpeed(1e-5, 2e9)
 
 
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_sizes_have_units_or_are_gibibytes() -> None:
 
 
 def test_nothing_to_send_takes_no_time() -> None:
-    link = Link(1e-3, 1e6)
+    link = LinkSpeed(1e-3, 1e6)
     assert link.seconds(2, 0) == 0 and link.seconds(2, 1e6) == pytest.approx(1.002)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from petune.estimate.cluster import Cluster, Device, Link
+from petune.estimate.cluster import Cluster, Device, LinkSpeed
 from petune.estimate.durations import Both
 from petune.estimate.findings import name_of
 from petune.estimate.forecast import Sketch, sketch
-from petune.estimate.halves import LOST, Turn, added, in_turns
+from petune.estimate.halves import LOST, HalfRegion, added, in_turns
 from petune.estimate.planner import Planner
 from petune.estimate.step_time import Clock
 from petune.estimate.workload import workload
@@ -24,12 +24,12 @@ from petune.recipe import load_recipe
 from tests.written_recipes import recipe_of
 
 # Linked H100s, by benchmarks/RESULTS.md: two talk by copy engines, four by NCCL, but where that is hidden.
-TWO = Link(
+TWO = LinkSpeed(
     1.5e-5,
     290e9,
     (("all-reduce", 1e-5, 270e9), ("all-gather", 1e-5, 291e9), ("reduce-scatter", 1e-5, 223e9)),
 )
-FOUR = Link(
+FOUR = LinkSpeed(
     1.5e-5,
     290e9,
     (
@@ -51,7 +51,7 @@ MEASURED = (
 )
 
 
-def of_gpus(number: int, link: Link = FOUR) -> Cluster:
+def of_gpus(number: int, link: LinkSpeed = FOUR) -> Cluster:
     return Cluster((Device("H100", H100, 80 * 2**30),) * number, link, link)
 
 
@@ -72,7 +72,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Sketch:
 
 @pytest.mark.parametrize(("ranks", "rows", "link", "name", "plain", "hidden"), MEASURED)
 def test_overlap_is_priced_as_it_was_measured(
-    large: Sketch, ranks: int, rows: int, link: Link, name: str, plain: float, hidden: float
+    large: Sketch, ranks: int, rows: int, link: LinkSpeed, name: str, plain: float, hidden: float
 ) -> None:
     clock = Clock(replace(workload(large), rows=rows), of_gpus(ranks, link))
     assert large.family is not None
@@ -91,15 +91,15 @@ def both(forward: float, backward: float = 0.0) -> Both:
 
 def test_what_takes_longer_than_the_other_half_computes_is_waited_for() -> None:
     turns = [
-        Turn(both(2, 4), both(1, 1), both(0.1)),  # hidden by either half
-        Turn(both(3, 6), both(5, 1), both(0.2)),  # longer than itself by 2, than the first by 3
-        Turn(both(0), both(0), both(0)),
+        HalfRegion(both(2, 4), both(1, 1), both(0.1)),  # hidden by either half
+        HalfRegion(both(3, 6), both(5, 1), both(0.2)),  # longer than itself by 2, than the first by 3
+        HalfRegion(both(0), both(0), both(0)),
     ]
     computing, left = in_turns(turns)
     assert computing == both(10, 20)
     assert left.forward == pytest.approx(5 + LOST * (2 + 10 - 5) + 2 * (0.1 + 0.2))
     assert left.backward == pytest.approx(LOST * 4)
-    assert in_turns([Turn(both(2, 4), both(0), both(0))]) == (both(4, 8), both(0))
+    assert in_turns([HalfRegion(both(2, 4), both(0), both(0))]) == (both(4, 8), both(0))
 
 
 def test_adding_up_moves_terms_and_their_sum() -> None:
@@ -141,7 +141,7 @@ def test_what_is_proposed_is_overlapped_where_that_is_faster(tmp_path: Path) -> 
     drawn = sketch(recipe_of("llama-causal", tmp_path, device="cuda", dtype="bf16", batch_size=8))
     for launch, hides in ((0.0, True), (1e-3, False)):
         device = Device("a", replace(H100, launch=launch, matmul=1e10))
-        link = Link(0.0, 1e9)
+        link = LinkSpeed(0.0, 1e9)
         planner = Planner(drawn, Cluster((device, device), link, link))
         best = planner.search([cut_by("tp", 2, False)]).choices[0]
         assert best.parallel == cut_by("tp", 2, hides)

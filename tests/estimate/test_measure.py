@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petune.estimate.cluster import Link, scaled
+from petune.estimate.cluster import LinkSpeed, scaled
 from petune.estimate.forecast import sketch
 from petune.estimate.measure import _half, _runner, cluster_of, fitted, link_of
 from petune.estimate.part_seconds import line
@@ -81,7 +81,7 @@ def test_devices_of_a_machine_are_numbered(tmp_path: Path) -> None:
         {"preset": "CPU", "speed": speed, "traffic": 1.0, "launch": 1e-6, "memory": 2**30}
         for speed in (2.0, 1.0)
     ]
-    fast, slow = cluster_of(facts, Link(1e-4, 1e9)).devices
+    fast, slow = cluster_of(facts, LinkSpeed(1e-4, 1e9)).devices
     assert (fast.name, slow.name) == ("CPU 0", "CPU 1")
     assert fast.rates.matmul == 2 * slow.rates.matmul and fast.rates.memory == slow.rates.memory
     assert fast.memory == 2**30
@@ -95,7 +95,7 @@ def test_every_kind_of_message_is_measured_as_blocks_say_it(monkeypatch: pytest.
     link = link_of(own)
     assert link.bandwidth == own["gradients"][1] and all(rate > 0 for _, rate in own.values())
     for kind in ("all-reduce", "all-gather", "uneven reduce-scatter", "all-to-all", "send"):
-        assert link.of(kind) == Link(*own[kind])
+        assert link.of(kind) == LinkSpeed(*own[kind])
     assert link.of("hidden uneven all-gather") == link.of("uneven all-gather")
     assert link.of("slice") is link and link.of("hidden all-reduce") == link.of("all-reduce")
 

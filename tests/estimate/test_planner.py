@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from petune.errors import MachineError, UsageError
 from petune.estimate.advice import advise
-from petune.estimate.choice import Choice
-from petune.estimate.cluster import Cluster, Device, Link, of_speeds
+from petune.estimate.choice import PricedPlan
+from petune.estimate.cluster import Cluster, Device, LinkSpeed, of_speeds
 from petune.estimate.forecast import Sketch, forecast, priced, sketch
 from petune.estimate.fused_forecast import outlook
 from petune.estimate.layouts import layouts, plain
@@ -32,8 +32,8 @@ from tests.methods.zoo import tiny
 from tests.parallel.plans import BACKENDS
 from tests.written_recipes import recipe_of
 
-FREE = Link()
-SLOW = Link(1e-5, 1e8)
+FREE = LinkSpeed()
+SLOW = LinkSpeed(1e-5, 1e8)
 
 
 def drawn_of(folder: Path, name: str = "llama-causal", **changes: Any) -> Sketch:
@@ -45,7 +45,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Sketch:
     return drawn_of(tmp_path_factory.mktemp("planner"))
 
 
-def cluster_of(speeds: Sequence[float], link: Link = FREE, memory: int | None = None) -> Cluster:
+def cluster_of(speeds: Sequence[float], link: LinkSpeed = FREE, memory: int | None = None) -> Cluster:
     return replace(of_speeds(speeds, (memory,) * len(speeds)), inside=link, between=link)
 
 
@@ -91,7 +91,7 @@ def every_plan(ranks: int, rows: int) -> Iterator[ParallelConfig]:
 @pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
 def test_no_plan_that_could_be_written_is_faster(
-    drawn: Sketch, speeds: tuple[float, ...], link: Link
+    drawn: Sketch, speeds: tuple[float, ...], link: LinkSpeed
 ) -> None:
     planner = Planner(drawn, cluster_of(speeds, link))
     clock = planner.clocks[False]
@@ -101,7 +101,7 @@ def test_no_plan_that_could_be_written_is_faster(
 
 @pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
 @pytest.mark.parametrize("name", ["tp", "galaxy"])
-def test_no_lists_of_a_cut_are_faster(drawn: Sketch, name: str, link: Link) -> None:
+def test_no_lists_of_a_cut_are_faster(drawn: Sketch, name: str, link: LinkSpeed) -> None:
     """Between meetings a slow rank has norms, too; and over a slow link tokens stay even."""
     rates = (
         replace(CPU, launch=0.0, memory=CPU.memory / 20),
@@ -138,7 +138,7 @@ def every_spread(ranks: int, rows: int, experts: int) -> Iterator[ParallelConfig
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("link", [FREE, SLOW], ids=["free", "slow"])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
-def test_no_shares_of_experts_are_faster(mixed: Sketch, speeds: tuple[float, ...], link: Link) -> None:
+def test_no_shares_of_experts_are_faster(mixed: Sketch, speeds: tuple[float, ...], link: LinkSpeed) -> None:
     planner = Planner(mixed, cluster_of(speeds, link))
     clock = planner.clocks[False]
     brute = min(clock.of(planner.plan(one)).total for one in every_spread(2, 8, 5))
@@ -171,7 +171,7 @@ def test_experts_go_where_memory_is(tmp_path: Path) -> None:
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(speeds=st.lists(st.floats(0.3, 4), min_size=2, max_size=4), bandwidth=st.floats(1e6, 1e11))
 def test_the_even_plan_is_never_faster(drawn: Sketch, speeds: list[float], bandwidth: float) -> None:
-    planner = Planner(drawn, cluster_of(speeds, Link(1e-6, bandwidth)))
+    planner = Planner(drawn, cluster_of(speeds, LinkSpeed(1e-6, bandwidth)))
     found = planner.search().choices[0].time.total
     for even in layouts(len(speeds), 8, 2):
         try:
@@ -183,14 +183,14 @@ def test_the_even_plan_is_never_faster(drawn: Sketch, speeds: list[float], bandw
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(1e5, 1e12), min_size=2, max_size=4), st.floats(0.3, 3))
 def test_a_faster_link_never_makes_a_slower_step(drawn: Sketch, rates: list[float], speed: float) -> None:
-    times = [best_of(drawn, cluster_of((1, speed, 1), Link(1e-6, rate))) for rate in sorted(rates)]
+    times = [best_of(drawn, cluster_of((1, speed, 1), LinkSpeed(1e-6, rate))) for rate in sorted(rates)]
     assert all(slow >= fast * (1 - 1e-6) for slow, fast in itertools.pairwise(times))
 
 
 def test_slow_links_are_a_reason_to_send_less(tmp_path: Path) -> None:
     full = drawn_of(tmp_path, method="full")
     near = Planner(full, cluster_of((1, 1), FREE)).search().choices[0]
-    far = Planner(full, cluster_of((1, 1), Link(1e-4, 1e6))).search().choices[0]
+    far = Planner(full, cluster_of((1, 1), LinkSpeed(1e-4, 1e6))).search().choices[0]
     assert near.parallel.pp is None and far.parallel.pp is not None, "gradients of all weights against states"
     assert far.time.total > near.time.total
 
@@ -312,7 +312,7 @@ def test_blocks_that_a_cut_leaves_unfused_are_counted_so(tmp_path: Path) -> None
 def test_fused_blocks_recompute_by_themselves(on_gpus: Recipe) -> None:
     """So no recipe is told to: what is kept is chosen in the run, block by block."""
 
-    def best(kernels: str) -> Choice:
+    def best(kernels: str) -> PricedPlan:
         drawn = sketch(on_gpus.model_copy(update={"kernels": kernels}))
         planner = Planner(drawn, cluster_of((1, 1)))
         kept, again = (

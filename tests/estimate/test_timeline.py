@@ -14,7 +14,7 @@ from petune.estimate.comm_cost import bubble
 from petune.estimate.forecast import Forecast, forecast
 from petune.estimate.timeline import Chart, charts, timed
 from petune.parallel import collectives
-from petune.parallel.pipeline.order import Step, order_of
+from petune.parallel.pipeline.order import StageStep, order_of
 from petune.parallel.pipeline.stage_module import SELECTIVE
 from petune.parallel.plan import ParallelPlan, Stage
 from petune.recipe import load_recipe
@@ -59,7 +59,10 @@ def test_equal_stages_wait_as_long_as_the_formula_says(
 
 
 def test_a_pass_begins_when_what_it_reads_is_there() -> None:
-    order = [[Step("F", 0, 0), Step("I", 0, 0), Step("W", 0, 0)], [Step("F", 1, 0), Step("B", 1, 0)]]
+    order = [
+        [StageStep("F", 0, 0), StageStep("I", 0, 0), StageStep("W", 0, 0)],
+        [StageStep("F", 1, 0), StageStep("B", 1, 0)],
+    ]
     lengths = {("F", 0): 2.0, ("F", 1): 3.0, ("B", 1): 5.0, ("I", 0): 1.0, ("W", 0): 4.0}
     found = timed(order, 1, lambda step: lengths[step.kind, step.stage])
     assert [(start, end) for _, start, end in found[0]] == [(0, 2), (10, 11), (11, 15)]
@@ -67,14 +70,14 @@ def test_a_pass_begins_when_what_it_reads_is_there() -> None:
 
 
 def test_a_message_is_on_its_way_once_its_reader_is_free() -> None:
-    order = [[Step("F", 0, 0), Step("F", 0, 1)], [Step("F", 1, 0), Step("F", 1, 1)]]
+    order = [[StageStep("F", 0, 0), StageStep("F", 0, 1)], [StageStep("F", 1, 0), StageStep("F", 1, 1)]]
     found = timed(order, 1, lambda step: (2.0, 3.0)[step.stage], lambda source, target: 0.5)
     assert [(start, end) for _, start, end in found[1]] == [(2.5, 5.5), (6, 9)]
 
 
 def test_an_order_in_which_ranks_wait_for_one_another_is_told() -> None:
     with pytest.raises(RuntimeError, match="for ever"):
-        timed([[Step("B", 0, 0)], [Step("F", 1, 0)]], 1, lambda step: 1.0)
+        timed([[StageStep("B", 0, 0)], [StageStep("F", 1, 0)]], 1, lambda step: 1.0)
 
 
 # ------------------------------------------------------------------ charts

@@ -26,13 +26,13 @@ from petune.errors import FileError, PetuneError
 from petune.files.json_fields import (
     Digest,
     Fields,
+    IntegerValue,
     MapOf,
     Number,
     OneOf,
-    Row,
-    Text,
+    TextValue,
     Truth,
-    Whole,
+    TupleValue,
     check_fields,
     check_version,
     sealed,
@@ -335,16 +335,16 @@ def test_lines_of_metrics_that_are_no_records_are_left_out(place: Path, tmp_path
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
-        (Whole(1, 3), [1, 3], [0, 4, True, 1.0, "1", None]),
+        (IntegerValue(1, 3), [1, 3], [0, 4, True, 1.0, "1", None]),
         (Number(0, 1), [0, 0.5, 1], [-0.1, 1.1, float("nan"), True, "0"]),
         (Truth(), [True, False], [0, 1, None, "true"]),
-        (Text(("a", "b")), ["a"], ["c", None, 1, ["a"]]),
+        (TextValue(("a", "b")), ["a"], ["c", None, 1, ["a"]]),
         (Digest(), ["0" * 64], ["0" * 63, "G" * 64, None]),
-        (MapOf(Whole(), numbered=True), [{}, {"1": 1, "0": 0}], [{"1": 1}, {"a": 1}, [], {"0": "x"}]),
-        (Row(Whole(), Text()), [[1, "a"]], [[1], [1, "a", 2], ["a", 1], {}]),
-        (OneOf(Whole(), None), [1, None], ["a", {}, -1]),
+        (MapOf(IntegerValue(), numbered=True), [{}, {"1": 1, "0": 0}], [{"1": 1}, {"a": 1}, [], {"0": "x"}]),
+        (TupleValue(IntegerValue(), TextValue()), [[1, "a"]], [[1], [1, "a", 2], ["a", 1], {}]),
+        (OneOf(IntegerValue(), None), [1, None], ["a", {}, -1]),
         (
-            Fields({"a": Whole()}, {"b": Text()}),
+            Fields({"a": IntegerValue()}, {"b": TextValue()}),
             [{"a": 1}, {"a": 1, "b": ""}],
             [{}, {"a": 1, "c": 1}, {"a": 1, "b": 2}, []],
         ),
@@ -372,6 +372,6 @@ def test_a_newer_version_is_named_as_such_and_any_other_as_damage() -> None:
 
 def test_the_first_ten_faults_are_named_by_their_path() -> None:
     with pytest.raises(FileError) as caught:
-        check_fields({"a": {str(at): "x" for at in range(30)}}, {"a": MapOf(Whole())}, Path("x.json"))
+        check_fields({"a": {str(at): "x" for at in range(30)}}, {"a": MapOf(IntegerValue())}, Path("x.json"))
     assert len(caught.value.problems) == 10
     assert "x.json  a.0  does not fit" in str(caught.value)

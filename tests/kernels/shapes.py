@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 from petune.kernels.memory.block_cost import Keep
-from petune.kernels.memory.shape import BlockShape, Experts, Ranks
+from petune.kernels.memory.shape import BlockShape, ExpertSizes, Ranks
 from petune.models import gemma3, moe
 from petune.models.spec import Attention, RoutedMlp, SubLayer
 
@@ -47,7 +47,7 @@ ROUTED = _routed(
         columns=0,
         gated=False,
         ranks=Ranks(q=16, k=16, v=16, o=16),
-        experts=Experts(number=128, chosen=8, columns=768, up=16, down=16),
+        experts=ExpertSizes(number=128, chosen=8, columns=768, up=16, down=16),
     ),
 )
 SHARED = _routed(

@@ -11,7 +11,7 @@ from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.block.linear_steps import Product
 from petune.kernels.block.packed_linear import Group
-from petune.kernels.block.steps import Run
+from petune.kernels.block.steps import BlockRun
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.head.linear_cross_entropy import linear_cross_entropy
 from petune.kernels.memory.shape import GroupPlace
@@ -94,7 +94,7 @@ def test_a_bottleneck_meets_the_product_that_it_acts_on_before_that_is_rounded(b
     def site(up: torch.Tensor | None) -> torch.Tensor:
         up = torch.zeros(128, 16).bfloat16() if up is None else up
         tensors = (down, zero[:16], up, zero)
-        run = Run(
+        run = BlockRun(
             ops, [group], [], [], [], None, bottlenecks=[(BottleneckPart(16, "relu", tensors=tensors), None)]
         )
         values = {"x": x, "s": None}
@@ -122,7 +122,7 @@ def test_a_bottleneck_meets_the_sum_that_it_acts_on_before_that_is_rounded() -> 
         tensors = (down, zero[:16], torch.zeros(128, 16).bfloat16() if up is None else up, zero)
         behind = [(BottleneckPart(16, "relu", tensors=tensors, of_sum=True), None)]
         run, values = (
-            Run(reference_ops(), [], [], [], [], None, bottlenecks=behind),
+            BlockRun(reference_ops(), [], [], [], [], None, bottlenecks=behind),
             {"x": x, "branch": branch},
         )
         total.forward(run, values)

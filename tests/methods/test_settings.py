@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_overloads, get_type_h
 import pytest
 
 from petune.methods import METHODS, wrap
-from petune.methods.settings import Shared
+from petune.methods.settings import SharedSettings
 
 
 def overload_of(method: str) -> type:
@@ -26,7 +26,7 @@ def overload_of(method: str) -> type:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_overload_of_wrap_names_every_setting_with_its_type(method: str) -> None:
-    hints, shared = get_type_hints(overload_of(method)), get_type_hints(Shared)
+    hints, shared = get_type_hints(overload_of(method)), get_type_hints(SharedSettings)
     own = {name: as_given(kind) for name, kind in get_type_hints(METHODS[method].config).items()}
     assert {name: kind for name, kind in hints.items() if name not in shared} == own
     general = inspect.signature(wrap).parameters

@@ -19,7 +19,7 @@ from petune.errors import FileError
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
 from petune.models import family_of
-from petune.models.contents import Part, attach, contents_of
+from petune.models.contents import TensorPart, attach, contents_of
 from petune.models.frozen_weight import QuantisedWeight, dense_of, quantised_in
 from petune.models.loading import load_model
 from petune.models.source import resolve_model
@@ -99,7 +99,7 @@ def test_it_has_the_fingerprint_of_its_values_and_any_slice_of_them(saved: tuple
     assert contents is not None and contents.fingerprint() == contents.fingerprint()
     name = "model.layers.0.mlp.down_proj.weight"
     part = torch.empty(20, 50)
-    assert contents.fill([Part(name, part, (8, 33))]) == []
+    assert contents.fill([TensorPart(name, part, (8, 33))]) == []
     own = dict(read(folder, "nf4").named_parameters())[name]
     assert torch.equal(part, dense_of(own)[8:28, 33:83])
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from petune import demo
 from petune.errors import FileError
-from petune.models.contents import Part, attach, contents_of, detach
+from petune.models.contents import TensorPart, attach, contents_of, detach
 from petune.models.loading import AUTO, Head, Loaded, load_model
 from petune.models.source import resolve_model
 from tests.methods.zoo import MOE, tiny
@@ -177,7 +177,7 @@ def test_any_box_of_experts_is_read_of_the_files_of_each(tmp_path: Path) -> None
     whole = model.get_parameter(name)
     out = torch.empty(3, 20, 7)  # over gate and up of three experts
     assert found.contents is not None
-    found.contents.fill([Part(name, out, (1, 5, 2))])
+    found.contents.fill([TensorPart(name, out, (1, 5, 2))])
     assert torch.equal(out, whole[1:4, 5:25, 2:9])
 
 

@@ -16,7 +16,7 @@ import petune
 from petune.methods import tune
 from petune.methods.configs import make_config
 from petune.models import fresh
-from petune.models.contents import NO_PLAN, Contents, Part, allocate
+from petune.models.contents import NO_PLAN, Contents, TensorPart, allocate
 from petune.models.fresh import draw, draw_tuned
 from petune.models.tuned_linear import tuned_modules
 from tests.methods.zoo import FOUR, SETTINGS, ZOO, tiny
@@ -144,7 +144,7 @@ def test_the_rows_of_doras_vector_are_the_norms_of_what_the_files_hold(tmp_path:
     found.contents.remember(found.model)
     name = "model.layers.1.self_attn.q_proj."
     part = torch.empty(5)
-    found.contents.fill([Part(name + "lora_magnitude_vector", part, (11,))])
+    found.contents.fill([TensorPart(name + "lora_magnitude_vector", part, (11,))])
     weight = AutoModelForCausalLM.from_pretrained(tmp_path).get_submodule(name[:-1]).weight
     torch.testing.assert_close(part, weight[11:16].norm(dim=1))
 

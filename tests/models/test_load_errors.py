@@ -12,7 +12,7 @@ import pytest
 from petune.errors import FileError, MachineError
 from petune.models.load_errors import asking, first_line, room_for
 from petune.models.loading import read_config
-from petune.models.source import Source, resolve_model
+from petune.models.source import ModelSource, resolve_model
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_waiting_for_the_hub_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("petune.log.PATIENCE", 0.01)
-    with caplog.at_level("INFO", "petune"), asking(Source("org/name", kind, "org/name", None, "")):
+    with caplog.at_level("INFO", "petune"), asking(ModelSource("org/name", kind, "org/name", None, "")):
         time.sleep(0.1)
     assert any("asking the hub for org/name ..." in line for line in caplog.messages) == told
 

@@ -14,7 +14,7 @@ from transformers import MixtralForCausalLM
 from petune.errors import FileError
 from petune.models import FAMILIES
 from petune.models.loading import load_model, read_config
-from petune.models.source import Source, resolve_model
+from petune.models.source import ModelSource, resolve_model
 from tests.methods.zoo import batch, tiny
 
 
@@ -49,7 +49,7 @@ def test_llama_moe_is_refused_with_what_is_read_as_mixtral(kind: str, tmp_path: 
     named = {"model_type": "llama_moe", "architectures": ["LlamaMoEForCausalLM"]}
     config.write_text(json.dumps(named))
     source = (
-        Source(f"config:{config}", "config", str(config), None, "")
+        ModelSource(f"config:{config}", "config", str(config), None, "")
         if kind == "config"
         else resolve_model(str(tmp_path), tmp_path)
     )

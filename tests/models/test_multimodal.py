@@ -19,7 +19,7 @@ from petune.methods import count_parameters
 from petune.models import family_of
 from petune.models.loading import load_model, outline, read_config
 from petune.models.multimodal import WHOLES, text_model, whole_of
-from petune.models.source import Source, resolve_model
+from petune.models.source import ModelSource, resolve_model
 from petune.recipe import load_recipe
 from tests.methods.zoo import tiny
 from tests.small_runs import tokenizer
@@ -112,7 +112,7 @@ def test_the_config_of_random_weights_may_be_one_of_several_modalities(tmp_path:
 )
 def test_what_is_not_taken_apart_is_refused_with_what_to_do(config: Any, what: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=rf"{what}(.|\n)*{remedy}"):
-        outline(Source("config:g.json", "config", "g.json", None, ""), config(), "causal", torch.float32)
+        outline(ModelSource("config:g.json", "config", "g.json", None, ""), config(), "causal", torch.float32)
 
 
 def test_a_head_that_the_whole_has_no_place_for_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from petune.errors import FileError
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
 from petune.models import family_of
-from petune.models.contents import Part, attach, contents_of
+from petune.models.contents import TensorPart, attach, contents_of
 from petune.models.frozen_weight import EXPERT_FORMS, dense_of
 from petune.models.loading import Loaded, load_model
 from petune.models.source import resolve_model
@@ -70,7 +70,7 @@ def test_any_box_of_them_is_read_and_a_model_has_a_fingerprint(folder: Path) -> 
     assert found.contents is not None
     attach(found.model, found.contents)
     contents, out = contents_of(found.model), torch.empty(2, 21, 40, dtype=torch.bfloat16)
-    assert contents is not None and contents.fill([Part(UP, out, (1, 30, 17))]) == []
+    assert contents is not None and contents.fill([TensorPart(UP, out, (1, 30, 17))]) == []
     assert torch.equal(out, theirs(folder, UP)[1:3, 30:51, 17:57])
     assert contents.fingerprint() == contents.fingerprint()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.parallel import link
-from petune.parallel.cuda_driver import Piece
+from petune.parallel.cuda_driver import CopySpan
 from petune.parallel.linked import Linked
 from petune.parallel.mesh import Mesh
 
@@ -64,7 +64,7 @@ class HostDriver:
 
         return meet
 
-    def copy(self, piece: Piece, stream: int) -> None:
+    def copy(self, piece: CopySpan, stream: int) -> None:
         for row in range(piece.rows):
             to, of = piece.to + row * piece.to_pitch, piece.of + row * piece.of_pitch
             ctypes.memmove(to, of, piece.width)

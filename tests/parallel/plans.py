@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from petune.models.parts import Shape
-from petune.parallel.configs import ROWS, Row
+from petune.parallel.configs import ROWS, BackendLayout
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage
 from tests.methods.zoo import MOE, ZOO, table, writes_beside
 
@@ -23,7 +23,7 @@ COLUMNS = {2: (72, 24), 3: (48, 32, 16)}
 OF_EXPERTS = {16: {2: (8, 8)}, 24: {2: (16, 8), 3: (8, 8, 8)}}  # of so many in each
 SEQUENCE = {2: (3, 1), 3: (3, 2, 1)}
 VOCABULARY = {2: (3, 1), 3: (3, 2, 1)}
-MIXED = Row("sequence", "heads", "sequence")  # what only `cut` can say
+MIXED = BackendLayout("sequence", "heads", "sequence")  # what only `cut` can say
 FSDP = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
 Plan = Callable[[str, int], ParallelPlan]  # of the zoo's model name and the ranks
 
@@ -35,7 +35,7 @@ def _shape(name: str) -> Shape:
     return table(name).shape(config(**values))
 
 
-def cut(name: str, row: Row, ranks: int, exchange: str = "gather", vocabulary: bool = False) -> Cut:
+def cut(name: str, row: BackendLayout, ranks: int, exchange: str = "gather", vocabulary: bool = False) -> Cut:
     """The row of layouts over `ranks`, unevenly; lists of layouts that do not occur are empty."""
     by_heads = "heads" in (row.attention, exchange) or exchange == "ulysses"
     heads = HEADS[ranks] if by_heads else ()
@@ -55,7 +55,7 @@ def cut(name: str, row: Row, ranks: int, exchange: str = "gather", vocabulary: b
     )
 
 
-def _cut(row: Row, exchange: str = "gather", vocabulary: bool = False) -> Plan:
+def _cut(row: BackendLayout, exchange: str = "gather", vocabulary: bool = False) -> Plan:
     def plan(name: str, ranks: int) -> ParallelPlan:
         writes = not name.endswith(("classify", "tokens"))  # logits of the vocabulary
         return ParallelPlan(tp=ranks, cut=cut(name, row, ranks, exchange, vocabulary and writes))

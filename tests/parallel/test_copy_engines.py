@@ -18,7 +18,7 @@ from torch import Tensor
 
 from petune.kernels.block.turns import InTurns, Turns, _leaving
 from petune.parallel.copy_engines import CopyEngines
-from petune.parallel.cuda_driver import Piece
+from petune.parallel.cuda_driver import CopySpan
 from petune.parallel.link import Link
 from tests.parallel import linked_processes
 from tests.parallel.linked_processes import PATIENCE, HostDriver
@@ -30,7 +30,7 @@ class LateDriver(HostDriver):
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
-    def copy(self, piece: Piece, stream: int) -> None:
+    def copy(self, piece: CopySpan, stream: int) -> None:
         if self.draw.random() < 0.3:
             time.sleep(self.draw.random() * 2e-3)
         super().copy(piece, stream)
@@ -204,7 +204,7 @@ class Tape(LateDriver):
     def capturing(self) -> bool:
         return self.runs is not None
 
-    def copy(self, piece: Piece, stream: int) -> None:
+    def copy(self, piece: CopySpan, stream: int) -> None:
         self.do(partial(super().copy, piece, stream))
 
     def meeting(

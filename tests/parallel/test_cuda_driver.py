@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from petune.errors import PetuneError
-from petune.parallel.cuda_driver import CudaDriver, Piece
+from petune.parallel.cuda_driver import CopySpan, CudaDriver
 
 STREAM, EVENT = 5, 7
 
@@ -87,14 +87,14 @@ def test_a_meeting_that_comes_again_puts_back_what_it_has_waited_for(library: Li
 
 def test_a_copy_is_one_call_where_rows_lie_side_by_side_or_not_too_far_apart(library: Library) -> None:
     driver = CudaDriver(torch.device("cuda", 0))
-    driver.copy(Piece(100, 200, 0), STREAM)  # nothing
-    driver.copy(Piece(100, 200, 64), STREAM)
-    driver.copy(Piece(100, 200, 64, 3, 64, 64), STREAM)
+    driver.copy(CopySpan(100, 200, 0), STREAM)  # nothing
+    driver.copy(CopySpan(100, 200, 64), STREAM)
+    driver.copy(CopySpan(100, 200, 64, 3, 64, 64), STREAM)
     assert library.calls == [
         ("cuMemcpyAsync", 100, 200, 64, STREAM),
         ("cuMemcpyAsync", 100, 200, 192, STREAM),
     ]
-    driver.copy(Piece(100, 200, 64, 3, 64, 640), STREAM)
+    driver.copy(CopySpan(100, 200, 64, 3, 64, 640), STREAM)
     name, rows, stream = library.calls[-1]
     assert (name, stream) == ("cuMemcpy2DAsync_v2", STREAM)
     assert {key: value for key, value in rows.items() if value} == {
@@ -103,7 +103,7 @@ def test_a_copy_is_one_call_where_rows_lie_side_by_side_or_not_too_far_apart(lib
         **{"WidthInBytes": 64, "Height": 3},
     }
     del library.calls[:]
-    driver.copy(Piece(100, 200, 64, 2, 64, 2**31), STREAM)
+    driver.copy(CopySpan(100, 200, 64, 2, 64, 2**31), STREAM)
     assert library.calls == [
         ("cuMemcpyAsync", 100, 200, 64, STREAM),
         ("cuMemcpyAsync", 164, 200 + 2**31, 64, STREAM),

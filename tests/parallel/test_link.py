@@ -12,7 +12,7 @@ from petune.kernels.configs import MemoryConfig
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.launch.lasting import LastingGroup
-from petune.parallel.sequence.exchange import Gather, Ring, Ulysses
+from petune.parallel.sequence.exchange import GatherExchange, Ring, Ulysses
 from tests.parallel import harness
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, Trace, compare, oracle
@@ -87,7 +87,7 @@ def _recordable() -> list[bool]:
     assert world is not None
     groups = world, LastingGroup(world)
     made: list[Any] = [kind(group) for kind in (WholeBoundary, SequenceBoundary) for group in groups]
-    made += [kind(group, 0) for kind in (Gather, Ulysses, Ring) for group in groups]
+    made += [kind(group, 0) for kind in (GatherExchange, Ulysses, Ring) for group in groups]
     return [one.recordable for one in made]
 
 

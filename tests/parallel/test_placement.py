@@ -32,7 +32,7 @@ from petune.parallel.configs import ROWS
 from petune.parallel.fsdp import local, wholes
 from petune.parallel.launch import process_group
 from petune.parallel.mesh import coordinate
-from petune.parallel.placement import Place
+from petune.parallel.placement import ShardPlace
 from petune.parallel.plan import Cut, Sharding, Stage
 from petune.parallel.tensor.shard_params import Slice
 from tests.methods.zoo import SETTINGS, of_64, tiny
@@ -217,7 +217,7 @@ def test_boxes_of_a_shard_lie_where_its_rows_are_in_the_whole() -> None:
     cut = Slice(0, (10, 6), pieces=((5, 3), (2, 2), (3, 1)))
     assert cut.spans(1) == [(5, 3), (10, 2), (15, 1)]
     part = torch.arange(4.0)[:, None]
-    boxes = [(box[:, 0].tolist(), start) for box, start in Place([2, 0], 0, cut.spans(1)).boxes(part)]
+    boxes = [(box[:, 0].tolist(), start) for box, start in ShardPlace([2, 0], 0, cut.spans(1)).boxes(part)]
     assert boxes == [([0.0], [7, 0]), ([1.0, 2.0], [10, 0]), ([3.0], [15, 0])]
     ranks = [torch.tensor([0, 1, 2, 3, 4, 8, 9, 12, 13, 14]), torch.tensor([5, 6, 7, 10, 11, 15])]
     assert torch.equal(cut.together(torch.cat(ranks)), torch.arange(16))

@@ -19,7 +19,7 @@ from petune.parallel.configs import DpConfig, EpConfig, ParallelConfig
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ParallelPlan, describe, make_plan
 from petune.parallel.runner import Runner
-from petune.parallel.spread import Spread, Ways, cut_experts
+from petune.parallel.spread import ExpertRanks, SpreadHook, cut_experts
 from tests.methods.zoo import tiny
 from tests.parallel.cells import SPREAD, SPREAD_FUSED, carries_state, case
 from tests.parallel.harness import Case, check
@@ -97,7 +97,7 @@ def _called(chosen: list[list[int]], double: bool) -> dict[str, Any]:
         rank = dist.get_rank()
         cut_experts(nn.ModuleDict({"experts": experts}), PLAN, Coordinate(dp=rank, ep=rank))
         assert number_of(experts) == 4 and experts.num_experts == (3, 1)[rank]
-        hooks = Ways(Spread((3, 1), rank, dist.group.WORLD))
+        hooks = SpreadHook(ExpertRanks((3, 1), rank, dist.group.WORLD))
         experts.register_forward_pre_hook(hooks.before)
         experts.register_forward_hook(hooks.after)
         index, x, share = (one.detach()[rank::2].clone() for one in (index, x, share))
@@ -134,7 +134,7 @@ def test_experts_give_what_they_give_together_whoever_is_chosen(chosen: list[lis
 def _sent(index: list[list[int]]) -> tuple[Any, ...]:
     """The way of own tokens to four experts, of which rank 1 has one: rows sent, rows that come and the
     experts here of each, and what comes back."""
-    spread, x = Spread((3, 1), dist.get_rank(), dist.group.WORLD), torch.tensor([[1.0], [2.0], [3.0]])
+    spread, x = ExpertRanks((3, 1), dist.get_rank(), dist.group.WORLD), torch.tensor([[1.0], [2.0], [3.0]])
     way, here = spread.way(torch.tensor(index))
     rows = spread.there(x + 10 * dist.get_rank(), way)
     experts = [sorted(here.groups[here.tokens == row].tolist()) for row in range(len(rows))]
@@ -156,7 +156,7 @@ def test_where_nobody_goes_stands_a_row_of_zeros_for_the_first_expert() -> None:
 # ------------------------------------------------------------------ faults, each of which a comparison sees
 
 
-def lost(self: Spread, x: Tensor, way: Any, plain: Callable[..., Tensor] = Spread.back) -> Tensor:
+def lost(self: ExpertRanks, x: Tensor, way: Any, plain: Callable[..., Tensor] = ExpertRanks.back) -> Tensor:
     """What other ranks send back is zeros."""
     found, first = plain(self, x, way), sum(way.sent[: self.index])
     own = torch.zeros_like(found)
@@ -193,7 +193,7 @@ def half(self: Runner, name: str) -> int:
     "keep", [pytest.param(None, id="unfused", marks=pytest.mark.long), pytest.param("input", id="fused")]
 )
 def test_a_copy_that_is_not_sent_back_is_noticed(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Spread, "back", lost)
+    monkeypatch.setattr(ExpertRanks, "back", lost)
     one = cell("lora", "mixtral-causal", 2, blocks=None if keep is None else MemoryConfig(keep))
     with pytest.raises(AssertionError, match=LOGITS):
         check(one)

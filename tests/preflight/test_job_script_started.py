@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from petune.preflight.job_script import Job, script
+from petune.preflight.job_script import ClusterJob, script
 from petune.recipe import load_recipe
 from tests.small_runs import as_yaml, settings
 
@@ -58,7 +58,7 @@ def whole(folder: Path) -> bool:
     return (folder / "run" / "summary.json").exists() and steps(folder) == list(range(1, STEPS + 1))
 
 
-def agents(folder: Path, file: Path, job: Job) -> list[subprocess.Popen[bytes]]:
+def agents(folder: Path, file: Path, job: ClusterJob) -> list[subprocess.Popen[bytes]]:
     """torchrun of a job, an agent a node, all on this machine."""
     text = script("torchrun", str(file), load_recipe(file), [], job, folder)
     (folder / "job.sh").write_text(text)
@@ -68,10 +68,10 @@ def agents(folder: Path, file: Path, job: Job) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen(words, env=environment, start_new_session=True) for _ in range(job.nodes)]
 
 
-@pytest.mark.parametrize("then", [Job(2, 1), Job(1, 3)], ids=["two", "one of three ranks"])
-def test_two_agents_of_torchrun_stop_and_go_on_on_other_nodes(then: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", [ClusterJob(2, 1), ClusterJob(1, 3)], ids=["two", "one of three ranks"])
+def test_two_agents_of_torchrun_stop_and_go_on_on_other_nodes(then: ClusterJob, tmp_path: Path) -> None:
     file = recipe_in(tmp_path, batch_size=3, accumulate=1)
-    started = agents(tmp_path, file, Job(2, 1))
+    started = agents(tmp_path, file, ClusterJob(2, 1))
     try:
         until(lambda: len(steps(tmp_path)) > 3)
         for agent in started:
@@ -195,7 +195,9 @@ def ask(*words: str) -> str:
 
 def submitted(folder: Path, file: Path) -> str:
     """The number of a job of two nodes that was handed to Slurm."""
-    (folder / "job.sh").write_text(script("slurm", str(file), load_recipe(file), [], Job(2, 1), folder))
+    (folder / "job.sh").write_text(
+        script("slurm", str(file), load_recipe(file), [], ClusterJob(2, 1), folder)
+    )
     (folder / "run-logs").mkdir()
     # both nodes are this machine: the name of the first is no address
     exported = f"--export=ALL,MASTER_ADDR=127.0.0.1,PYTHONPATH={os.pathsep.join(map(str, roots()))}"

@@ -13,7 +13,7 @@ import torch
 from petune.errors import MachineError, RecipeError, Stopped
 from petune.files.lock import RunLock
 from petune.methods import activation_cache, held_levels
-from petune.methods.held_levels import Room
+from petune.methods.held_levels import CacheRoom
 from petune.run import activations
 from petune.run.activations import find_room
 from petune.saving import checkpoint
@@ -94,7 +94,7 @@ def test_rows_wait_for_a_step_and_leave_it_its_memory(
     as long."""
     monkeypatch.setattr(activations, "free_bytes", lambda device: 400)
     monkeypatch.setattr(activations, "passing_bytes", lambda device: passing)
-    cache: Any = SimpleNamespace(room=Room(0.5), own_bytes=lambda *_: 100, reads_ahead=True)
+    cache: Any = SimpleNamespace(room=CacheRoom(0.5), own_bytes=lambda *_: 100, reads_ahead=True)
     rows = [SimpleNamespace(size=size, has_target=False) for size in (4, 8)]
     step: Any = SimpleNamespace(
         place=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32),

@@ -16,7 +16,7 @@ from torch import nn
 from petune.errors import FileError, Stopped
 from petune.models.stack import stacks_in
 from petune.run.backbone import Backbone
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import Listener, assert_same_run, numbers, run, settings, terminate_at
 
@@ -38,7 +38,7 @@ class Watch:
         self.model = nn.Module()
         self.after: dict[int, Callable[[nn.Module], None]] = {}
 
-    def look(self, step: Step) -> None:
+    def look(self, step: OptimizerStep) -> None:
         """After a step."""
         self.model = step.model
         self.here.append(all_here(step.model))
@@ -48,14 +48,14 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Looks after each step of a run."""
-    made, take = Watch(), Step.take
+    made, take = Watch(), OptimizerStep.take
 
-    def taken(step: Step) -> dict[str, Any]:
+    def taken(step: OptimizerStep) -> dict[str, Any]:
         record = take(step)
         made.look(step)
         return record
 
-    monkeypatch.setattr(Step, "take", taken)
+    monkeypatch.setattr(OptimizerStep, "take", taken)
     return made
 
 

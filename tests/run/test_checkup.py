@@ -17,7 +17,7 @@ from petune.files.lock import RunLock
 from petune.files.manifest import seal_folder
 from petune.run.checkup import check_up
 from petune.run.finished import load_run
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 from tests.small_runs import Scripted, going_wrong, run, settings, snapshot, terminate_at
 
@@ -85,7 +85,7 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
     folder = tmp_path / "run"
     assert (folder / "best").read_text().startswith("checkpoints/step-4\n")
     with monkeypatch.context() as patch, pytest.raises(TrainingFault):
-        patch.setattr(Step, "take", failing)
+        patch.setattr(OptimizerStep, "take", failing)
         run(recipe, resume=folder / "checkpoints" / "step-3")
     found = check_up(folder)
     assert found.problems == [] and dict(found.facts).get("best") == best
@@ -93,7 +93,7 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
     assert run(recipe, resume=True).summary["best_step"] == 6
 
 
-def failing(self: Step) -> None:
+def failing(self: OptimizerStep) -> None:
     raise TrainingFault("it ends here")
 
 

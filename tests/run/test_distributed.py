@@ -271,16 +271,16 @@ def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(
     rank: int, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, recipe = recipe_in(tmp_path, steps=13)
-    take = petune.run.step.Step.take
+    take = petune.run.step.OptimizerStep.take
 
-    def deadly(self: petune.run.step.Step) -> Any:
+    def deadly(self: petune.run.step.OptimizerStep) -> Any:
         if self.progress.step == 12 and process_group.started()[0] == rank:
             (tmp_path / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return take(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(petune.run.step.Step, "take", deadly)
+        patch.setattr(petune.run.step.OptimizerStep, "take", deadly)
         with pytest.raises(
             DistributedError, match=rf"^rank {rank} was killed by SIGKILL(.|\n)*--resume"
         ) as caught:

@@ -28,20 +28,20 @@ from petune.run.evaluate import (
     shortcomings,
     undecided,
 )
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.tasks import Example, Scorer, pad_token_id
 from tests.methods.more_models import T5GEMMA
 from tests.methods.zoo import batch
 from tests.small_runs import TASK, settings, training, write_model
 
 
-def scored(made: Step, size: int) -> dict[str, float]:
+def scored(made: OptimizerStep, size: int) -> dict[str, float]:
     with scoring(made.model):
         scorer = scorer_of(made.recipe, made.prepared.task, made.prepared.rows.labels or ())
         return evaluate.scored(made.runner.logits, made.batches(made.held_out, size), scorer).result()
 
 
-def plain(made: Step, rows: Sequence[Example], size: int) -> Iterator[Batch]:
+def plain(made: OptimizerStep, rows: Sequence[Example], size: int) -> Iterator[Batch]:
     return batches(rows, size, made.prepared.task.name, pad_token_id(made.prepared.tokenizer))
 
 

@@ -23,7 +23,7 @@ from petune.errors import FileError, MachineError, RecipeError, TrainingFault, U
 from petune.parallel import Outputs
 from petune.run.audit import Audit
 from petune.run.evaluate import forward, outputs_of
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 from petune.tasks import Example, count, loss_sum
 from tests.small_runs import (
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 ALL = [(family, method) for family in TASK for method in METHODS]
 
 
-def quiet_training(place: Path, family: str, method: str, **changes: Any) -> Step:
+def quiet_training(place: Path, family: str, method: str, **changes: Any) -> OptimizerStep:
     """A set-up loop without any dropout, its tuned tensors moved away from where they begin so that each has
     a gradient."""
     if not (place / family).exists():
@@ -62,7 +62,7 @@ def quiet_training(place: Path, family: str, method: str, **changes: Any) -> Ste
     return made
 
 
-def gradients(made: Step) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(made: OptimizerStep) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the first step, by the loop's own passes."""
     micro = made.micro_batches(0)
     total = sum(count(batch, made.weights) for batch in micro)

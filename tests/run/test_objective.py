@@ -21,7 +21,7 @@ from petune.errors import RecipeError, UsageError
 from petune.methods import tuned_parameters
 from petune.parallel.in_pieces import backward_in_pieces
 from petune.parallel.mesh import alone
-from petune.parallel.objective import Objective, Pieces
+from petune.parallel.objective import Objective, RowChunks
 from petune.recipe import load_recipe
 from petune.run.answers import before_and_after
 from petune.run.balance import balance_in, balance_of
@@ -179,7 +179,7 @@ def test_pieces_repeat_the_masks_that_torch_draws(tmp_path: Path) -> None:
     def ask(one: nn.Module, rows: dict[str, Tensor]) -> Any:
         return SimpleNamespace(logits=one(rows["input_ids"]))
 
-    pieces = Pieces(2, lambda outputs, _: outputs.logits, lambda found, _: found.logsumexp(0).sum())
+    pieces = RowChunks(2, lambda outputs, _: outputs.logits, lambda found, _: found.logsumexp(0).sum())
     objective = Objective(ask, lambda outputs, _: outputs.logits.sum(), pieces=pieces)
     torch.manual_seed(0)
     loss = backward_in_pieces(model, batch, objective, pieces, 2.0, None)

@@ -18,7 +18,7 @@ from petune.errors import PetuneError, RecipeError, UsageError
 from petune.methods import tuned_parameters, without_tuning
 from petune.recipe import load_recipe
 from petune.run.finished import load_run
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.tasks import Example
 from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import assert_same_run, loop, run, settings, terminate_at, training, write_model
@@ -39,7 +39,7 @@ def preferring(place: Path, method: Any = "lora", **changes: Any) -> dict[str, A
     return settings(place, "llama", method, task="prefer", **{"warmup": 0, **changes})
 
 
-def stirred(step: Step) -> Step:
+def stirred(step: OptimizerStep) -> OptimizerStep:
     """The step with a tuning that is no longer at its start, and its references."""
     torch.manual_seed(3)
     with torch.no_grad():

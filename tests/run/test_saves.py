@@ -22,7 +22,7 @@ from petune.parallel.launch import process_group
 from petune.run.saver import Saver
 from petune.run.saves import Saves, lacks_room, shortage
 from petune.run.state import HeldState, write_packed
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 from tests.group_pool import ends
 from tests.planned_runs import PLANS, small, trained
@@ -73,10 +73,10 @@ def test_the_bytes_are_those_of_the_state_as_it_was_though_training_has_gone_on(
     family: str, method: str, plan: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("petune.files.hashes.BLOCK", 1000)  # for ranks to share
-    beside, begin, take, moved = Saver._save_beside, Saves.begin, Step.take, threading.Event()
+    beside, begin, take, moved = Saver._save_beside, Saves.begin, OptimizerStep.take, threading.Event()
     slow(monkeypatch, lambda step: moved.wait(60) and None)
 
-    def taken(self: Step) -> dict[str, Any]:
+    def taken(self: OptimizerStep) -> dict[str, Any]:
         record = take(self)
         if self.progress.step == 3:
             moved.set()
@@ -94,7 +94,7 @@ def test_the_bytes_are_those_of_the_state_as_it_was_though_training_has_gone_on(
 
     monkeypatch.setattr(Saver, "_save_beside", twice)
     monkeypatch.setattr(Saves, "begin", noted)
-    monkeypatch.setattr(Step, "take", taken)
+    monkeypatch.setattr(OptimizerStep, "take", taken)
     changes = {} if plan is None else {"parallel": PLANS[plan]}
     recipe = small(tmp_path, family, method, max_steps=4, save_every=2, eval_every=50, warmup=0, **changes)
     found = trained(recipe) / "checkpoints"
@@ -202,14 +202,14 @@ def test_an_error_of_a_rank_waits_for_what_all_write_together(
 ):
     slow(monkeypatch, lambda step: time.sleep(0.3))
     recipe = small(tmp_path, "llama", "lora", save_every=2, eval_every=50, parallel=PLANS["tp"])
-    step = Step.take
+    step = OptimizerStep.take
 
-    def spoilt(self: Step) -> dict[str, Any]:
+    def spoilt(self: OptimizerStep) -> dict[str, Any]:
         if self.progress.step == 2 and process_group.started()[0] in failing:
             raise TrainingFault("it went wrong")
         return step(self)
 
-    monkeypatch.setattr(Step, "take", spoilt)
+    monkeypatch.setattr(OptimizerStep, "take", spoilt)
     found = ends(2, lambda: run(recipe) and None)
     assert [end.code for end in found] == codes, found
     assert saved(tmp_path / "run") == ["step-2"]

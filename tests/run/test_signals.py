@@ -114,9 +114,9 @@ def test_a_library_that_swallows_everything_does_not_swallow_a_stop(
 # what is called in each phase of training; at which step the run stops, the same or the next where another
 # thread calls it
 TRAINING: dict[str, tuple[str, int]] = {
-    "the checksums": ("petune.run.step.Step.make_audit", 0),
+    "the checksums": ("petune.run.step.OptimizerStep.make_audit", 0),
     "the score of the base": ("petune.run.loop.Loop.score", 0),
-    "the first batch": ("petune.run.step.Step.micro_batches", 1),
+    "the first batch": ("petune.run.step.OptimizerStep.micro_batches", 1),
     "a save": ("petune.run.state.write_packed", 1),
     "an evaluation": ("petune.run.loop.Loop._evaluate_and_compare", 2),
 }

@@ -23,7 +23,7 @@ from petune.parallel.launch import process_group
 from petune.recipe import load_recipe
 from petune.run.snapshot import Snapshots, age
 from petune.run.state import write_packed
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 from tests.group_pool import assert_same_but_for_rounding, ends
 from tests.planned_runs import PLANS, small, trained
@@ -208,15 +208,15 @@ def test_runs_killed_at_forty_random_moments_go_on_to_the_same_end(tmp_path: Pat
     draw, taken_up = random.Random(5), 0
 
     def train(recipe: dict[str, Any], after_s: float) -> None:
-        audit = Step.make_audit
+        audit = OptimizerStep.make_audit
 
-        def armed(self: Step) -> Any:
+        def armed(self: OptimizerStep) -> Any:
             threading.Thread(
                 target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
             ).start()
             return audit(self)
 
-        Step.make_audit = armed  # type: ignore[method-assign]
+        OptimizerStep.make_audit = armed  # type: ignore[method-assign]
         run(recipe)
 
     for at in range(40):
@@ -239,9 +239,9 @@ def test_under_a_plan_a_killed_run_goes_on_from_its_snapshot(plan: str, tmp_path
     recipe |= {"parallel": PLANS[plan], "snapshot_every": 1, "timeout": 5}
 
     def train(recipe: dict[str, Any]) -> None:
-        step = Step.take
+        step = OptimizerStep.take
 
-        def watched(self: Step) -> dict[str, Any]:
+        def watched(self: OptimizerStep) -> dict[str, Any]:
             if process_group.started()[0] == 1 and self.progress.step == 3:
                 wait_for(
                     lambda: (
@@ -252,7 +252,7 @@ def test_under_a_plan_a_killed_run_goes_on_from_its_snapshot(plan: str, tmp_path
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self)
 
-        Step.take = watched  # type: ignore[method-assign]
+        OptimizerStep.take = watched  # type: ignore[method-assign]
         run(recipe)
 
     found = ends(2, train, recipe)
@@ -351,9 +351,9 @@ def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(
 ):
     straight = run(settings(tmp_path, save_every=2, out="straight"))
     recipe = settings(tmp_path, save_every=2, snapshot_every=1)
-    step = Step.take
+    step = OptimizerStep.take
 
-    def moving(self: Step) -> dict[str, Any]:
+    def moving(self: OptimizerStep) -> dict[str, Any]:
         if self.progress.step == 2:
             with torch.no_grad():
                 next(iter(self.audit.frozen.values())).add_(1)
@@ -363,7 +363,7 @@ def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(
         return step(self)
 
     with monkeypatch.context() as patched, pytest.raises(TrainingFault, match="is frozen but has changed"):
-        patched.setattr(Step, "take", moving)
+        patched.setattr(OptimizerStep, "take", moving)
         run(recipe)
     assert "aside-step-3" in snapshots_of(tmp_path / "run") and "step-3" not in snapshots_of(tmp_path / "run")
     listener = Listener()

@@ -20,7 +20,7 @@ from petune.parallel.launch import beats, process_group
 from petune.run.saver import Saver
 from petune.run.saves import Saves
 from petune.run.state import HeldState
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 from tests.group_pool import ends
 from tests.kills import arm
@@ -41,14 +41,14 @@ def test_steps_are_made_while_ranks_write_a_snapshot_and_those_between_take_none
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of the first snapshot is written before step 3 is made; the second is of the step after."""
-    moved, commit, take, begin = threading.Event(), checkpoint.commit, Step.take, Saves.begin
+    moved, commit, take, begin = threading.Event(), checkpoint.commit, OptimizerStep.take, Saves.begin
 
     def late(root: Path, step: int, *given: Any, **named: Any) -> Path:
         if threading.current_thread().name == BESIDE and step == 1:
             assert moved.wait(60)
         return commit(root, step, *given, **named)
 
-    def taken(self: Step) -> dict[str, Any]:
+    def taken(self: OptimizerStep) -> dict[str, Any]:
         record = take(self)
         if self.progress.step == 3:
             moved.set()
@@ -69,7 +69,7 @@ def test_steps_are_made_while_ranks_write_a_snapshot_and_those_between_take_none
 
     put_beside = Saver._put_beside
     monkeypatch.setattr(checkpoint, "commit", late)
-    monkeypatch.setattr(Step, "take", taken)
+    monkeypatch.setattr(OptimizerStep, "take", taken)
     monkeypatch.setattr(Saves, "begin", noted)
     monkeypatch.setattr(Saver, "_put_beside", waited)
     found = trained(small(tmp_path, "llama", "lora", parallel=PLANS[plan], **SHAPE)) / "checkpoints"
@@ -95,14 +95,14 @@ def test_what_a_rank_cannot_write_ends_the_run_in_the_same_words_and_leaves_no_t
                 raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
         write(self, name, *given)
 
-    def joined(self: Step) -> dict[str, Any]:
+    def joined(self: OptimizerStep) -> dict[str, Any]:
         for thread in [one for one in threading.enumerate() if one.name == BESIDE]:
             thread.join(60 if self.progress.step == 1 else 0)
         return take(self)
 
-    take, said = Step.take, []
+    take, said = OptimizerStep.take, []
     monkeypatch.setattr(RangeWriter, "write", refused)
-    monkeypatch.setattr(Step, "take", joined)
+    monkeypatch.setattr(OptimizerStep, "take", joined)
     for waits in (False, True):
         out = tmp_path / ("waits" if waits else "run")
         monkeypatch.setattr(
@@ -133,7 +133,7 @@ def test_a_rank_killed_while_a_snapshot_is_written_leaves_the_one_before(
     straight = trained(small(tmp_path, "llama", "lora", **shape, out="straight"))
 
     def train(recipe: dict[str, Any]) -> None:
-        commit, take = checkpoint.commit, Step.take
+        commit, take = checkpoint.commit, OptimizerStep.take
 
         def armed(root: Path, step: int, *given: Any, **named: Any) -> Path:
             if step == 2 and process_group.started()[0] == rank:
@@ -141,13 +141,13 @@ def test_a_rank_killed_while_a_snapshot_is_written_leaves_the_one_before(
                 arm(call)
             return commit(root, step, *given, **named)
 
-        def joined(self: Step) -> dict[str, Any]:
+        def joined(self: OptimizerStep) -> dict[str, Any]:
             for thread in [one for one in threading.enumerate() if one.name == BESIDE]:
                 thread.join(60 if self.progress.step == 1 else 0)
             return take(self)
 
         checkpoint.commit = armed
-        Step.take = joined  # in this very process, which ends soon
+        OptimizerStep.take = joined  # in this very process, which ends soon
         run(recipe)
 
     found = ends(2, train, recipe, timeout=30)

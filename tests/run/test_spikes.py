@@ -17,7 +17,7 @@ from petune.parallel.runner import Runner
 from petune.recipe import load_recipe
 from petune.run.progress import Progress
 from petune.run.spikes import LEAST, SpikeRule, limit, outside
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 from tests.group_pool import assert_same_state, ends
 from tests.planned_runs import PLANS
@@ -91,10 +91,10 @@ def recipe_of(place: Path, **changes: Any) -> dict[str, Any]:
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int = 0) -> None:
     """Let the gradients of these steps be a thousand times too large, on one rank; every step draws from
     torch's generator."""
-    complete, step = Runner._complete, Step.take
+    complete, step = Runner._complete, OptimizerStep.take
     now = {"step": 0}
 
-    def watched(self: Step) -> dict[str, Any]:
+    def watched(self: OptimizerStep) -> dict[str, Any]:
         now["step"] = self.progress.step + 1
         return step(self)
 
@@ -106,16 +106,16 @@ def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int =
                 if value.grad is not None:
                     value.grad.mul_(1000)
 
-    monkeypatch.setattr(Step, "take", watched)
+    monkeypatch.setattr(OptimizerStep, "take", watched)
     monkeypatch.setattr(Runner, "_complete", spoil)
 
 
 def left_out(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], passes: bool) -> None:
     """Let a run have no rows in these steps: it goes forward and backward there or not, and changes
     nothing."""
-    step, update = Step.take, Step._update
+    step, update = OptimizerStep.take, OptimizerStep._update
 
-    def without(self: Step) -> dict[str, Any]:
+    def without(self: OptimizerStep) -> dict[str, Any]:
         if self.progress.step + 1 not in steps or passes:
             return step(self)
         self.progress.step += 1
@@ -129,13 +129,13 @@ def left_out(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], passes: bo
             "tokens_per_s": 0,
         }
 
-    def updated(self: Step) -> None:
+    def updated(self: OptimizerStep) -> None:
         torch.rand(1)
         if self.progress.step + 1 not in steps:
             update(self)
 
-    monkeypatch.setattr(Step, "take", without)
-    monkeypatch.setattr(Step, "_update", updated)
+    monkeypatch.setattr(OptimizerStep, "take", without)
+    monkeypatch.setattr(OptimizerStep, "_update", updated)
 
 
 def same_end(found: Path, expected: Path) -> None:

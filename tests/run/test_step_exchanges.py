@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from tests.group_pool import ranks
 from tests.planned_runs import PLANS, small
 from tests.small_runs import run
@@ -22,7 +22,7 @@ SMALL = 8  # numbers; sums of gradients and activations are of more
 def small_exchanges(recipe: dict[str, Any]) -> list[list[tuple[int, bool]]]:
     """(numbers, over all ranks) of every small all-reduce, by step."""
     patch, found = pytest.MonkeyPatch(), list[list[tuple[int, bool]]]()
-    reduce, take = dist.all_reduce, Step.take
+    reduce, take = dist.all_reduce, OptimizerStep.take
     inside: list[bool] = []
 
     def counted(value: torch.Tensor, *args: Any, **named: Any) -> Any:
@@ -30,7 +30,7 @@ def small_exchanges(recipe: dict[str, Any]) -> list[list[tuple[int, bool]]]:
             found[-1].append((value.numel(), named.get("group") is None))
         return reduce(value, *args, **named)
 
-    def taken(self: Step, *args: Any) -> Any:
+    def taken(self: OptimizerStep, *args: Any) -> Any:
         inside.append(True)
         found.append([])
         record = take(self, *args)
@@ -39,7 +39,7 @@ def small_exchanges(recipe: dict[str, Any]) -> list[list[tuple[int, bool]]]:
 
     with patch.context() as patched:
         patched.setattr(dist, "all_reduce", counted)
-        patched.setattr(Step, "take", taken)
+        patched.setattr(OptimizerStep, "take", taken)
         run(recipe)
     return found
 

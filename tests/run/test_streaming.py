@@ -21,7 +21,7 @@ from petune.parallel.configs import DpConfig
 from petune.profiling import profile
 from petune.recipe import load_recipe
 from petune.run.loop import Loop
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.saving import checkpoint
 from tests.fused_runs import assert_alike, recipe, tuned
 from tests.small_runs import (
@@ -220,7 +220,7 @@ def test_streaming_cannot_be_begun_or_given_up_within_a_run(tmp_path: Path) -> N
 # ------------------------------------------------------------------ faults
 
 
-def weights_of(made: Step) -> dict[str, Tensor]:
+def weights_of(made: OptimizerStep) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in made.model.state_dict().items()}
 
 

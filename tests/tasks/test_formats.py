@@ -8,7 +8,7 @@ import pytest
 from petune.errors import DataError, UsageError
 from petune.tasks import Conversation, DataConfig, Message, Pair, detect_format, infer_task, load_rows
 from petune.tasks.formats import detect
-from petune.tasks.lines import Record
+from petune.tasks.lines import RowRecord
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 GPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
@@ -30,17 +30,19 @@ GPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
     ],
 )
 def test_the_format_is_found_from_the_columns(columns: dict, task: str | None, format_: str) -> None:
-    assert detect(Record("d:1", columns), "auto", {}, task).format == format_
+    assert detect(RowRecord("d:1", columns), "auto", {}, task).format == format_
 
 
 def test_two_possible_readings_are_an_error_not_a_guess() -> None:
     with pytest.raises(DataError, match="text-label, pairs"):
-        detect(Record("d:1", {"text": "x", "label": "a", "prompt": "p", "completion": "c"}), "auto", {}, None)
+        detect(
+            RowRecord("d:1", {"text": "x", "label": "a", "prompt": "p", "completion": "c"}), "auto", {}, None
+        )
 
 
 def test_a_column_may_be_named() -> None:
     layout = detect(
-        Record("d:1", {"review": "x", "text": "no", "stars": 5}),
+        RowRecord("d:1", {"review": "x", "text": "no", "stars": 5}),
         "auto",
         {"text": "review", "label": "stars"},
         "classify",
@@ -52,17 +54,17 @@ def test_a_named_column_that_is_missing_is_an_error_with_the_nearest() -> None:
     with pytest.raises(
         DataError, match=r"no column 'reveiw'[\s\S]*columns review, stars[\s\S]*did you mean: review"
     ):
-        detect(Record("d:1", {"review": "x", "stars": 5}), "auto", {"text": "reveiw"}, "classify")
+        detect(RowRecord("d:1", {"review": "x", "stars": 5}), "auto", {"text": "reveiw"}, "classify")
 
 
 def test_a_role_that_does_not_exist_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="did you mean: label"):
-        detect(Record("d:1", {"text": "x"}), "auto", {"labl": "text"}, None)
+        detect(RowRecord("d:1", {"text": "x"}), "auto", {"labl": "text"}, None)
 
 
 def test_a_format_that_the_task_cannot_use_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="format messages does not fit task classify"):
-        detect(Record("d:1", {"messages": CHAT}), "messages", {}, "classify")
+        detect(RowRecord("d:1", {"messages": CHAT}), "messages", {}, "classify")
 
 
 @pytest.mark.parametrize(
@@ -151,11 +153,11 @@ PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 )
 def test_preferences_are_refused_as_such(columns: dict, remedy: str) -> None:
     with pytest.raises(DataError, match=rf"preferences between answers[\s\S]*{remedy}"):
-        detect(Record("d:1", columns), "auto", {}, "chat" if "score" in columns else "causal")
+        detect(RowRecord("d:1", columns), "auto", {}, "chat" if "score" in columns else "causal")
 
 
 def test_the_preferred_answers_alone_may_be_asked_for() -> None:
-    assert detect(Record("d:1", PAIR), "auto", {"target": "chosen"}, None).columns == {
+    assert detect(RowRecord("d:1", PAIR), "auto", {"target": "chosen"}, None).columns == {
         "source": "prompt",
         "target": "chosen",
     }
@@ -174,7 +176,7 @@ def test_a_column_is_offered_for_a_role_only_if_its_values_could_play_it(
     columns: dict, task: str | None, remedy: str
 ) -> None:
     with pytest.raises(DataError, match=remedy):
-        detect(Record("d:1", columns), "auto", {}, task)
+        detect(RowRecord("d:1", columns), "auto", {}, task)
 
 
 # ------------------------------------------------------------------ a label must not be lost without a word
@@ -202,22 +204,22 @@ def table(path: Path, header: str, rows: int = 20) -> DataConfig:
 )
 def test_column_names_are_found_in_any_case(names: dict) -> None:
     text, label, *_ = names
-    layout = detect(Record("d:1", names), "auto", {}, None)
+    layout = detect(RowRecord("d:1", names), "auto", {}, None)
     assert (layout.format, layout.columns) == ("text-label", {"text": text, "label": label})
 
 
 def test_the_usual_case_wins_over_another() -> None:
     assert (
-        detect(Record("d:1", {"Text": "x", "text": "y", "Label": 1}), "auto", {}, None).columns["text"]
+        detect(RowRecord("d:1", {"Text": "x", "text": "y", "Label": 1}), "auto", {}, None).columns["text"]
         == "text"
     )
 
 
 def test_preferences_are_refused_in_any_case() -> None:
     with pytest.raises(DataError, match="preferences"):
-        detect(Record("d:1", {"Prompt": "x", "Completion": "y", "Label": "True"}), "auto", {}, None)
+        detect(RowRecord("d:1", {"Prompt": "x", "Completion": "y", "Label": "True"}), "auto", {}, None)
     with pytest.raises(DataError, match=r"data\.columns\.target=Chosen"):
-        detect(Record("d:1", {"Prompt": "x", "Chosen": "y", "Rejected": "z"}), "auto", {}, "causal")
+        detect(RowRecord("d:1", {"Prompt": "x", "Chosen": "y", "Rejected": "z"}), "auto", {}, "causal")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.distance import by_distance, longest_of
-from petune.kernels.block.part import Part
+from petune.kernels.block.part import AttentionPart
 from petune.kernels.block.varlen import Segments, of_rows, paired
 from petune.kernels.dispatch import refusal
 from petune.log import say
@@ -88,7 +88,7 @@ class How:
     window: int | None = None
     bias: Tensor | None = None
     softcap: float | None = None
-    part: Part | None = None
+    part: AttentionPart | None = None
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenForm:
     """A form and, in words, why it is this one."""
 
     backend: Backend
@@ -146,7 +146,7 @@ def choose(
     capped: bool = False,
     last: bool = False,
     sinks: bool = False,
-) -> Choice:
+) -> ChosenForm:
     """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; again it costs a
     look-up.
 
@@ -159,7 +159,7 @@ def choose(
     own = {"dropout of attention": drops, "a bias by distance": distant, "a soft cap": capped, "sinks": sinks}
     if ours := next((words for words, there in own.items() if there), None):
         refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked, last)
-        found = Choice("triton", ours) if refused is None else Choice("sdpa", refused)
+        found = ChosenForm("triton", ours) if refused is None else ChosenForm("sdpa", refused)
     else:
         kind = _Kind(
             segmented,
@@ -177,7 +177,7 @@ def choose(
 
 
 @cache
-def _tell(choice: Choice) -> None:
+def _tell(choice: ChosenForm) -> None:
     """Once in a process."""
     say(f"kernels: attention by {choice.backend}: {choice.reason}")
 
@@ -202,22 +202,22 @@ def _chosen(
     short: bool,
     plain: bool,
     deterministic: bool,
-) -> Choice:
+) -> ChosenForm:
     refused = _no_flash(device, dtype, head_dim, kind.masked)
     ours = kind.segmented and not plain
     ours = ours and _no_triton(device, dtype, head_dim, kind.masked, kind.last) is None
     if refused is not None:
         fits = ours and (kind.crosses or kind.windowed)
-        return Choice("triton", f"segments, and {refused}") if fits else Choice("sdpa", refused)
+        return ChosenForm("triton", f"segments, and {refused}") if fits else ChosenForm("sdpa", refused)
     if kind.segmented:
         narrow = short and head_dim <= NARROW and not kind.crosses
         if ours and narrow and torch.cuda.get_device_capability(device)[0] == 9:
-            return Choice("triton", "short segments of narrow heads on Hopper")
-        return Choice("varlen", "segments of unequal length")
+            return ChosenForm("triton", "short segments of narrow heads on Hopper")
+        return ChosenForm("varlen", "segments of unequal length")
     refused = _no_cudnn(device, head_dim, kind, deterministic)
     if refused is not None:
-        return Choice("flash", refused)
-    return Choice("cudnn", "rows of equal length on a device that cuDNN is best on")
+        return ChosenForm("flash", refused)
+    return ChosenForm("cudnn", "rows of equal length on a device that cuDNN is best on")
 
 
 def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
@@ -562,7 +562,7 @@ def _ring_backward(
     return _by_token(dq), _by_token(dk), _by_token(dv)
 
 
-def _part(how: How) -> Part:
+def _part(how: How) -> AttentionPart:
     assert how.part is not None and not how.ragged and how.drop is None, "a ring goes round with equal rows"
     return how.part
 

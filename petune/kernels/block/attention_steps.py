@@ -15,7 +15,7 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
 from petune.kernels.block.part import Heads
 from petune.kernels.block.rotary_steps import angles_in
-from petune.kernels.block.steps import Charge, Run, Step, Values
+from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.memory.op_cost import (
     attention,
     attention_backward,
@@ -45,17 +45,17 @@ class NormHeads(Step):
         self.takes, self.gives, self.reads, self.keeps = (self.raw,), (self.qkv,), (self.raw,), {}
         self.trained = (self.first, self.first + 1)
 
-    def _weights(self, run: Run) -> tuple[Tensor, Tensor]:
+    def _weights(self, run: BlockRun) -> tuple[Tensor, Tensor]:
         (q, *_), (k, *_) = run.norms[self.at : self.at + 2]
         return q, k
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.qkv] = run.ops.norm_rope(
             v[self.raw], self._weights(run), self.eps, *angles_in(run), self.heads, self.kv_heads
         )
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         trains = any(run.sink.needs[place] for place in self.trained)
         given = (
@@ -91,13 +91,13 @@ class NormHeads(Step):
 class NormWidths(NormHeads):
     """The same with all heads of q normed as one, and all of k."""
 
-    def _split(self, run: Run, qkv: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, run: BlockRun, qkv: Tensor) -> tuple[Tensor, ...]:
         """q, k and v, each dense."""
         width = angles_in(run)[0].shape[-1]
         keys = self.kv_heads * width
         return tuple(part.contiguous() for part in qkv.split([self.heads * width, keys, keys], 1))
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         *parts, values = self._split(run, v[self.raw])
         weights = self._weights(run)
@@ -105,7 +105,7 @@ class NormWidths(NormHeads):
         qkv = torch.cat([*normed, values], 1)
         v[self.qkv] = run.ops.rope_(qkv, *angles_in(run), self.heads + self.kv_heads)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         trains = any(run.sink.needs[place] for place in self.trained)
         turned = run.ops.rope_backward(*run.grads.pop(self.qkv), *angles_in(run))
@@ -193,12 +193,12 @@ class Attend(Step):
         found: tuple[Tensor, Tensor, Tensor] = q.split([self.heads, self.kv_heads, self.kv_heads], 1)
         return found
 
-    def _seen(self, run: Run) -> tuple[int, int] | None:
+    def _seen(self, run: BlockRun) -> tuple[int, int] | None:
         """Of the memory's rows those that are read, None for all; of a sequence's own no others are here."""
         part = run.hows[self.how].part
         return None if part is None or not self.crosses else part.seen
 
-    def _how(self, run: Run, v: Values) -> How:
+    def _how(self, run: BlockRun, v: Values) -> How:
         how = run.hows[self.how]
         if self.sinks is not None:
             how = replace(how, sinks=run.sinks[self.sinks[0]])
@@ -206,12 +206,12 @@ class Attend(Step):
             return how
         return replace(how, bias=v[self.bias] if how.part is None else how.part.of(v[self.bias]))
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         out, v[self.lse] = attending.forward(*self.split(v, self._seen(run)), self._how(run, v))
         v[self.a] = out.flatten(1)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         a, how = v[self.a], self._how(run, v)
         out = a.view(len(a), self.heads, self.head_dim)
@@ -240,7 +240,7 @@ class Attend(Step):
             if name in run.wants:
                 run.grads[name] = torch.cat(piece, 1).flatten(1) if len(piece) > 1 else piece[0].flatten(1)
 
-    def _asked(self, run: Run, how: How) -> Tensor | None:
+    def _asked(self, run: BlockRun, how: How) -> Tensor | None:
         """Room for the gradient of the sinks, where somebody needs it."""
         if self.sinks is None or how.sinks is None or not run.sink.needs[self.sinks[1]]:
             return None

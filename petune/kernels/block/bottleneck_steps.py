@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
-from petune.kernels.block.steps import Add, Charge, Normalize, Run, Step, Values
+from petune.kernels.block.steps import Add, BlockRun, Charge, Normalize, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add_low, matmul
 from petune.kernels.memory.shape import BlockShape
@@ -49,7 +49,7 @@ class Bottleneck(Step):
         self.trained = tuple(range(self.first, self.first + 4))
         self.keeps = dict.fromkeys(made if self.keep is None else (self.n, *made), "projections")
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         part, y = run.bottlenecks[self.at][0], v[self.y]
         v.update(dict.fromkeys(self.gives, None) | {self.n: v[self.total or self.y]})
@@ -61,15 +61,15 @@ class Bottleneck(Step):
         v[self.z] = z = F.linear(v[self.read].to(down.dtype), down, down_bias)
         v[self.n] = run.ops.add_low(up_bias.expand_as(y), y, (self._inner(run, part, z), up))
 
-    def _inner(self, run: Run, part: BottleneckPart, z: Tensor) -> Tensor:
+    def _inner(self, run: BlockRun, part: BottleneckPart, z: Tensor) -> Tensor:
         """What `up` reads."""
         return self._dropped(run, run.ops.activate(z, part.activation, False)[0])
 
-    def _dropped(self, run: Run, inner: Tensor) -> Tensor:
+    def _dropped(self, run: BlockRun, inner: Tensor) -> Tensor:
         drop = run.bottlenecks[self.at][1]
         return inner if drop is None else drop(inner, run.rows)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradient of n may be somebody else's too."""
         part, dn = run.bottlenecks[self.at][0], run.grads.pop(self.n)
         if part.tensors is None:
@@ -90,7 +90,9 @@ class Bottleneck(Step):
             found = dn if self.x is None else run.grads.get(into)
             run.grads[into] = dz @ down if found is None else torch.addmm(found, dz, down)
 
-    def _learn(self, run: Run, first: int, dy: Tensor, x: Callable[[], Tensor], scale: float = 1.0) -> None:
+    def _learn(
+        self, run: BlockRun, first: int, dy: Tensor, x: Callable[[], Tensor], scale: float = 1.0
+    ) -> None:
         """Add the gradients of one linear, weight and bias, that train."""
         if run.sink.needs[first]:
             run.sink.add(first, matmul32(dy.T, x()).mul_(scale))
@@ -153,7 +155,7 @@ class AddWide(Add):
         """See Add. The kernel of both gives no wide sum."""
         return False
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         x, total = v[self.x], wide(v[self.x])
         add = torch.add if total is x else Tensor.add_

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from petune.kernels.block.steps import Run, Step, Values
+from petune.kernels.block.steps import BlockRun, Step, Values
 from petune.kernels.block.turns import then
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape
@@ -55,12 +55,12 @@ class Enter(_Crossing):
         """See Step."""
         return back or self.connection != "whole"
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         x = v[self.x]
         v[self.y] = x if self.connection == "whole" else flat(run.boundaries[self.at].enter(batched(run, x)))
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
@@ -93,7 +93,7 @@ class Leave(_Crossing):
         """See Step."""
         return {} if self.over is not None else {self.y: shape.width * shape.itemsize}
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         boundary, x = run.boundaries[self.at], v[self.x]
         own = not self.held
@@ -102,7 +102,7 @@ class Leave(_Crossing):
         else:
             v[self.y] = flat(boundary.leave(batched(run, x), own=own))
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
@@ -111,7 +111,7 @@ class Leave(_Crossing):
         )
 
 
-def batched(run: Run, x: Tensor) -> Tensor:
+def batched(run: BlockRun, x: Tensor) -> Tensor:
     """Rows [batch * tokens, width] as [batch, tokens, width]."""
     return x.view(run.batch, len(x) // run.batch, x.shape[-1])
 

@@ -18,7 +18,7 @@ from petune.kernels.block.mixture import OF_MIXTURE, Mixture, MixturePart
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program
 from petune.kernels.block.rows import Sink
-from petune.kernels.block.steps import Dropping, NormTensors, Run, Values
+from petune.kernels.block.steps import BlockRun, Dropping, NormTensors, Values
 from petune.kernels.block.turns import InTurns, Turns
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
@@ -35,7 +35,7 @@ Where = tuple[nn.Module, str] | None  # an attribute of a module
 FACTORS = 3  # what a group has made in a forward pass: `Group.factors`
 
 
-class Parts(NamedTuple):
+class BlockLayers(NamedTuple):
     """The layers of a block as they are at one moment: the linears of each group, the bottlenecks, and the
     mixtures of experts."""
 
@@ -220,7 +220,7 @@ class Draws(NamedTuple):
     cores: tuple[Running, ...] = ()
 
     @classmethod
-    def nothing(cls, parts: Parts, program: Program) -> Draws:
+    def nothing(cls, parts: BlockLayers, program: Program) -> Draws:
         """What is drawn where nothing drops out."""
         groups = tuple((None,) * len(group) for group in parts.groups)
         here = (replace(running()),) * len(program.called)
@@ -250,7 +250,7 @@ class Call:
     hows: tuple[How, ...]
     rung: Rung
     tile: int | None
-    parts: Parts
+    parts: BlockLayers
     draws: Draws
     angles: tuple[Tensor, Tensor] | None
     dtype: torch.dtype
@@ -318,7 +318,7 @@ class Call:
 
     def run(
         self, groups: Sequence[Group], tensors: Sequence[Tensor | None], turns: Turns | None = None
-    ) -> Run:
+    ) -> BlockRun:
         """A pass of these groups."""
         own, norms = iter(tensors[TENSORS * sum(map(len, self.parts.groups)) :]), list[NormTensors]()
         behind = [
@@ -337,7 +337,7 @@ class Call:
             norms.append((weight,) if norm.kind == "rms" else (weight, next(own)))
         norms = _shifted(norms, [norm.offset for norm in self.spec.program.norms])
         drops = [self._dropping(draw) for draw in self.draws.drops]
-        return Run(
+        return BlockRun(
             self.spec.ops,
             groups,
             norms,

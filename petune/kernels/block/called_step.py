@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from petune.kernels.block.steps import Charge, Run, Step, Values
+from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, attention, attention_backward, matmul
 from petune.kernels.memory.shape import BlockShape
@@ -40,7 +40,7 @@ class CallCore(Step):
         kept: dict[str, Level] = {} if self.keep is None else {self.y: self.keep}
         self.keeps = {**kept, self.graph: "all"}
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         core, x = run.called[self.at], v[self.x]
         given = [v[name] for name in self.takes]
@@ -51,7 +51,7 @@ class CallCore(Step):
         # y shares its memory with the end of the graph: who reads it writes elsewhere
         v[self.y], v[self.graph] = graph[0].detach().to(x.dtype), graph
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         needs = [run.sink.needs[place] for place in self.trained]
         dy, asked = run.grads.pop(self.y), [name in run.wants for name in self.takes]

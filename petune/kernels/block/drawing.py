@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from torch import Tensor
 
-from petune.kernels.block.call import Draws, Parts, Spec
+from petune.kernels.block.call import BlockLayers, Draws, Spec
 from petune.kernels.block.cores import Drawing
 from petune.kernels.block.layout import Layout, places_of
 from petune.kernels.block.program import Program
@@ -66,7 +66,7 @@ def sides(program: Program, draws: Draws) -> list[Side]:
     return [side for one, side in every if one is not None]
 
 
-def drawn(spec: Spec, parts: Parts, places: Places) -> Draws:
+def drawn(spec: Spec, parts: BlockLayers, places: Places) -> Draws:
     """The draws of a call in training, in the order in which the block's own forward draws."""
 
     def one(p: float, how: Drawing) -> Drop | None:

@@ -17,12 +17,12 @@ from torch import Tensor
 from petune.kernels.block.attention import How
 from petune.kernels.block.attention_steps import Attend
 from petune.kernels.block.boundary_steps import batched, flat
-from petune.kernels.block.part import Part
-from petune.kernels.block.steps import Run, Step, Values
+from petune.kernels.block.part import AttentionPart
+from petune.kernels.block.steps import BlockRun, Step, Values
 from petune.kernels.block.turns import then
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.memory.shape import BlockShape
-from petune.models.exchange import Exchange, Exchanged, Rows, Sizes, rows_of
+from petune.models.exchange import Exchange, Exchanged, QueryRows, Sizes, rows_of
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class _Crossing(Step):
         """Columns of keys, or of values, of each of them."""
         return tuple(self.head_dim * count for count in self.exchange.kv_heads)
 
-    def _part(self, run: Run) -> Part:
+    def _part(self, run: BlockRun) -> AttentionPart:
         part = run.hows[self.how].part
         assert part is not None, "attention on some tokens is given its exchange"
         return part
@@ -80,13 +80,13 @@ class Gather(_Crossing):
         super().__post_init__()
         self.keeps = {self.y: "all"}
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         part, own = self._part(run), v[self.x][:, self.heads * self.head_dim :]
         found = part.crossed.enter(batched(run, own), ())
         v[self.y] = flat(found if part.seen is None else found[:, slice(*part.seen)])
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. What own queries do not see gets zeros from here."""
         part, found = self._part(run), batched(run, run.grads.pop(self.y))
         if part.seen is not None:
@@ -94,7 +94,7 @@ class Gather(_Crossing):
         dkv = flat(part.crossed.enter_backward(found, ())).unflatten(1, (-1, self.head_dim))
         then(partial(self._put_together, run, dkv))
 
-    def _put_together(self, run: Run, dkv: Tensor) -> None:
+    def _put_together(self, run: BlockRun, dkv: Tensor) -> None:
         """The gradient of q | k | v, or of each."""
         dq = run.grads.pop(self.x).unflatten(1, (-1, self.head_dim))
         if self.turned:
@@ -129,11 +129,11 @@ class Trade(_Crossing):
         super().__post_init__()
         self.keeps = {self.y: "projections"}
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.y] = flat(self._part(run).crossed.enter(batched(run, v[self.x]), self._traded))
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         dy = batched(run, run.grads.pop(self.y))
         dx = flat(self._part(run).crossed.enter_backward(dy, self._traded))
@@ -169,11 +169,11 @@ class TradeBack(_Crossing):
         super().__post_init__()
         self.keeps = {self.y: "all"}
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.y] = flat(self._part(run).crossed.leave(batched(run, v[self.x]), (self._queries,)))
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         dy = batched(run, run.grads.pop(self.y))
         run.grads[self.x] = flat(self._part(run).crossed.leave_backward(dy, (self._queries,)))
@@ -209,12 +209,12 @@ def shared(how: How, step: Attend, exchange: Exchange) -> How:
     return replace(how, segments=own, memory=keys, part=replace(part, seen=seen))
 
 
-def _part_of(how: How, step: Attend, exchange: Exchange) -> Part:
+def _part_of(how: How, step: Attend, exchange: Exchange) -> AttentionPart:
     if step.traded is not None:
         whole = sum(exchange.sizes)
-        return Part(exchange, Rows(0, whole, whole, whole), step.traded)
+        return AttentionPart(exchange, QueryRows(0, whole, whole, whole), step.traded)
     keys = how.mask.shape[-1] if step.crosses and how.mask is not None else None
     rows = rows_of(exchange.sizes, exchange.index, keys)
     # what comes later is not attended to at all
     later = exchange.kind == "gather" and how.causal and how.mask is None
-    return Part(exchange, rows, seen=(0, rows.end) if later else None)
+    return AttentionPart(exchange, rows, seen=(0, rows.end) if later else None)

@@ -12,13 +12,13 @@ from torch import Tensor
 from petune.kernels.block.program import Program
 from petune.kernels.block.rows import Sink
 from petune.kernels.block.schedule import Section
-from petune.kernels.block.steps import Run, Values
+from petune.kernels.block.steps import BlockRun, Values
 from petune.kernels.block.turns import InTurns
 from petune.kernels.configs import Level
 
 
 def forward(
-    program: Program, run: Run, inputs: Sequence[Tensor | None], keep: Level, tile: int | None
+    program: Program, run: BlockRun, inputs: Sequence[Tensor | None], keep: Level, tile: int | None
 ) -> InTurns[tuple[Tensor, Values]]:
     """(the block's output, what the rung keeps, the inputs among it)."""
     schedule = program.schedules.forward(keep)
@@ -32,7 +32,7 @@ def forward(
 
 def backward(
     program: Program,
-    run: Run,
+    run: BlockRun,
     dy: Tensor,
     kept: Values,
     needs: Sequence[bool],
@@ -54,7 +54,7 @@ def backward(
 
 
 def _run(
-    section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: Sequence[slice]
+    section: Section, drops: tuple[str, ...], run: BlockRun, v: Values, tiles: Sequence[slice]
 ) -> InTurns[None]:
     if len(tiles) < 2:
         yield from _act(section, run, v)
@@ -79,7 +79,7 @@ def _run(
         v[name] = joined([one.pop(name) for one in found])
 
 
-def _act(section: Section, run: Run, v: Values) -> InTurns[None]:
+def _act(section: Section, run: BlockRun, v: Values) -> InTurns[None]:
     for action in section.actions:
         if run.turns is not None and action.step.talks(action.back):
             held = list(v.values()), list(run.grads.values())

@@ -19,8 +19,8 @@ from petune.kernels.block.product_cost import (
     returned,
     updated,
 )
-from petune.kernels.block.rows import Rows
-from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
+from petune.kernels.block.rows import LinearInput
+from petune.kernels.block.steps import BlockRun, Charge, Normalize, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add, low_rank
 from petune.kernels.memory.shape import BlockShape, GroupPlace
@@ -41,7 +41,7 @@ class Low(Step):
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = (self.x,), (self.s,), {self.s: self.keep}
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.s] = run.groups[self.at].low(v[self.x])
 
@@ -80,12 +80,12 @@ class Product(Step):
         self.reads += (self.y,) if self.unscales else ()
         self.soft = () if self.norm is None else (self.x,)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         inlet = v[self.inlets[0]] if self.inlets else None
         v[self.y] = _product(run, self.at, self.behind, v[self.x], v[self.s], inlet)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. In the place of the gradient of s stands what an activation has made of that of b."""
         group = run.groups[self.at]
         dy, db = run.grads.pop(self.y), group.rescaled(run.grads.pop(self.s, None))
@@ -93,7 +93,7 @@ class Product(Step):
         wanted = self.x in run.wants
         dx, ds = group.dproducts(dy) if wanted or group.entry is not None else (None, group.dlow(dy))
         x = v.get(self.x)
-        rows = Rows.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
+        rows = LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
         group.learn(run.sink, dy, group.entered(rows), v[self.s], ds, db=db)
         if dx is not None:
             dx = group.unentered(run.sink, dx, rows)
@@ -173,7 +173,7 @@ class Activated(Step):
         self.keeps = {self.s: "input"} if self.keep is None else {self.s: "input", self.d: self.keep}
         self.reads = (self.low, self.u, self.s, *((self.d,) if self.place.scaled else ()))
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         up, down, u = run.groups[self.above], run.groups[self.at], v[self.u]
         drop = None if self.drop is None else run.drops[self.drop]
@@ -195,7 +195,7 @@ class Activated(Step):
         v[self.s] = s = down.low(m) if s is None else s
         v[self.d] = _product(run, self.at, self.behind, m, s, inlet)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         up, down, u = run.groups[self.above], run.groups[self.at], v[self.u]
         drop = None if self.drop is None else run.drops[self.drop]
@@ -208,7 +208,7 @@ class Activated(Step):
 
         dm, ds = down.dproducts(dd)
         below = (ds, down.a) if ds is not None and down.folds_input and drop is None else None
-        m = Rows.again(again)
+        m = LinearInput.again(again)
         dm = down.unentered(run.sink, dm, m)
         if below is None:
             down.dupdated(dm, ds)
@@ -287,7 +287,7 @@ class Activated(Step):
 
 
 def _product(
-    run: Run, at: int, behind: int | None, x: Tensor, s: Tensor | None, inlet: Tensor | None
+    run: BlockRun, at: int, behind: int | None, x: Tensor, s: Tensor | None, inlet: Tensor | None
 ) -> Tensor:
     """What a group makes of x: rounded, or as it was summed for a bottleneck that is not passed by."""
     if behind is None or run.bottlenecks[behind][0].tensors is None:

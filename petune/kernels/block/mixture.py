@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from petune.kernels.block.rows import Rows, Sink
+from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.grouped import outer, values_of
 from petune.models.experts import RoutesHook, Spread, low_ranks_of, spread_of
 from petune.models.tuned_parts import LowRank
@@ -116,7 +116,7 @@ def learn(
     dy: Tensor,
     s: Tensor | None,
     ds: Tensor | None,
-    x: Rows,
+    x: LinearInput,
     x_rows: Tensor | None = None,
     dy_rows: Tensor | None = None,
     transposed: bool = False,

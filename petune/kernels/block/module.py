@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
-from petune.kernels.block.call import Call, Draws, Parts, Spec
+from petune.kernels.block.call import BlockLayers, Call, Draws, Spec
 from petune.kernels.block.called import CoreCall
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
@@ -161,7 +161,12 @@ class FusedBlock(nn.Module):
         return self.result(forward(call, inputs, self.tensors(parts))[0].view(hidden.shape), bias)
 
     def _call_of(
-        self, parts: Parts, layout: Layout, hidden: Tensor, given: dict[str, Any], bias: Tensor | None = None
+        self,
+        parts: BlockLayers,
+        layout: Layout,
+        hidden: Tensor,
+        given: dict[str, Any],
+        bias: Tensor | None = None,
     ) -> Call:
         masks = tuple(given.get(name) for name in MASKS)
         draws = self.draws(parts, Places(layout, hidden, given.get(MEMORY)))
@@ -201,7 +206,9 @@ class FusedBlock(nn.Module):
 
         return BlockPass(self.spec, make, len(tensors)), tensors
 
-    def _calls_of_halves(self, parts: Parts, hidden: Tensor, given: dict[str, Any]) -> tuple[Call, Call]:
+    def _calls_of_halves(
+        self, parts: BlockLayers, hidden: Tensor, given: dict[str, Any]
+    ) -> tuple[Call, Call]:
         angles, numbers = given.get("position_embeddings"), running().rows
         apart = angles is not None and len(angles[0]) > 1
         if numbers is None:  # a half does not begin at row 0
@@ -252,7 +259,7 @@ class FusedBlock(nn.Module):
             tuple({"hidden_states": out, BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
         )
 
-    def linears(self) -> Parts:
+    def linears(self) -> BlockLayers:
         """The layers as they are at this moment.
 
         Raises UsageError where a layer has been exchanged for another: which of the two was to be computed
@@ -269,9 +276,9 @@ class FusedBlock(nn.Module):
             tuple(part for layer in layers for part in known_part(layer).each) for layers in self.spec.layers
         )
         behind = tuple(known_bottleneck(layer) for layer in self.spec.behind)
-        return Parts(groups, behind, tuple(mixture.part() for mixture in self.spec.mixtures))
+        return BlockLayers(groups, behind, tuple(mixture.part() for mixture in self.spec.mixtures))
 
-    def parts(self) -> Parts:
+    def parts(self) -> BlockLayers:
         """`linears`; in training, in their banks, though the model was copied or moved."""
         found = self.linears()
         for at, (bank, parts) in enumerate(
@@ -288,7 +295,7 @@ class FusedBlock(nn.Module):
             for bank, layers in zip(self.spec.banks, self.spec.layers, strict=True)
         ]
 
-    def tensors(self, parts: Parts) -> list[Tensor | None]:
+    def tensors(self, parts: BlockLayers) -> list[Tensor | None]:
         """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         behind += [tensor for mixture in parts.mixtures for tensor in mixture.tensors]
@@ -299,7 +306,7 @@ class FusedBlock(nn.Module):
         return linears + behind + sinks + called + vectors + norms
 
     def call(
-        self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None
+        self, parts: BlockLayers, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None
     ) -> Call:
         """A call of these parts."""
         spec = self.spec
@@ -366,7 +373,7 @@ class FusedBlock(nn.Module):
             for one in self.spec.program.attends
         )
 
-    def draws(self, parts: Parts, places: Places) -> Draws:
+    def draws(self, parts: BlockLayers, places: Places) -> Draws:
         """What drops out in a call, drawn in the order in which the block's own forward draws."""
         return drawn(self.spec, parts, places) if self.training else Draws.nothing(parts, self.spec.program)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from petune.kernels.block.dense import Dense, matmul32
 from petune.kernels.block.linear import PackedWeight
-from petune.kernels.block.rows import Rows, Sink
+from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.block.scaling import columns_of, over_vector, own_of, scaled_inputs
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Added, Low, Scale, wide
@@ -256,12 +256,12 @@ class Group:
         """dz^T s of dy^T s, a row for each result."""
         return db if db is None or not self.scales or self.columns is None else db.mul_(self.columns[:, None])
 
-    def entered(self, x: Rows) -> Rows:
+    def entered(self, x: LinearInput) -> LinearInput:
         """What the weights are multiplied with, of what enters."""
         entry = self.entry
-        return x if entry is None else Rows.again(lambda: scaled_inputs(x.matrix(), entry))
+        return x if entry is None else LinearInput.again(lambda: scaled_inputs(x.matrix(), entry))
 
-    def unentered(self, sink: Sink, dx: Tensor, x: Rows) -> Tensor:
+    def unentered(self, sink: Sink, dx: Tensor, x: LinearInput) -> Tensor:
         """The gradient of what enters, x, from that of what the weights are multiplied with; adds that of
         what scales it."""
         if self.entry is None:
@@ -302,7 +302,7 @@ class Group:
         self,
         sink: Sink,
         dy: Tensor,
-        x: Rows,
+        x: LinearInput,
         s: Tensor | None,
         ds: Tensor | None,
         da: Tensor | None = None,
@@ -326,7 +326,7 @@ class Group:
             if bias and part.scaling != "lengths":
                 sink.add(own + 1, _column_sums(dy[:, rows]))
 
-    def _da(self, x: Rows, ds: Tensor) -> Tensor:
+    def _da(self, x: LinearInput, ds: Tensor) -> Tensor:
         """The gradients of the factors A, one below the other."""
         scales = [self.parts[at].scale for at in self._tuned()]
         if self.drops:

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from petune.models.exchange import Crossed, Exchange, Rows, Travelling, some_heads
+from petune.models.exchange import Crossed, Exchange, QueryRows, Travelling, some_heads
 
 
 class Heads(NamedTuple):
@@ -20,13 +20,13 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionPart:
     """Of one attention in one call. exchange: as it is in that call. rows: the queries, and how many keys
     there are. heads: None where all are here. seen: the keys [first, end) that own queries see, of each row
     or of all segments; None for all, as where a mask says it."""
 
     exchange: Exchange
-    rows: Rows
+    rows: QueryRows
     heads: Heads | None = None
     seen: tuple[int, int] | None = None
 

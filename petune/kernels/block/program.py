@@ -28,7 +28,7 @@ from petune.kernels.block.router_steps import AddShared, Route
 from petune.kernels.block.scale_step import ScaleBy
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.spread_steps import spread_experts
-from petune.kernels.block.steps import Add, Drop, Normalize, Step
+from petune.kernels.block.steps import Add, DropStep, Normalize, Step
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import GroupKind, GroupPlace
 from petune.kernels.reference import Act
@@ -165,7 +165,7 @@ class _Build:
         if sublayer.vector is not None:
             branch, held = self.sized(name, branch, sublayer.vector, sublayer.learns, held), False
         if sublayer.drop is not None:
-            self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
+            self.steps.append(DropStep(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
             branch = f"{name}.dropped"
         normed, scale = read or after is not None, cast("float", sublayer.scale)
         if sublayer.of_sum:

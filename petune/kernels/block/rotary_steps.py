@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petune.kernels.block.steps import Charge, Run, Step, Values
+from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.memory.op_cost import rope_, rope_backward, rope_unscale
 from petune.kernels.memory.shape import BlockShape
 from petune.models.spec import Attention, Pairs, SubLayer
@@ -25,7 +25,7 @@ def reaching(sublayers: Sequence[SubLayer]) -> tuple[Attention, ...]:
     return tuple(one for one in cores if isinstance(one, Attention) and one.rotary and one.reach)
 
 
-def angles_in(run: Run) -> tuple[Tensor, Tensor]:
+def angles_in(run: BlockRun) -> tuple[Tensor, Tensor]:
     """cos and sin of a block that reads them."""
     assert run.angles is not None, "a block with rotary positions is given their angles"
     return run.angles
@@ -60,11 +60,11 @@ class Rotate(Step):
         self.keeps = {self.qkv: "projections"} if self.read else {}
         self.over = self.raw
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.qkv] = run.ops.rope_(v[self.raw], *angles_in(run), self.heads, self.neighbours)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         given = *run.grads.pop(self.qkv), *angles_in(run)
         run.grads[self.raw] = run.ops.rope_backward(*given, self.neighbours)
@@ -92,7 +92,7 @@ class RotateScaled(Rotate):
         super().__post_init__()
         self.keeps, self.reads = {self.qkv: "projections"}, (self.qkv,)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         scale = run.groups[self.at].scale
         if scale is None:  # its tuning is passed by
@@ -123,12 +123,12 @@ class Reach(Step):
         self.keeps = {self.qkv: "projections"} if self.read else {}
         self.over, self.hands = None if self.held else self.turned, self.turned
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.qkv] = qkv = v[self.turned].clone() if self.held else v[self.turned]
         _stretch(qkv[:, : self.columns], run.reach)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         dq, *others = run.grads.pop(self.qkv)
         _stretch(dq, run.reach)

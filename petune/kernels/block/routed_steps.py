@@ -20,8 +20,8 @@ from torch import Tensor
 
 from petune.kernels.block.mixture import DOWN, DOWN_BIAS, UP, UP_BIAS, added, learn, learn_bias
 from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
-from petune.kernels.block.rows import Rows
-from petune.kernels.block.steps import Charge, Run, Step, Values
+from petune.kernels.block.rows import LinearInput
+from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.grouped import combined, dgated, gated, product
 from petune.kernels.memory.op_cost import (
@@ -31,7 +31,7 @@ from petune.kernels.memory.op_cost import (
     dense_into,
     grouped,
 )
-from petune.kernels.memory.shape import BlockShape, Experts
+from petune.kernels.memory.shape import BlockShape, ExpertSizes
 from petune.kernels.reference import Act
 from petune.models.routes import Routes
 from petune.models.spec import RoutedMlp
@@ -56,7 +56,7 @@ class Dispatched(OfMixture):
         self.trained = (*range(self.first + UP, self.first + UP + 3), self.first + UP_BIAS)
         self.reading(self.routes, self.s)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         mixture, x, routes = run.mixtures[self.at], v[self.h], Routes(*v[self.routes])
         part, rows = mixture.up, routes.tokens
@@ -64,7 +64,7 @@ class Dispatched(OfMixture):
         low, up = added(part, s, _ones(rows))
         v[self.u] = product(x, mixture.ahead(part), routes.ends, rows=rows, low=low, up=up)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         mixture, du, routes = run.mixtures[self.at], run.grads.pop(self.u), Routes(*v[self.routes])
         part, first, ends = mixture.up, self.first + UP, routes.ends
@@ -141,7 +141,7 @@ class Combined(OfMixture):
         self.trained = (*range(self.first + DOWN, self.first + DOWN + 3), self.first + DOWN_BIAS)
         self.reads = (self.routes, self.share, self.u, self.s)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         mixture, routes = run.mixtures[self.at], Routes(*v[self.routes])
         part, share = mixture.down, routes.sorted(v[self.share])
@@ -152,7 +152,7 @@ class Combined(OfMixture):
         del m
         v[self.d] = widened(run, self.behind, combined(y, routes))
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         mixture, dd, routes = run.mixtures[self.at], run.grads.pop(self.d), Routes(*v[self.routes])
         part, ends, turned = mixture.down, routes.ends, mixture.transposed
@@ -161,7 +161,7 @@ class Combined(OfMixture):
         dm = product(dd, mixture.back(part), ends, rows=rows, low=ds, up=part.a)
         du, dshare, m = dgated(dm, v[self.u], share, self.act)
         del dm
-        s, own = v[self.s], Rows.of(m)
+        s, own = v[self.s], LinearInput.of(m)
         learn(run.sink, self.first + DOWN, part, ends, dd, s, ds, own, dy_rows=rows, transposed=turned)
         learn_bias(run.sink, self.first + DOWN_BIAS, part, ends, dd, share, rows)
         if part.bias is not None:
@@ -258,7 +258,7 @@ def _dense_bytes(shape: BlockShape) -> int:
 
 
 def _ahead(
-    experts: Experts, m: float, inputs: int, outputs: int, rank: int, itemsize: int
+    experts: ExpertSizes, m: float, inputs: int, outputs: int, rank: int, itemsize: int
 ) -> Iterator[Charge]:
     """A product of `m` sorted rows with its low-rank update."""
     yield from _made(experts, inputs * outputs, itemsize)
@@ -267,14 +267,14 @@ def _ahead(
     yield "grouped", grouped(m, inputs + rank, outputs, experts.number, itemsize)
 
 
-def _made(experts: Experts, each: int, itemsize: int) -> Iterator[Charge]:
+def _made(experts: ExpertSizes, each: int, itemsize: int) -> Iterator[Charge]:
     """Quantised weights, of `each` numbers an expert, made dense for a product."""
     if experts.made:
         yield "memory", dense_into(experts.number, each, experts.made, itemsize)
 
 
 def _back(
-    experts: Experts, m: float, inputs: int, outputs: int, rank: int, trained: bool, itemsize: int
+    experts: ExpertSizes, m: float, inputs: int, outputs: int, rank: int, trained: bool, itemsize: int
 ) -> Iterator[Charge]:
     """The way back through it, with the gradients of what trains."""
     yield from _made(experts, inputs * outputs, itemsize)

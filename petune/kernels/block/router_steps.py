@@ -11,8 +11,8 @@ from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
 from petune.kernels.block.mixture import GATE, ROUTER, ROUTER_BIAS
-from petune.kernels.block.rows import Rows
-from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
+from petune.kernels.block.rows import LinearInput
+from petune.kernels.block.steps import BlockRun, Charge, Normalize, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import SMALL, Cost, add, low_rank, matmul
 from petune.kernels.memory.shape import BlockShape
@@ -41,10 +41,10 @@ class OfMixture(Step):
         if self.norm is not None:
             self.soft = (self.h,)
 
-    def entered(self, run: Run, v: Values) -> Rows:
+    def entered(self, run: BlockRun, v: Values) -> LinearInput:
         """h, made only if it must be."""
         x = v.get(self.h)
-        return Rows.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
+        return LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
 
     def makes_h_again(self, shape: BlockShape, there: bool) -> bool:
         """Whether its backward pass asks for h, which is gone."""
@@ -84,7 +84,7 @@ class Route(OfMixture):
         self.trained = (self.first + ROUTER, self.first + ROUTER_BIAS)
         self.reading(*read)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step. Rounded where the routers of transformers round."""
         part = run.mixtures[self.at]
         scores = F.linear(v[self.h], part.router, part.router_bias)
@@ -101,7 +101,7 @@ class Route(OfMixture):
         for hear in part.listeners:
             hear(index)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         part, dshare = run.mixtures[self.at], wide(run.grads.pop(self.share))
         share, index = v[self.share].to(dshare.dtype), v[self.index]
@@ -174,14 +174,14 @@ class AddShared(OfMixture):
         self.trained = (self.first + GATE,)
         self.reading(self.e, self.gate)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         part, d = run.mixtures[self.at], v[self.d]
         assert part.gate is not None
         v[self.gate] = gate = torch.sigmoid(v[self.h] @ part.gate.T)
         v[self.y] = torch.addcmul(d, gate.to(d.dtype), v[self.e].to(d.dtype), out=d)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         part, dy, gate = run.mixtures[self.at], run.grads.pop(self.y), v[self.gate]
         assert part.gate is not None
@@ -219,6 +219,6 @@ class AddShared(OfMixture):
         yield "memory", add(rows, shape.width, shape.itemsize)
 
 
-def widened(run: Run, behind: int | None, d: Tensor) -> Tensor:
+def widened(run: BlockRun, behind: int | None, d: Tensor) -> Tensor:
     """What a bottleneck reads, in float32; as it is where there is none, or it is passed by."""
     return d if behind is None or run.bottlenecks[behind][0].tensors is None else wide(d)

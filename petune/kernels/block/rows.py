@@ -24,7 +24,7 @@ class Sink:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LinearInput:
     """A matrix x that entered a linear: at hand, or made again from what a norm read. normed: total, rstd and
     weight of an RMS norm."""
 
@@ -32,14 +32,14 @@ class Rows:
     normed: tuple[Tensor, Tensor, Tensor] | None = None
 
     @staticmethod
-    def of(x: Tensor) -> Rows:
+    def of(x: Tensor) -> LinearInput:
         """The matrix itself."""
-        return Rows(lambda: x)
+        return LinearInput(lambda: x)
 
     @staticmethod
-    def again(make: Callable[[], Tensor], normed: tuple[Tensor, Tensor, Tensor] | None = None) -> Rows:
+    def again(make: Callable[[], Tensor], normed: tuple[Tensor, Tensor, Tensor] | None = None) -> LinearInput:
         """A matrix that is made when it is asked for, once."""
-        return Rows(cache(make), normed)
+        return LinearInput(cache(make), normed)
 
     def times(self, ds: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """product(ds [m, r], x [m, k]): ds^T x [r, k] in float32, or that of an x some of whose elements are

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from petune.kernels.block.steps import Charge, Run, Step, Values
+from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.memory.op_cost import Cost, drop
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import wide
@@ -32,13 +32,13 @@ class ScaleBy(Step):
         self.reads, self.trained = ((self.x,), (self.first,)) if self.learns else ((), ())
         self.over = None if self.held or self.learns else self.x
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         x = v[self.x]
         out = torch.empty_like(x) if self.over is None else x
         v[self.y] = torch.mul(x, run.vectors[self.at], out=out)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradient of y may be somebody else's too."""
         dy, vector = run.grads.pop(self.y), run.vectors[self.at]
         if self.learns and run.sink.needs[self.first]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from petune.kernels.block.attention_steps import Attend
 from petune.kernels.block.linear_steps import Activated, Product
-from petune.kernels.block.steps import Add, AddNormalize, Normalize, Run, Step, Values
+from petune.kernels.block.steps import Add, AddNormalize, BlockRun, Normalize, Step, Values
 from petune.kernels.configs import Level
 
 # from the least that is kept to the most
@@ -26,7 +26,7 @@ class Action(NamedTuple):
 
     step: Step
     back: bool
-    run: Callable[[Run, Values], None]
+    run: Callable[[BlockRun, Values], None]
     drops: tuple[str, ...]
 
 
@@ -43,7 +43,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ScheduledPass:
     """One pass. drops: of each section, the whole values that nobody asks for after its tiles. kept: what a
     forward pass keeps, in order. wants: of the values on the way back, those whose gradient somebody
     needs."""
@@ -61,8 +61,8 @@ class Schedules:
         self.inputs, self.steps, self.y = inputs, steps, y
         self.maker = {name: step for step in steps for name in step.gives}
         self.wide = _widest(steps)
-        self._forward: dict[Level, Pass] = {}
-        self._backward: dict[tuple[Level, tuple[bool, ...], tuple[bool, ...]], Pass] = {}
+        self._forward: dict[Level, ScheduledPass] = {}
+        self._backward: dict[tuple[Level, tuple[bool, ...], tuple[bool, ...]], ScheduledPass] = {}
 
     def kept(self, keep: Level) -> tuple[str, ...]:
         """What a rung keeps, the inputs first."""
@@ -77,7 +77,7 @@ class Schedules:
 
     # ------------------------------------------------------------ forward
 
-    def forward(self, keep: Level) -> Pass:
+    def forward(self, keep: Level) -> ScheduledPass:
         """The forward pass of a rung."""
         if keep not in self._forward:
             kept = self.kept(keep)
@@ -88,7 +88,7 @@ class Schedules:
 
     # ------------------------------------------------------------ backward
 
-    def backward(self, keep: Level, needs: tuple[bool, ...], given: tuple[bool, ...]) -> Pass:
+    def backward(self, keep: Level, needs: tuple[bool, ...], given: tuple[bool, ...]) -> ScheduledPass:
         """The backward pass of a rung. needs: which of the block's tensors train; given: which of its inputs
         need a gradient."""
         key = keep, needs, given
@@ -104,7 +104,7 @@ class Schedules:
                 found.update(step.gives)
         return frozenset(found)
 
-    def _returning(self, keep: Level, needs: tuple[bool, ...], given: tuple[bool, ...]) -> Pass:
+    def _returning(self, keep: Level, needs: tuple[bool, ...], given: tuple[bool, ...]) -> ScheduledPass:
         wants, kept = self.wanted(needs, given), self.kept(keep)
         steps = [step for step in self.steps if step.differs and not wants.isdisjoint(step.gives)]
         wide = [step for step in steps if step in self.steps[self.wide]]
@@ -216,7 +216,7 @@ def _passed(
     ends: Sequence[str],
     kept: tuple[str, ...],
     wants: frozenset[str] = frozenset(),
-) -> Pass:
+) -> ScheduledPass:
     """The pass of these steps. there: values it begins with; ends: those that have to be there at its end."""
     flat = [one for section in sections for one in section]
     last = _last_uses(flat) | dict.fromkeys(ends, len(flat))
@@ -238,7 +238,7 @@ def _passed(
         found.append(Section(tuple(actions), tiled, enters, leaves, returns))
         drops.append(tuple(sorted(alive - local)))
         alive, begins = local, stop
-    return Pass(tuple(found), tuple(drops), kept, wants)
+    return ScheduledPass(tuple(found), tuple(drops), kept, wants)
 
 
 def _ordered(section: Sequence[tuple[Step, bool]]) -> list[str]:

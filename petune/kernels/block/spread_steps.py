@@ -18,7 +18,7 @@ from torch import Tensor
 from petune.kernels.block.mixture import MixturePart
 from petune.kernels.block.routed_steps import Combined, Dispatched, copies_of
 from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
-from petune.kernels.block.steps import Run, Step, Values
+from petune.kernels.block.steps import BlockRun, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import Act
@@ -28,7 +28,7 @@ from petune.models.spec import RoutedMlp
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ExpertTraffic:
     """What is sent where ranks have as many tokens and experts are chosen as often. copies: that experts here
     compute on, for each that own tokens make; received: rows that come for each own token; sent: that each
     own token sends, to so many ranks."""
@@ -39,7 +39,7 @@ class Traffic:
     ranks: int
 
     @classmethod
-    def of(cls, core: RoutedMlp) -> Traffic:
+    def of(cls, core: RoutedMlp) -> ExpertTraffic:
         """Of a mixture whose experts are cut."""
         parts, ranks = reached(core.held, core.chosen), len(core.held)
         copies = ranks * core.held[core.index] / sum(core.held)
@@ -54,21 +54,21 @@ class Depart(OfMixture):
     index: str
     share: str
     name: str
-    traffic: Traffic
+    traffic: ExpertTraffic
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.index, self.share), tuple(f"{self.name}.{one}" for one in _DEPARTED)
         self.way, self.routes_here, self.share_here = self.gives
         self.keeps, self.reads = dict.fromkeys(self.gives, "input"), (self.way,)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         spread = spread_in(run, self.at)
         way, here = spread.way(v[self.index])
         v[self.way], v[self.routes_here] = (*way[:3], *way.routes), tuple(here)
         v[self.share_here] = spread.there(v[self.share], way)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         dshare = run.grads.pop(self.share_here)
         run.grads[self.share] = spread_in(run, self.at).back(dshare, _way(v[self.way]))
@@ -95,17 +95,17 @@ class Send(OfMixture):
 
     way: str
     there: str
-    traffic: Traffic
+    traffic: ExpertTraffic
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.h, self.way), (self.there,)
         self.keeps, self.reads = {self.there: "all"}, (self.way,)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.there] = spread_in(run, self.at).there(v[self.h], _way(v[self.way]))
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         dx = run.grads.pop(self.there)
         run.give_own(self.h, spread_in(run, self.at).back(dx, _way(v[self.way])))
@@ -134,7 +134,7 @@ class Return(OfMixture):
     way: str
     given: str
     d: str
-    traffic: Traffic
+    traffic: ExpertTraffic
     behind: int | None = None
     keep: Level | None = None
 
@@ -142,12 +142,12 @@ class Return(OfMixture):
         self.takes, self.gives = (self.given, self.way), (self.d,)
         self.keeps, self.reads = {} if self.keep is None else {self.d: self.keep}, (self.way,)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         found = spread_in(run, self.at).back(v[self.given], _way(v[self.way]))
         v[self.d] = widened(run, self.behind, found)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         dd: Tensor = run.grads.pop(self.d)
         run.grads[self.given] = spread_in(run, self.at).there(dd, _way(v[self.way]))
@@ -190,7 +190,7 @@ def spread_experts(
     keep: Level | None,
 ) -> list[Step]:
     """d = the sum over the experts of a token, some of which are on other ranks."""
-    traffic = Traffic.of(core)
+    traffic = ExpertTraffic.of(core)
     there, given, u = f"{name}.there", f"{name}.given", f"{name}.u"
     depart = Depart(*own, route.index, route.share, name, traffic)
     here, names = (there, *own[1:3], None), (depart.routes_here, depart.share_here)
@@ -207,7 +207,7 @@ def spread_experts(
 _DEPARTED = ("way", "routes_here", "share_here")
 
 
-def spread_in(run: Run, at: int) -> Spread:
+def spread_in(run: BlockRun, at: int) -> Spread:
     """Where the experts of the mixture number `at` of a run are."""
     part: MixturePart = run.mixtures[at]
     assert part.spread is not None, "experts that are cut are given their spread"

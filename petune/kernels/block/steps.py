@@ -19,7 +19,7 @@ from petune.kernels.block.attention import How
 from petune.kernels.block.called import BoundCore
 from petune.kernels.block.mixture import MixturePart
 from petune.kernels.block.packed_linear import Group
-from petune.kernels.block.rows import Rows, Sink
+from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.block.turns import Turns
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
@@ -46,7 +46,7 @@ Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
 
 
 @dataclass(eq=False)
-class Run:
+class BlockRun:
     """One pass of a block: its operations and tensors as they are at this moment.
 
     norms: of each norm, see NormTensors. drops: of each dropout of the block, None where nothing drops out.
@@ -118,11 +118,11 @@ class Step:
     cheap: ClassVar[bool] = False  # what it gives is made again for every reader rather than held
     long: ClassVar[bool] = False  # both passes take a large product, behind which what ranks say is hidden
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """Put what it gives into `v`."""
         raise NotImplementedError
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """Take the gradients of what it gave out of `run.grads`, put those of what it took there and those of
         what trains into the sink."""
         raise NotImplementedError
@@ -189,11 +189,11 @@ class Normalize(Step):
         self.trained = tuple(range(self.first, self.first + (1 if self.rms else 2)))
         self.keeps = dict.fromkeys(self.stats, _MIDDLE)
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         self.total(run, v, v[self.x], None)
 
-    def total(self, run: Run, v: Values, x: Tensor, residual: Tensor | None) -> Tensor:
+    def total(self, run: BlockRun, v: Values, x: Tensor, residual: Tensor | None) -> Tensor:
         """The norm of x, or of residual + x, which it returns."""
         like = x if residual is None else residual
         out, v[self.inlet] = (None, None) if self.into is None else run.groups[self.into[0]].inlet(like)
@@ -204,21 +204,21 @@ class Normalize(Step):
         read: Tensor = total
         return read
 
-    def made(self, run: Run, x: Tensor) -> Tensor:
+    def made(self, run: BlockRun, x: Tensor) -> Tensor:
         """h alone."""
         h: Tensor = (run.ops.rms_norm if self.rms else run.ops.layer_norm)(x, *run.norms[self.at], self.eps)[
             0
         ]
         return h
 
-    def entered(self, run: Run, v: Values) -> Rows:
+    def entered(self, run: BlockRun, v: Values) -> LinearInput:
         """h as the matrix that entered a group, made only if it must be."""
         x = v[self.x]
         if self.rms:
-            return Rows.again(lambda: self.made(run, x), (x, v[self.stats[0]], run.norms[self.at][0]))
-        return Rows.again(lambda: self.made(run, x))
+            return LinearInput.again(lambda: self.made(run, x), (x, v[self.stats[0]], run.norms[self.at][0]))
+        return LinearInput.again(lambda: self.made(run, x))
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. What has reached x by another way is added by the same kernel."""
         dh, found = run.grads.pop(self.h), run.grads.pop(self.x, None)
         trains = any(run.sink.needs[place] for place in self.trained)
@@ -256,7 +256,7 @@ class Normalize(Step):
 
 
 @dataclass(eq=False)
-class Drop(Step):
+class DropStep(Step):
     """y = drop(x), x itself where nothing drops out. at: which of the block's dropouts. held: x is read on
     the way back."""
 
@@ -269,12 +269,12 @@ class Drop(Step):
         self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
         self.over = None if self.held else self.x
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         drop = run.drops[self.at]
         v[self.y] = v[self.x] if drop is None else drop(v[self.x], run.rows)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         drop, dy = run.drops[self.at], run.grads.pop(self.y)
         run.grads[self.x] = dy if drop is None else drop(dy, run.rows)
@@ -317,12 +317,12 @@ class Add(Step):
         """Whether one kernel makes the sum and its norm."""
         return norm.x == self.y and self.scale == 1
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         branch = v[self.branch]
         v[self.y] = torch.add(v[self.x], branch, alpha=self.scale, out=None if self.held else branch)
 
-    def backward(self, run: Run, v: Values) -> None:
+    def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         dy = run.grads.pop(self.y)
         run.give(self.branch, dy if self.scale == 1 else dy * self.scale)
@@ -356,7 +356,7 @@ class AddNormalize(Step):
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = self.add.takes, (*self.add.gives, *self.norm.gives), {}
 
-    def forward(self, run: Run, v: Values) -> None:
+    def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         v[self.add.y] = self.norm.total(run, v, v[self.add.branch], v[self.add.x])
 

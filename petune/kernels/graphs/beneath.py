@@ -13,11 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from petune.kernels.block.call import Call, Parts
+from petune.kernels.block.call import BlockLayers, Call
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.graph import Arrival, Graph, fill, taken_levels
-from petune.kernels.graphs.passes import Piece, Upwards
+from petune.kernels.graphs.passes import RecordedBlock, Upwards
 from petune.kernels.graphs.recorder import Recorder
 from petune.kernels.graphs.replay import Graphs
 from petune.kernels.graphs.weights import Weights
@@ -29,11 +29,11 @@ from petune.rng.context import Running
 class ForwardGraph(Graph):
     """A recording of the forward pass, whose outlet is what every block gives, [blocks, m, w]."""
 
-    def calls(self, at: int, block: FusedBlock, parts: Parts) -> tuple[Call, ...]:
+    def calls(self, at: int, block: FusedBlock, parts: BlockLayers) -> tuple[Call, ...]:
         """See Graph; nothing is kept for a backward pass."""
         return tuple(replace(one, rung=Rung("input")) for one in super().calls(at, block, parts))
 
-    def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
+    def record(self, recorder: Recorder, pieces: Sequence[RecordedBlock]) -> None:
         """See Graph."""
         ahead = Upwards(pieces, self.inlets, self.outlet)
         with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.attention import Backend
-from petune.kernels.block.call import Call, Draws, Parts
+from petune.kernels.block.call import BlockLayers, Call, Draws
 from petune.kernels.block.drawing import Places, Side, sides
 from petune.kernels.block.halves import calls_of_halves
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
@@ -20,7 +20,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.block.watchers import hooked
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
-from petune.kernels.graphs.passes import Gate, HalvedPasses, Passes, Piece
+from petune.kernels.graphs.passes import Gate, HalvedPasses, Passes, RecordedBlock
 from petune.kernels.graphs.recorder import Recorder, Run
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.models.stack import Call as Arguments
@@ -195,7 +195,7 @@ class Graph:
         starts = torch.zeros(self.bucket.rows + 1, dtype=torch.int32, device=device)
         return Slots(starts, (size.longest,), None, (1, size.tokens))
 
-    def calls(self, at: int, block: FusedBlock, parts: Parts) -> tuple[Call, ...]:
+    def calls(self, at: int, block: FusedBlock, parts: BlockLayers) -> tuple[Call, ...]:
         """The call of block number `at` of these as it is recorded, or those of both halves."""
         memory, angles = self.bucket.memory, self.angles[self.kinds[at]] if self.kinds else None
         layout = Layout(
@@ -233,7 +233,7 @@ class Graph:
         cos, sin = angles
         return own, (part(cos), part(sin))
 
-    def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
+    def record(self, recorder: Recorder, pieces: Sequence[RecordedBlock]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in
         the same memory."""
         passes = (

@@ -13,7 +13,7 @@ from petune.kernels.graphs.graph import Graph
 from petune.kernels.graphs.weights import Weights
 
 
-class Turn:
+class GraphPass:
     """One forward pass of a graph, on its way until its backward pass has run or nobody can ask for it any
     more."""
 
@@ -43,11 +43,11 @@ class Turn:
             )
 
 
-class Node(torch.autograd.Function):
+class GraphNode(torch.autograd.Function):
     """One pass through a graph: Node.apply(turn, number of inputs, *inputs, *what trains)."""
 
     @staticmethod
-    def forward(ctx: Any, turn: Turn, inputs: int, *values: Tensor) -> Tensor:
+    def forward(ctx: Any, turn: GraphPass, inputs: int, *values: Tensor) -> Tensor:
         ctx.turn, ctx.shapes = turn, [value.shape for value in values[:inputs]]
         # the graph reads them itself; autograd complains of those that have changed since
         ctx.save_for_backward(*turn.weights.all)
@@ -56,7 +56,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        turn: Turn = ctx.turn
+        turn: GraphPass = ctx.turn
         assert ctx.saved_tensors
         turn.spend()
         found, grads = turn.graph.backward(dy, ctx.shapes, ctx.needs_input_grad[2:])

@@ -40,7 +40,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RecordedBlock:
     """One block of the two passes. calls: one, or one for each half of the rows; needs: which of its tensors
     train; rooms: where their gradients go; given: which of its inputs need a gradient, the first of them
     because something below it trains; gate: before it, on a ladder."""
@@ -76,10 +76,10 @@ class Passes:
     inlets: hidden states [m, w], then what all blocks read beside them; outlet: [m, w].
     """
 
-    def __init__(self, pieces: Sequence[Piece], inlets: Sequence[Tensor], outlet: Tensor) -> None:
+    def __init__(self, pieces: Sequence[RecordedBlock], inlets: Sequence[Tensor], outlet: Tensor) -> None:
         self.pieces, self.inlets, self.outlet = pieces, inlets, outlet
         # factors stacked by the forward pass, what it keeps, and the state that met a gate
-        self.kept: list[tuple[Piece, list[Tensor | None], Values, Tensor]] = []
+        self.kept: list[tuple[RecordedBlock, list[Tensor | None], Values, Tensor]] = []
 
     def _said(self) -> AbstractContextManager[None]:
         """Around what blocks say to other ranks, if they do."""
@@ -147,7 +147,9 @@ class HalvedPasses(Passes):
     """`Passes` of blocks that read hidden states alone, whose rows go through in two halves, in turns. rows:
     of the inlet, [rows, tokens] as a matrix."""
 
-    def __init__(self, pieces: Sequence[Piece], inlets: Sequence[Tensor], outlet: Tensor, rows: int) -> None:
+    def __init__(
+        self, pieces: Sequence[RecordedBlock], inlets: Sequence[Tensor], outlet: Tensor, rows: int
+    ) -> None:
         super().__init__(pieces, inlets, outlet)
         (self.inlet,) = inlets
         self.halves = halves_of(rows, len(outlet))

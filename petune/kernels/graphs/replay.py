@@ -22,8 +22,8 @@ Of a ladder all levels are recorded, each behind its gate. What the gates mix in
 m, w], and the gates themselves are another. The blocks beside it have a recording of their own (beneath.py).
 
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
-so no other forward may be replayed in between: a `Turn` says whether one is on its way, and a second forward
-pass runs block by block, or takes another lane (see lanes.py).
+so no other forward may be replayed in between: a `GraphPass` says whether one is on its way, and a second
+forward pass runs block by block, or takes another lane (see lanes.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from petune.kernels.block.watchers import block_by_block
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size
 from petune.kernels.graphs.graph import Arrival, Graph, Meeting, drawn
-from petune.kernels.graphs.node import Node, Turn
-from petune.kernels.graphs.passes import Gate, Piece
+from petune.kernels.graphs.node import GraphNode, GraphPass
+from petune.kernels.graphs.passes import Gate, RecordedBlock
 from petune.kernels.graphs.recorder import CudaRecorder, NotRecorded, Recorder
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.kernels.memory import block_cost
@@ -91,7 +91,7 @@ class Graphs:
         self.failed: set[Bucket] = set()
         self.declined: set[Size] = set()  # that ran block by block when last seen
         self.long: set[tuple[torch.Size, torch.dtype]] = set()  # of hidden states whose recording would not
-        self.turn: Callable[[], Turn | None] = lambda: None
+        self.turn: Callable[[], GraphPass | None] = lambda: None
         self.calls = 0
         self.other: Graphs | None = None  # of the same blocks: its weights, and its room for gradients
         self._begin(None)
@@ -168,10 +168,10 @@ class Graphs:
             return None
         graph, arrival = placed
         assert self.weights is not None
-        turn = Turn(graph, self.weights)
+        turn = GraphPass(graph, self.weights)
         self.turn = weakref.ref(turn)
         inputs = [*graph.inputs_of(arrival, blocks[0]), *(() if meeting is None else meeting[:2])]
-        out = Node.apply(turn, len(inputs), *inputs, *self.weights.trained)  # type: ignore[no-untyped-call]  # torch's
+        out = GraphNode.apply(turn, len(inputs), *inputs, *self.weights.trained)  # type: ignore[no-untyped-call]  # torch's
         # the next stage has no table to make one of
         handed = (
             None if stack.wire is None or stack.wire.ends else blocks[0].bias(arrival.bias, arrival.longest)
@@ -365,7 +365,7 @@ class Graphs:
             self.rooms[key] = like.detach().new_zeros(*levels, most, like.shape[-1])
         return self.rooms[key][..., :tokens, :]
 
-    def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[Piece]:
+    def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[RecordedBlock]:
         """The blocks with their weights, as they are recorded."""
         assert self.weights is not None
         pieces, rooms, inputs = [], iter(self.learned.rooms), blocks[0].spec.program.inputs
@@ -378,7 +378,9 @@ class Graphs:
             needs_x = needs_x or gate is not None
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
-            pieces.append(Piece(graph.calls(at, block, parts), tensors, needs, own, [needs_x, *others], gate))
+            pieces.append(
+                RecordedBlock(graph.calls(at, block, parts), tensors, needs, own, [needs_x, *others], gate)
+            )
             needs_x = needs_x or bool(own) or any(others)
         return pieces
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from petune.kernels.block.call import Draws, Parts
+from petune.kernels.block.call import BlockLayers, Draws
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.graphs.guards import Guards
 
@@ -39,7 +39,7 @@ class Learned:
 class Weights:
     """The tensors of a stack's blocks as they are at this moment, and what of them is part of a recording."""
 
-    def __init__(self, blocks: Sequence[FusedBlock], parts: Sequence[Parts]) -> None:
+    def __init__(self, blocks: Sequence[FusedBlock], parts: Sequence[BlockLayers]) -> None:
         self.parts, self.programs = parts, [block.spec.program for block in blocks]
         self.tensors = [block.tensors(own) for block, own in zip(blocks, parts, strict=True)]
         places = [value for own in self.tensors for value in own]

@@ -15,7 +15,7 @@ from petune.kernels.dispatch import refusal
 from petune.rng.dropout import MIX32
 
 
-class Rule(NamedTuple):
+class AdamWStep(NamedTuple):
     """AdamW's numbers for one tensor and one step, the first of which is 1."""
 
     lr: float
@@ -39,7 +39,7 @@ def adamw_(
     grad: Tensor,
     mean: Tensor,
     square: Tensor,
-    rule: Rule,
+    rule: AdamWStep,
     words: Sequence[int],
     first: int = 0,
     copy: Tensor | None = None,

@@ -17,7 +17,7 @@ from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Action, Section
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
-from petune.kernels.memory.op_cost import Cost, Operation, Work, adamw, costing, cross_entropy_, matmul
+from petune.kernels.memory.op_cost import Cost, KernelCost, Work, adamw, costing, cross_entropy_, matmul
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import needs_of, of_shape
 
@@ -50,7 +50,7 @@ class Rates:
     launch: float = 2.5e-6
     measured: bool = False
 
-    def seconds(self, work: Iterable[Operation], sequence: float) -> float:
+    def seconds(self, work: Iterable[KernelCost], sequence: float) -> float:
         """Seconds of `work` on sequences of so many tokens, one kernel after the other."""
         rate = {
             "matmul": self.matmul,
@@ -61,7 +61,7 @@ class Rates:
         }
         return sum(one.times * self._alone(one, rate.get(one.kind, inf)) for one in work)
 
-    def _alone(self, one: Operation, rate: float) -> float:
+    def _alone(self, one: KernelCost, rate: float) -> float:
         """Seconds of one launch, whose arithmetic runs at `rate`."""
         cost, memory = one.cost, self.memory * (NARROW if one.kind == "narrow" else 1)
         return self.launch + max(
@@ -125,7 +125,11 @@ def forward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = No
     actions = _actions(of_shape(shape).schedules.forward("input").sections, tokens, tile)
     charged = ((one.step, times, one.step.ahead(shape, rows, sequence)) for one, rows, times in actions)
     return costing(
-        *(Operation(step.gives[0], kind, cost, times) for step, times, each in charged for kind, cost in each)
+        *(
+            KernelCost(step.gives[0], kind, cost, times)
+            for step, times, each in charged
+            for kind, cost in each
+        )
     )
 
 
@@ -138,7 +142,7 @@ def backward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = N
         if one.back:
             has = not found.isdisjoint(one.step.grads(shape))
             charges = one.step.back(shape, rows, sequence, has)
-            operations += [Operation(f"d {one.step.takes[0]}", kind, cost, times) for kind, cost in charges]
+            operations += [KernelCost(f"d {one.step.takes[0]}", kind, cost, times) for kind, cost in charges]
             found.update(one.step.takes)
     return costing(*operations)
 
@@ -153,7 +157,7 @@ def recomputed(shape: BlockShape, keep: Keep, tokens: int, sequence: int, tile: 
             if back
             else step.ahead(shape, rows, sequence)
         )
-        operations += [Operation(step.gives[0], kind, cost, times) for kind, cost in again]
+        operations += [KernelCost(step.gives[0], kind, cost, times) for kind, cost in again]
         there.update(() if back else step.gives)
         there.difference_update(drops)
     return costing(*operations)
@@ -185,17 +189,17 @@ def linear_cross_entropy(
     times, rows = _tiles(tokens, chunk_rows(vocabulary, itemsize))
     product = matmul(rows, width, vocabulary, itemsize)
     return costing(
-        Operation("logits", "matmul", product, times),
-        Operation("loss", "memory", cross_entropy_(rows, vocabulary, itemsize), times),
-        Operation("dhidden", "matmul", product, times),
-        Operation("dweight", "matmul", product if trained else Cost(), times),
+        KernelCost("logits", "matmul", product, times),
+        KernelCost("loss", "memory", cross_entropy_(rows, vocabulary, itemsize), times),
+        KernelCost("dhidden", "matmul", product, times),
+        KernelCost("dweight", "matmul", product if trained else Cost(), times),
     )
 
 
 def update(shape: BlockShape) -> Work:
     """AdamW on what trains in a block: weights in their own dtype, low-rank factors in float32."""
     of_weights = adamw(shape.parameters, shape.itemsize) if shape.trained else Cost()
-    return costing(Operation("update", "memory", of_weights + adamw(shape.adapters)))
+    return costing(KernelCost("update", "memory", of_weights + adamw(shape.adapters)))
 
 
 def _tiles(tokens: int, tile: int | None) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.program import Program
-from petune.kernels.block.schedule import Pass, Section
+from petune.kernels.block.schedule import ScheduledPass, Section
 from petune.kernels.block.steps import Add, Step
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
@@ -106,7 +106,7 @@ class _Walk:
         self.end = program.y
         self.shared: dict[str, str] = {}  # what is one tensor: by the one that its bytes are counted with
 
-    def through(self, one: Pass, grads: dict[str, int]) -> Iterator[Phase]:
+    def through(self, one: ScheduledPass, grads: dict[str, int]) -> Iterator[Phase]:
         """The phases of a pass. grads: gradients on the way; that of the output is the caller's, who holds
         it."""
         end = int(self.shape.width * self.shape.itemsize * self.tokens * self.parts.get(self.end, 1.0))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.kernels.memory.adamw import Rule, adamw_for, random_words
+from petune.kernels.memory.adamw import AdamWStep, adamw_for, random_words
 from petune.kernels.memory.offload import pin
 from petune.log import warn
 
@@ -39,7 +39,7 @@ ALIGN = 64  # elements: where a parameter begins in a flat buffer, so that kerne
 # ------------------------------------------------------------------ what travels
 
 
-class Traffic:
+class HostTraffic:
     """Copies between host and device beside the computation, a stream each way; on a CPU they are made at
     once."""
 
@@ -84,7 +84,7 @@ class Traffic:
                 stream.synchronize()
 
 
-class Entry(NamedTuple):
+class ParameterSpan(NamedTuple):
     """A parameter, or a stretch of one from element `first` on, and where it lies in the flat tensors of its
     piece."""
 
@@ -95,7 +95,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(eq=False)
-class Piece:
+class OffloadUnit:
     """What travels together: a block with its states, or the states of a stretch of a tensor whose weight
     stays on the device.
 
@@ -105,7 +105,7 @@ class Piece:
 
     name: str
     host: dict[str, Tensor]
-    entries: list[Entry]
+    entries: list[ParameterSpan]
     index: int = -1
     written: Event = None
 
@@ -116,12 +116,12 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Slot:
+class DeviceSlot:
     """Room for one piece on the device. arrived: when each key's tensor is there; free: when it may be
     overwritten."""
 
     device: dict[str, Tensor]
-    piece: Piece | None = None
+    piece: OffloadUnit | None = None
     arrived: dict[str, Event] = field(default_factory=dict)
     free: Event = None
 
@@ -184,13 +184,13 @@ class StreamedAdamW(torch.optim.Optimizer):
         kind = next(blocks[0].parameters()).dtype
         master = states is torch.float32 and kind is not torch.float32
         self.kept = {"exp_avg": states, "exp_avg_sq": states} | ({"master": torch.float32} if master else {})
-        self.traffic = Traffic(self.device)
+        self.traffic = HostTraffic(self.device)
         self.adamw = adamw_for(self.device, kind)
         self.count = torch.zeros(())  # of steps, as torch keeps it
         self.blocks = [self._block(at, block) for at, block in enumerate(blocks)]
         self.capacity = max(len(block.host["weight"]) for block in self.blocks)
         self.slots = [self._slot(kind) for _ in range(slots)]  # the one to be overwritten first comes first
-        self.running: Slot | None = None  # whose block's parameters are on the device
+        self.running: DeviceSlot | None = None  # whose block's parameters are on the device
         self.at = -1  # the last block of the forward pass so far
         self.updated: set[str] = set()  # names of blocks and of tensors beside them, in this step
         self._take_residents(model)
@@ -198,10 +198,12 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ taking over
 
-    def _block(self, index: int, module: nn.Module) -> Piece:
+    def _block(self, index: int, module: nn.Module) -> OffloadUnit:
         entries, end = [], 0
         for parameter in module.parameters():
-            entries.append(Entry(self.names[parameter], parameter, slice(end, end + parameter.numel())))
+            entries.append(
+                ParameterSpan(self.names[parameter], parameter, slice(end, end + parameter.numel()))
+            )
             end += -(-parameter.numel() // ALIGN) * ALIGN
         host = {
             key: self._host(end, dtype)
@@ -211,7 +213,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             for key in host.keys() & {"weight", "master"}:
                 host[key][span].copy_(parameter.data.reshape(-1))
             self._keep(parameter, {key: host[key][span] for key in self.kept})
-        piece = Piece(f"block {index}", host, entries, index)
+        piece = OffloadUnit(f"block {index}", host, entries, index)
         piece.rest()
         return piece
 
@@ -236,7 +238,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                         partial(self._update_resident, self._resident(name, parameter))
                     )
 
-    def _resident(self, name: str, parameter: nn.Parameter) -> list[Piece]:
+    def _resident(self, name: str, parameter: nn.Parameter) -> list[OffloadUnit]:
         """The states of a tensor that stays on the device, in stretches that fit a slot."""
         host = {key: self._host(parameter.numel(), dtype) for key, dtype in self.kept.items()}
         if "master" in host:
@@ -245,7 +247,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         pieces = []
         for start in range(0, parameter.numel(), self.capacity):
             own = {key: value[start : start + self.capacity] for key, value in host.items()}
-            pieces.append(Piece(name, own, [Entry(name, parameter, slice(0, len(own["exp_avg"])), start)]))
+            pieces.append(
+                OffloadUnit(name, own, [ParameterSpan(name, parameter, slice(0, len(own["exp_avg"])), start)])
+            )
         return pieces
 
     def _host(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -254,9 +258,9 @@ class StreamedAdamW(torch.optim.Optimizer):
             pin(buffer)
         return buffer
 
-    def _slot(self, kind: torch.dtype) -> Slot:
+    def _slot(self, kind: torch.dtype) -> DeviceSlot:
         kinds = {"weight": kind, **self.kept}
-        return Slot(
+        return DeviceSlot(
             {key: torch.empty(self.capacity, dtype=dtype, device=self.device) for key, dtype in kinds.items()}
         )
 
@@ -271,7 +275,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ slots
 
-    def _bring(self, piece: Piece, keys: Iterable[str]) -> Slot:
+    def _bring(self, piece: OffloadUnit, keys: Iterable[str]) -> DeviceSlot:
         """The slot of a piece, where tensors that are not there yet begin to arrive. It is the last to be
         overwritten."""
         slot = next((slot for slot in self.slots if slot.piece is piece), None)
@@ -288,11 +292,11 @@ class StreamedAdamW(torch.optim.Optimizer):
                 )
         return slot
 
-    def _send(self, slot: Slot, piece: Piece) -> None:
+    def _send(self, slot: DeviceSlot, piece: OffloadUnit) -> None:
         pairs = [(host, slot.device[key][: len(host)]) for key, host in piece.host.items()]
         piece.written = slot.free = self.traffic.send(pairs, after=(self.traffic.now(),))
 
-    def _attach(self, piece: Piece, keys: Iterable[str], following: int) -> None:
+    def _attach(self, piece: OffloadUnit, keys: Iterable[str], following: int) -> None:
         """Let the parameters of a block be what is on the device; begin to bring the block that follows."""
         slot = self.running = self._bring(piece, keys)
         if 0 <= following < len(self.blocks):
@@ -310,7 +314,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ forward
 
-    def _enter(self, piece: Piece, *_: Any) -> None:
+    def _enter(self, piece: OffloadUnit, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             remedy = "turn gradient checkpointing off: a fused block keeps what petune's memory settings say"
             raise UsageError(
@@ -323,13 +327,13 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.at = piece.index
         self._attach(piece, ("weight",), piece.index + 1)
 
-    def _left(self, piece: Piece, module: nn.Module, _: Any, output: Any) -> None:
+    def _left(self, piece: OffloadUnit, module: nn.Module, _: Any, output: Any) -> None:
         self._leave()
         made = output[0] if isinstance(output, tuple) else output
         if isinstance(made, Tensor) and made.requires_grad:
             self._watch(piece, module, made)
 
-    def _watch(self, piece: Piece, module: nn.Module, output: Tensor) -> None:
+    def _watch(self, piece: OffloadUnit, module: nn.Module, output: Tensor) -> None:
         """Be there before and after the node that has made `output` runs backward."""
         node, own = output.grad_fn, {entry.parameter: entry for entry in piece.entries}
         edges = [] if node is None else [getattr(edge, "variable", None) for edge, _ in node.next_functions]
@@ -347,7 +351,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ backward
 
-    def _open(self, piece: Piece, step: int, _: Any) -> None:
+    def _open(self, piece: OffloadUnit, step: int, _: Any) -> None:
         if step != self.steps:
             raise UsageError(
                 "a backward pass of an earlier step's forward pass, whose weights are gone", where=piece.name
@@ -357,7 +361,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._attach(piece, tuple(piece.host), piece.index - 1)
 
     def _update(
-        self, piece: Piece, takers: Sequence[Entry | None], grads: Sequence[Tensor | None], _: Any
+        self,
+        piece: OffloadUnit,
+        takers: Sequence[ParameterSpan | None],
+        grads: Sequence[Tensor | None],
+        _: Any,
     ) -> tuple[Tensor | None, ...]:
         """AdamW's step of a block from the gradients its node has made; what is left of them for autograd to
         pass on."""
@@ -373,7 +381,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._send(slot, piece)
         return tuple(grad if entry is None else None for entry, grad in zip(takers, grads, strict=True))
 
-    def _update_resident(self, pieces: Sequence[Piece], parameter: Tensor) -> None:
+    def _update_resident(self, pieces: Sequence[OffloadUnit], parameter: Tensor) -> None:
         """AdamW's step of a tensor that stays on the device."""
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
@@ -395,11 +403,11 @@ class StreamedAdamW(torch.optim.Optimizer):
             )
             self._send(slot, piece)
 
-    def _step(self, entry: Entry, tensors: Mapping[str, Tensor], grad: Tensor) -> None:
+    def _step(self, entry: ParameterSpan, tensors: Mapping[str, Tensor], grad: Tensor) -> None:
         square = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
         self.squares[entry.name] = self.squares[entry.name] + square if entry.name in self.squares else square
         group = self.rules[entry.name]
-        rule = Rule(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps + 1)
+        rule = AdamWStep(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps + 1)
         words = random_words(self.seed, self.steps + 1, entry.name)
         weight, copy = (
             (tensors["master"], tensors["weight"]) if "master" in tensors else (tensors["weight"], None)

@@ -46,7 +46,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Operation:
+class KernelCost:
     """One kernel, launched `times` times: the stage of the block it belongs to, the rate that bounds it, the
     cost of one launch."""
 
@@ -56,7 +56,7 @@ class Operation:
     times: int = 1
 
 
-Work = tuple[Operation, ...]
+Work = tuple[KernelCost, ...]
 HEAD = 128
 # Shares of those rates that an H200 reaches: flash attention with heads of 256 (Gemma 3), and our own kernels
 # of heads wider than `NARROW`, which cap scores, add biases by distance or have sinks (Gemma 2)
@@ -66,12 +66,12 @@ NARROW = 64
 SMALL = Cost(0, 1)  # a kernel that takes no more than its launch
 
 
-def costing(*operations: Operation) -> Work:
+def costing(*operations: KernelCost) -> Work:
     """Those of `operations` that cost anything."""
     return tuple(one for one in operations if one.cost.flop or one.cost.bytes)
 
 
-def total(work: Iterable[Operation]) -> Cost:
+def total(work: Iterable[KernelCost]) -> Cost:
     """The cost of all of `work`."""
     return sum((one.cost * one.times for one in work), Cost())
 

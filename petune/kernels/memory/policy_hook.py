@@ -26,7 +26,7 @@ from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.private_pools import private_bytes
-from petune.kernels.memory.shape import FIRST, BlockShape, Experts, Ranks
+from petune.kernels.memory.shape import FIRST, BlockShape, ExpertSizes, Ranks
 from petune.log import say
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_a_number, form_in
@@ -388,7 +388,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None, longest: int = 0) -> 
     )
 
 
-def _experts(spec: Spec) -> Experts | None:
+def _experts(spec: Spec) -> ExpertSizes | None:
     """Those of a block's mixture."""
     if not spec.mixtures:
         return None
@@ -397,4 +397,4 @@ def _experts(spec: Spec) -> Experts | None:
     up, down = (0 if one.a is None else one.a.shape[1] for one in (part.up, part.down))
     held = part.down.weight
     made = held.nbytes / held.numel() if isinstance(held, QuantisedWeight) else bytes_a_number(form_in(held))
-    return Experts(number, core.chosen, columns, up, down, core.shared is not None, made)
+    return ExpertSizes(number, core.chosen, columns, up, down, core.shared is not None, made)

@@ -71,7 +71,7 @@ class GroupPlace:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertSizes:
     """The sizes of a mixture: how many experts there are and how many a token goes through, columns of one,
     ranks of the updates of gate | up and of down. shared: beside them stands one that every token goes
     through, of the block's own columns. made: bytes a number in which their weights are held that are made
@@ -140,7 +140,7 @@ class BlockShape:
     dropouts: bool = False
     share: float = 1.0
     described: tuple[SubLayer, ...] | None = None
-    experts: Experts | None = None
+    experts: ExpertSizes | None = None
     roomless: bool = False
     called: CoreShape | None = None
 
@@ -231,7 +231,7 @@ class BlockShape:
         return own + (0 if self.experts is None else self.experts.weights(self.width))
 
     @property
-    def routed(self) -> Experts:
+    def routed(self) -> ExpertSizes:
         """Its experts, where it has some."""
         assert self.experts is not None
         return self.experts

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.memory.adamw import Rule
+from petune.kernels.memory.adamw import AdamWStep
 from petune.rng.dropout import MIX32
 
 _A, _B = (tl.constexpr(multiplier) for multiplier in MIX32)
@@ -67,7 +67,7 @@ def adamw_(
     grad: Tensor,
     mean: Tensor,
     square: Tensor,
-    rule: Rule,
+    rule: AdamWStep,
     words: Sequence[int],
     first: int = 0,
     copy: Tensor | None = None,

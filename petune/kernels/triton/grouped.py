@@ -25,7 +25,7 @@ from torch import Tensor
 from petune.kernels.triton.residual import MAX_RANK, Variant
 
 
-class Tile(NamedTuple):
+class GroupedTile(NamedTuple):
     """Rows and columns of the result that a program makes, and how many products of each it sums at a
     time."""
 
@@ -57,7 +57,7 @@ def product(
     rows: Tensor | None = None,
     low: Tensor | None = None,
     up: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: GroupedTile | None = None,
 ) -> Tensor:
     """`petune.kernels.grouped_reference.product`, rounded once; tile: None for the rule's."""
     m, (groups, k, n) = len(x if rows is None else rows), weight.shape
@@ -77,19 +77,19 @@ def product(
     return y
 
 
-def product_tile(m: int, k: int, n: int, groups: int, dtype: torch.dtype) -> Tile:
+def product_tile(m: int, k: int, n: int, groups: int, dtype: torch.dtype) -> GroupedTile:
     """Of a product of m rows: narrow ones wait for memory, so many small programs read at once; of wide ones
     a tile as large as registers hold, but for groups of few rows."""
     if dtype.itemsize == 4:
-        tile = Tile(32, _power(n, 64), 32, 4, 2)
+        tile = GroupedTile(32, _power(n, 64), 32, 4, 2)
     elif n <= MAX_RANK:
-        tile = Tile(64, _power(n, MAX_RANK), 128, 4, 4)
+        tile = GroupedTile(64, _power(n, MAX_RANK), 128, 4, 4)
     elif m < 96 * groups:
-        tile = Tile(64, 128, 64, 4, 4)
+        tile = GroupedTile(64, 128, 64, 4, 4)
     elif n < 512:
-        tile = Tile(128, 128, 64, 8, 4)
+        tile = GroupedTile(128, 128, 64, 8, 4)
     else:
-        tile = Tile(128, 256, 64, 8, 3)
+        tile = GroupedTile(128, 256, 64, 8, 3)
     return tile._replace(depth=_power(k, tile.depth))
 
 
@@ -102,7 +102,7 @@ def _strides(x: Tensor, weight: Tensor, low: Tensor | None, up: Tensor | None) -
     return {"X_ROW": x.stride(0), "W_ROW": w_row, "W_COL": w_col} | of_low
 
 
-def _product_form(tile: Tile, groups: int, k: int, n: int, rank: int) -> dict[str, Any]:
+def _product_form(tile: GroupedTile, groups: int, k: int, n: int, rank: int) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
         "GROUPS": max(32, 1 << (groups - 1).bit_length()),
@@ -202,7 +202,7 @@ def outer(
     *,
     x_rows: Tensor | None = None,
     dy_rows: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: GroupedTile | None = None,
 ) -> Tensor:
     """`petune.kernels.grouped_reference.outer`; tile: None for the rule's, its rows those of the wider
     matrix."""
@@ -225,16 +225,16 @@ def outer(
     return found
 
 
-def outer_tile(k: int, n: int, dtype: torch.dtype) -> Tile:
+def outer_tile(k: int, n: int, dtype: torch.dtype) -> GroupedTile:
     """Of an outer product of k columns and no more than n; `depth` is of rows."""
     if dtype.itemsize == 4:
-        return Tile(_power(k, 32), _power(n, 64), 32, 4, 2)
+        return GroupedTile(_power(k, 32), _power(n, 64), 32, 4, 2)
     if n <= MAX_RANK:
-        return Tile(_power(k, 128), _power(n, MAX_RANK), 64, 4, 4)
-    return Tile(128, 128, 64, 8, 3)
+        return GroupedTile(_power(k, 128), _power(n, MAX_RANK), 64, 4, 4)
+    return GroupedTile(128, 128, 64, 8, 3)
 
 
-def _outer_form(tile: Tile, left: Tensor, right: Tensor, out: Tensor) -> dict[str, Any]:
+def _outer_form(tile: GroupedTile, left: Tensor, right: Tensor, out: Tensor) -> dict[str, Any]:
     """What the kernel is compiled for."""
     strides = {
         "LEFT": left.stride(0),

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from petune.errors import DistributedError, Stopped
 from petune.parallel.launch import orders
-from petune.parallel.launch.rendezvous import Place
+from petune.parallel.launch.rendezvous import Membership
 from petune.parallel.launch.seal import Sealed
 
 BEAT_S = 1.0  # between two beats of a rank, where there are many
@@ -119,7 +119,7 @@ class Pulse:
 
     def __init__(
         self,
-        here: Place,
+        here: Membership,
         store: Sealed,
         silence_s: float,
         lost: Callable[[PeerLost], None],

@@ -24,7 +24,7 @@ from petune.parallel.launch.beats import (
     beat_of,
     replaced,
 )
-from petune.parallel.launch.rendezvous import Place, note_meeting
+from petune.parallel.launch.rendezvous import Membership, note_meeting
 from petune.parallel.launch.seal import Sealed
 
 PAUSE_S = 0.002  # before the second look at the store; each is longer than the one before
@@ -36,7 +36,7 @@ _TOLD = 32  # numbers and rows of ranks that an error names
 Runs = list[tuple[int, int]]  # ranks in ascending order, as first and last of each run without a gap
 
 
-def check_in(here: Place, store: Sealed, limit_s: float) -> None:
+def check_in(here: Membership, store: Sealed, limit_s: float) -> None:
     """Wait until every rank is here. Raises DistributedError with those that are not."""
     until, beats = time.monotonic() + limit_s, [beat_key(rank) for rank in range(here.world)]
     found, missing = dict[str, str](), list[int]()
@@ -72,7 +72,7 @@ class Meetings:
     thread of each, by the `name` that no other thread's have."""
 
     def __init__(
-        self, here: Place, store: Sealed, pulse: Pulse, silence_s: float, name: str = "meet"
+        self, here: Membership, store: Sealed, pulse: Pulse, silence_s: float, name: str = "meet"
     ) -> None:
         self.here, self.store, self.pulse, self.silence_s = here, store, pulse, silence_s
         self.held, self.name = 0, name
@@ -166,7 +166,7 @@ class Meetings:
                     break
 
 
-def looks(here: Place, store: Sealed, keys: Sequence[str], found: dict[str, str]) -> Iterator[None]:
+def looks(here: Membership, store: Sealed, keys: Sequence[str], found: dict[str, str]) -> Iterator[None]:
     """Look at the store until there are texts of all keys, and put them in `found`; comes back between two
     looks.
 

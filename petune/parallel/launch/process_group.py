@@ -35,7 +35,7 @@ from petune.parallel.launch.meeting import Meetings, check_in
 from petune.parallel.launch.orders import Standing, replaces
 from petune.parallel.launch.rendezvous import (
     ERROR_FILE,
-    Place,
+    Membership,
     client,
     connect,
     first_line,
@@ -94,7 +94,7 @@ class _Session:
     """What this module remembers while the process is in a group. `server` keeps the store alive on the rank
     that holds it."""
 
-    place: Place
+    place: Membership
     store: Sealed
     for_torch: Sealed  # which torch holds the C++ side of alone
     server: Store | None
@@ -129,7 +129,7 @@ def join(device_type: DeviceType, timeout_s: float = 60, start_timeout_s: float 
     return here.rank, here.world
 
 
-def _enter(here: Place, device_type: DeviceType, timeout_s: float, start_timeout_s: float) -> None:
+def _enter(here: Membership, device_type: DeviceType, timeout_s: float, start_timeout_s: float) -> None:
     """Meet the others and make torch's default group, those of this generation."""
     global _session
     stay_on_this_machine(here)

@@ -41,7 +41,7 @@ _NO_MORE_FILES = re.compile("too many open files", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Place:
+class Membership:
     """This process among those that were started. `hosted`: the launcher holds the store, else rank 0 does.
     local_world 0: not known."""
 
@@ -73,7 +73,7 @@ class Place:
         return "the launcher" if self.hosted else "rank 0"
 
 
-def place(env: Mapping[str, str] | None = None) -> Place | None:
+def place(env: Mapping[str, str] | None = None) -> Membership | None:
     """This process's place by the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or
     srun; None alone.
 
@@ -102,10 +102,10 @@ def place(env: Mapping[str, str] | None = None) -> Place | None:
     return found if found.world > 1 else None
 
 
-def _by_torchrun(env: Mapping[str, str]) -> Place:
+def _by_torchrun(env: Mapping[str, str]) -> Membership:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", 0))
-    return Place(
+    return Membership(
         rank,
         world,
         *local,
@@ -115,7 +115,7 @@ def _by_torchrun(env: Mapping[str, str]) -> Place:
     )
 
 
-def _by_slurm(env: Mapping[str, str]) -> Place:
+def _by_slurm(env: Mapping[str, str]) -> Membership:
     """One task of an srun step. Every rank takes the first node as host and derives the same port from job
     and step."""
     rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
@@ -123,7 +123,7 @@ def _by_slurm(env: Mapping[str, str]) -> Place:
     job, step = (re.sub(r"\D", "", env.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = int(env.get("MASTER_PORT") or 20000 + (int(job) * 31 + int(step)) % 10000)
     local_world = world if env.get("SLURM_STEP_NUM_NODES") == "1" else 0
-    return Place(
+    return Membership(
         rank,
         world,
         int(env.get("SLURM_LOCALID", rank)),
@@ -168,7 +168,7 @@ def note_meeting() -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def own_gpu(here: Place) -> torch.device:
+def own_gpu(here: Membership) -> torch.device:
     """The GPU of this rank, which becomes torch's current one. Raises MachineError where there is none for
     it."""
     count = torch.cuda.device_count()
@@ -199,7 +199,7 @@ def write_error_file(path: Path, rank: int, code: int, kind: str, text: str, tra
 # ------------------------------------------------------------ the store
 
 
-def stay_on_this_machine(here: Place) -> None:
+def stay_on_this_machine(here: Membership) -> None:
     """Bind to the loopback interface where every rank is on this machine: no port is open to others."""
     if here.one_machine:
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -208,7 +208,7 @@ def stay_on_this_machine(here: Place) -> None:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
 
 
-def connect(here: Place, limit_s: float) -> tuple[Store | None, Sealed]:
+def connect(here: Membership, limit_s: float) -> tuple[Store | None, Sealed]:
     """The store's server, on the rank that holds it, and a client."""
     server = None
     if here.holds:
@@ -218,7 +218,7 @@ def connect(here: Place, limit_s: float) -> tuple[Store | None, Sealed]:
     return server, client(here, limit_s)
 
 
-def client(here: Place, limit_s: float) -> Sealed:
+def client(here: Membership, limit_s: float) -> Sealed:
     """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError,
     MachineError."""
     secret = secret_of(os.environ, here.one_machine)
@@ -347,7 +347,7 @@ def too_many_files() -> MachineError:
     )
 
 
-def _reach(here: Place, limit_s: float) -> None:
+def _reach(here: Membership, limit_s: float) -> None:
     """Wait until the rendezvous answers; torch's own attempts would fill the terminal."""
     until = time.monotonic() + limit_s
     while True:

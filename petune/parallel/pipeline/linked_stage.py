@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from petune.errors import PetuneError
 from petune.parallel.collectives import all_max_
-from petune.parallel.cuda_driver import Piece
+from petune.parallel.cuda_driver import CopySpan
 from petune.parallel.linked import Linked
 from petune.parallel.peer_memory import aligned
 
@@ -73,7 +73,7 @@ class Transfers(Linked):
         start = self._slot(self.rank, channel, number)
         for value, place in placed(tensors):
             value = value.contiguous()
-            self.driver.copy(Piece(start + place, value.data_ptr(), value.nbytes), stream)
+            self.driver.copy(CopySpan(start + place, value.data_ptr(), value.nbytes), stream)
         self.driver.write(stream, self._flag(to, channel), number)
 
     def receive(self, stage: int, back: bool, tensors: Sequence[Tensor]) -> None:
@@ -84,7 +84,7 @@ class Transfers(Linked):
         self.driver.wait(stream, self._flag(self.rank, channel), number)
         start = self._slot(of, channel, number)
         for value, place in placed(tensors):
-            self.driver.copy(Piece(value.data_ptr(), start + place, value.nbytes), stream)
+            self.driver.copy(CopySpan(value.data_ptr(), start + place, value.nbytes), stream)
         self.driver.write(stream, self._flag(of, channel, taken=True), number)
 
     def _flag(self, rank: int, channel: int, taken: bool = False) -> int:

@@ -18,7 +18,7 @@ Pass = Literal["F", "B", "I", "W"]
 
 
 @dataclass(frozen=True)
-class Step:
+class StageStep:
     """One pass of one micro-batch, `piece`, through one stage."""
 
     kind: Pass
@@ -26,25 +26,25 @@ class Step:
     piece: int
 
 
-def order_of(plan: ParallelPlan) -> tuple[tuple[Step, ...], ...]:
+def order_of(plan: ParallelPlan) -> tuple[tuple[StageStep, ...], ...]:
     """What each rank of the pp axis computes in a training step, in its order."""
     way = one_forward_one_backward if plan.schedule == "1f1b" else recorded
     return tuple(way(plan, rank) for rank in range(plan.pp))
 
 
-def one_forward_one_backward(plan: ParallelPlan, rank: int) -> tuple[Step, ...]:
+def one_forward_one_backward(plan: ParallelPlan, rank: int) -> tuple[StageStep, ...]:
     """The order of a rank under 1F1B (Narayanan et al. 2019): as many passes forward as stages are left, then
     one back and one forward in turns, then what is left to go back."""
     pieces = range(plan.microbatches)
     first = min(plan.microbatches, plan.pp - rank)
-    ahead, back = ([Step(kind, rank, piece) for piece in pieces] for kind in ("F", "B"))
+    ahead, back = ([StageStep(kind, rank, piece) for piece in pieces] for kind in ("F", "B"))
     turns = [step for pair in zip(back, ahead[first:], strict=False) for step in pair]
     return (*ahead[:first], *turns, *back[len(turns) // 2 :])
 
 
-def recorded(plan: ParallelPlan, rank: int) -> tuple[Step, ...]:
+def recorded(plan: ParallelPlan, rank: int) -> tuple[StageStep, ...]:
     """The order of a rank as torch's schedule asks for passes."""
-    steps: list[Step] = []
+    steps: list[StageStep] = []
     stages = [_Recorder(number, plan, steps) for number in stages_of(plan, rank)]
     pieces = torch.zeros(plan.microbatches, 1)
     schedule = made(plan, stages, plan.microbatches, lambda output, target: output.sum())
@@ -57,7 +57,7 @@ class _Recorder:
     """A stage for torch's schedules that writes its passes down and does nothing else that it is asked
     for."""
 
-    def __init__(self, number: int, plan: ParallelPlan, steps: list[Step]) -> None:
+    def __init__(self, number: int, plan: ParallelPlan, steps: list[StageStep]) -> None:
         self.stage_index, self.num_stages = number, len(plan.stages)
         self.group_size, self.group_rank = plan.pp, number % plan.pp
         self.is_first, self.is_last = number == 0, number == self.num_stages - 1
@@ -82,7 +82,7 @@ class _Recorder:
         self._wrote("W", piece)
 
     def _wrote(self, kind: Pass, piece: int) -> None:
-        self.steps.append(Step(kind, self.stage_index, piece))
+        self.steps.append(StageStep(kind, self.stage_index, piece))
 
     def __getattr__(self, name: str) -> Callable[..., list[Any]]:
         if name.startswith("__"):

@@ -43,7 +43,7 @@ from petune.parallel.collectives import least_of
 from petune.parallel.mesh import Coordinate, Mesh
 from petune.parallel.objective import Batch, Objective
 from petune.parallel.pipeline.linked_stage import LinkedStage, Transfers, message_bytes
-from petune.parallel.pipeline.stage_io import WORDS, Kind, Kinds, Slot, decoded, encoded, lengths_of
+from petune.parallel.pipeline.stage_io import WORDS, Kinds, Slot, TensorMeta, decoded, encoded, lengths_of
 from petune.parallel.pipeline.stage_module import LOSS, PADDING, Chunk, Now, filled_up, shared_out
 from petune.parallel.pipeline.stages import cut_stage
 from petune.parallel.plan import ParallelPlan
@@ -334,7 +334,7 @@ class Pipeline:
 
     def _facts(
         self, slots: tuple[Slot, ...], kinds: Kinds, batch: Batch, pieces: int
-    ) -> list[tuple[tuple[int, ...], Kind]]:
+    ) -> list[tuple[tuple[int, ...], TensorMeta]]:
         """Shape and kind of each tensor that travels with a piece of `batch`."""
         rows, lengths = len(batch["rows"]) // pieces, lengths_of(self.modules[0], batch, self.stacks)
         return [
@@ -361,7 +361,7 @@ class Pipeline:
                         if k
                     ]
                     chunk.run(zeros, row)
-                    leaving = tuple(Kind.of(value) for value in chunk.ends.collect())
+                    leaving = tuple(TensorMeta.of(value) for value in chunk.ends.collect())
                 for module in chunk.modules():  # no backward pass will free what this one has gathered
                     if isinstance(module, FSDPModule):
                         module.reshard()

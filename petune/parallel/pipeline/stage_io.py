@@ -56,7 +56,7 @@ STATES = Slot("encoder", "encoder_states")
 
 
 @dataclass
-class End:
+class StageWire:
     """A stack's wire (see stack_protocols.Wire): where the stack's two ends are, and what is between this
     stage and its neighbours."""
 
@@ -76,7 +76,7 @@ class End:
 
 
 @dataclass
-class Crossing:
+class EncoderHandOff:
     """Hook on an encoder: its final hidden states come from an earlier stage, or go to a later one, or
     both."""
 
@@ -105,8 +105,8 @@ class Ends:
     """
 
     splits: bool = True
-    wires: dict[StackName, End] = field(default_factory=dict)
-    crossing: Crossing | None = None
+    wires: dict[StackName, StageWire] = field(default_factory=dict)
+    crossing: EncoderHandOff | None = None
     incoming: tuple[Slot, ...] = ()
     outgoing: tuple[Slot, ...] = ()
 
@@ -151,7 +151,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorMeta:
     """What is known of a tensor that travels before it is made. sizes: those of the row that was tried."""
 
     dtype: torch.dtype
@@ -159,12 +159,12 @@ class Kind:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, value: Tensor | None) -> Kind | None:
+    def of(cls, value: Tensor | None) -> TensorMeta | None:
         """The kind of a tensor."""
         return None if value is None else cls(value.dtype, value.requires_grad, tuple(value.shape))
 
 
-Kinds = tuple[Kind | None, ...]  # one per slot, None where it stays empty
+Kinds = tuple[TensorMeta | None, ...]  # one per slot, None where it stays empty
 WORDS = 3 + 4  # how many sizes (0: empty), dtype, gradient, at most four sizes
 
 
@@ -189,7 +189,8 @@ def decoded(words: Tensor) -> Kinds:
     """Kinds of such a tensor."""
     rows = words.tolist()
     return tuple(
-        Kind(DTYPES[row[1]], bool(row[2]), tuple(row[3 : 3 + row[0]])) if row[0] else None for row in rows
+        TensorMeta(DTYPES[row[1]], bool(row[2]), tuple(row[3 : 3 + row[0]])) if row[0] else None
+        for row in rows
     )
 
 
@@ -204,7 +205,7 @@ def lengths_of(model: nn.Module, batch: Batch, stacks: Sequence[StackName]) -> d
     return found
 
 
-class Leave(Function):
+class OwnOutputs(Function):
     """A stage's outputs as tensors of their own: torch's schedules detach them in place, which a view or an
     input does not survive.
 

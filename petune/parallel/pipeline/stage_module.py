@@ -17,7 +17,7 @@ from petune.errors import DistributedError
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.offload import Passing
 from petune.parallel.objective import Batch, Objective, Outputs, rows_of
-from petune.parallel.pipeline.stage_io import Kind, Kinds, Leave, Slot
+from petune.parallel.pipeline.stage_io import Kinds, OwnOutputs, Slot, TensorMeta
 from petune.parallel.pipeline.stages import ends_of
 from petune.rng.context import Running, twins
 from petune.rng.dropout import drawing
@@ -108,7 +108,7 @@ class Chunk(nn.Module):
         """The tensors that leave. Raises DistributedError when they are not what the next stage waits for,
         which would hang it."""
         found = [value for value in leaving if value is not None]
-        if [Kind.of(value) is None for value in leaving] != [
+        if [TensorMeta.of(value) is None for value in leaving] != [
             kind is None for kind in self.outgoing
         ] or self.shapes != [tuple(value.shape) for value in found]:
             shapes = ", ".join(str(list(value.shape)) for value in found)
@@ -121,11 +121,11 @@ class Chunk(nn.Module):
         return found
 
     def _linked(self, constants: Sequence[Tensor], leaving: Sequence[Tensor]) -> list[Tensor]:
-        """What leaves, fit for torch's schedules; see `Leave`."""
+        """What leaves, fit for torch's schedules; see `OwnOutputs`."""
         if constants:
-            return list(cast("Any", Leave).apply(len(constants), *constants, *leaving))
+            return list(cast("Any", OwnOutputs).apply(len(constants), *constants, *leaving))
         return [
-            cast("Any", Leave).apply(0, value)[0] if value.requires_grad else value.detach()
+            cast("Any", OwnOutputs).apply(0, value)[0] if value.requires_grad else value.detach()
             for value in leaving
         ]
 

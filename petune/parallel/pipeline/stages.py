@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, own_stacks
-from petune.parallel.pipeline.stage_io import MADE_ANEW, STATES, TRAVELS, Crossing, End, Ends, Slot
+from petune.parallel.pipeline.stage_io import (
+    MADE_ANEW,
+    STATES,
+    TRAVELS,
+    EncoderHandOff,
+    Ends,
+    Slot,
+    StageWire,
+)
 from petune.parallel.plan import Stage
 
 ATTRIBUTE = "petune_stage"  # where `cut_stage` leaves its Ends on a model
@@ -178,7 +186,7 @@ def _ends(
         if start == end:
             continue
         stack = stacks[name]
-        wire = ends.wires[name] = End(start == 0, end == len(stack))
+        wire = ends.wires[name] = StageWire(start == 0, end == len(stack))
         laddered = "side" in stack._modules
         # tables of positions are put through layers outside the blocks too
         ends.splits &= not laddered and (first or not wire.begins) and stack.rule.positions is None
@@ -188,7 +196,7 @@ def _ends(
         outgoing += [] if wire.ends else slots
     if len(spans) > 1:
         here = ends.wires.get("encoder")
-        ends.crossing = Crossing(arrives=here is None, leaves=not last and (here is None or here.ends))
+        ends.crossing = EncoderHandOff(arrives=here is None, leaves=not last and (here is None or here.ends))
         incoming += [STATES] if ends.crossing.arrives else []
         outgoing += [STATES] if ends.crossing.leaves else []
     ends.incoming, ends.outgoing = tuple(incoming), tuple(outgoing)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petune.errors import DistributedError
-from petune.models.attention import Attend, Attended
+from petune.models.attention import Attended, AttentionCall
 from petune.models.exchange import Exchanged, ExchangeKind
 from petune.parallel.collectives import Group, Sizes, alone
 from petune.parallel.copy_engines import CopyEngines
@@ -35,7 +35,7 @@ class Among(Crossing, ABC):
 
     def __call__(
         self,
-        attend: Attend,
+        attend: AttentionCall,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -54,7 +54,7 @@ class Among(Crossing, ABC):
     def exchanged(
         self,
         sizes: Sizes,
-        attend: Attend,
+        attend: AttentionCall,
         module: nn.Module,
         query: Tensor,
         key: Tensor,

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.models.attention import Attend, Attended, causal, no_later
-from petune.models.exchange import Exchanged, ExchangeKind, Rows, rows_of, some_heads
+from petune.models.attention import Attended, AttentionCall, causal, no_later
+from petune.models.exchange import Exchanged, ExchangeKind, QueryRows, rows_of, some_heads
 from petune.models.transition import transition
 from petune.parallel.collectives import Sizes, gather_seq
 from petune.parallel.link import Link
@@ -38,11 +38,11 @@ from petune.parallel.plan import apportion
 from petune.parallel.sequence import ring
 from petune.parallel.sequence.among import Among
 from petune.parallel.sequence.ring import Trip, ring_attention
-from petune.parallel.sequence.trade import Trade
+from petune.parallel.sequence.trade import AllToAll
 from petune.rng.context import running
 
 
-class Gather(Among):
+class GatherExchange(Among):
     """Own queries over the keys and values of all."""
 
     kind = "gather"
@@ -70,7 +70,7 @@ class Gather(Among):
     def exchanged(
         self,
         sizes: Sizes,
-        attend: Attend,
+        attend: AttentionCall,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -142,7 +142,7 @@ class Cross:
 
     def __call__(
         self,
-        attend: Attend,
+        attend: AttentionCall,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -206,13 +206,13 @@ class Ulysses(Among):
         """See petune.models.exchange.Crossed."""
         return self._trade(columns).to_heads(dx)
 
-    def _trade(self, columns: Sequence[Sizes]) -> Trade:
-        return Trade(self.sizes, columns, self.link, self.index)
+    def _trade(self, columns: Sequence[Sizes]) -> AllToAll:
+        return AllToAll(self.sizes, columns, self.link, self.index)
 
     def exchanged(
         self,
         sizes: Sizes,
-        attend: Attend,
+        attend: AttentionCall,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -226,7 +226,7 @@ class Ulysses(Among):
         first, held = sum(heads[: self.index]), heads[self.index]
         sides = ((query, heads), (key, kv_heads), (value, kv_heads))
         columns = [tuple(one * x.shape[3] for one in shared) for x, shared in sides]
-        trade = Trade(sizes, columns, Link(self.group), self.index)
+        trade = AllToAll(sizes, columns, Link(self.group), self.index)
         message = torch.cat([x.transpose(1, 2).flatten(2) for x, _ in sides], -1)
         message = transition(message, trade.to_heads, trade.to_tokens)
         query, key, value = (
@@ -235,12 +235,12 @@ class Ulysses(Among):
                 message.split([own[self.index] for own in columns], -1), sides, strict=True
             )
         )
-        part = Rows(0, sum(sizes), sum(sizes), sum(sizes))
+        part = QueryRows(0, sum(sizes), sum(sizes), sum(sizes))
         kw["position_bias"] = some_heads(part.of(kw.get("position_bias")), count, first, held)
         kw["first_head"] = getattr(module, "first_head", 0) + first
         output, _ = attend(module, query, key, value, some_heads(part.of(mask), count, first, held), **kw)
         width = output.shape[3]
-        trade = Trade(sizes, [tuple(one * width for one in heads)], Link(self.group), self.index)
+        trade = AllToAll(sizes, [tuple(one * width for one in heads)], Link(self.group), self.index)
         output = transition(output.flatten(2), trade.to_tokens, trade.to_heads)
         return output.unflatten(-1, (count, width)), None
 
@@ -287,7 +287,7 @@ class Ring(Among):
     def exchanged(
         self,
         sizes: Sizes,
-        attend: Attend,
+        attend: AttentionCall,
         module: nn.Module,
         query: Tensor,
         key: Tensor,

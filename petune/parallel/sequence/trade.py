@@ -14,7 +14,7 @@ from petune.parallel.link import Link
 
 
 @dataclass(frozen=True)
-class Trade:
+class AllToAll:
     """Tokens of each rank, and of the matrices that lie side by side the columns of each by rank. A trade
     only moves elements, so its adjoint is the way back."""
 

@@ -33,14 +33,14 @@ from petune.parallel.collectives import Group, Sizes, alone, copy, gather_shared
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import Cut, apportion
-from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses
-from petune.parallel.tensor.overlap import Overlap, Row, make_overlap
+from petune.parallel.sequence.exchange import Cross, GatherExchange, Ring, Ulysses
+from petune.parallel.tensor.overlap import Overlap, TiledLeave, make_overlap
 from petune.parallel.tensor.shard_params import features_of, module_at, stacks_of
 from petune.rng.context import Running, running
 
 # by the connection of blocks, and by how attention on own tokens sees the others'
 BOUNDARIES: dict[str, Any] = {"whole": WholeBoundary, "sequence": SequenceBoundary}
-EXCHANGES: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
+EXCHANGES: dict[str, Any] = {"gather": GatherExchange, "ulysses": Ulysses, "ring": Ring}
 
 
 def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
@@ -147,11 +147,11 @@ def _cross_region(
     if not region.within:
         leave, boundary = module_at(block, region.summed, where)[1], cast("Boundary", boundary_of(enter))
         enter.register_forward_pre_hook(
-            Enter(boundary, group, f"{where}.{region.enter}", overlap), with_kwargs=True
+            EnterHook(boundary, group, f"{where}.{region.enter}", overlap), with_kwargs=True
         )
         out = leave.after_sum() if isinstance(leave, TunedLayer) else leave
         tiles = overlap.row(leave) if overlap is not None else None
-        out.register_forward_hook(Leave(boundary, group, rank, tiles))
+        out.register_forward_hook(LeaveHook(boundary, group, rank, tiles))
     if region.kind == "attention":
         cast("Any", enter).first_head = sum(plan.heads[:rank])
     _tell_features(block, region, plan, rank, shape, overlap)
@@ -174,11 +174,11 @@ def _tell_features(
                 found[1].register_forward_hook(features.after)
 
 
-class Shared:
+class StatelessHook:
     """A hook that knows nothing of the module it hangs on: a copy of the model has the same one, as a process
     group cannot be copied."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StatelessHook:
         return self
 
 
@@ -216,7 +216,7 @@ class Across(BoundaryHook):
 
 
 @dataclass
-class Enter(Shared, BoundaryHook):
+class EnterHook(StatelessHook, BoundaryHook):
     """Hook before a region cut by heads: every rank needs the hidden states of the whole sequence."""
 
     boundary: Boundary
@@ -255,15 +255,15 @@ class Enter(Shared, BoundaryHook):
 
 
 @dataclass
-class Leave(BoundaryHook):
+class LeaveHook(BoundaryHook):
     """Hook after the way out of a region cut by heads: partial sums become what the connection works on."""
 
     boundary: Boundary
     group: dist.ProcessGroup
     rank: int
-    tiles: Row | None = None
+    tiles: TiledLeave | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Leave:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeaveHook:
         return replace(self, tiles=deepcopy(self.tiles, memo))
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -293,7 +293,7 @@ def in_rows(x: Tensor, tokens: int, act: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass
-class RefuseRecording(Shared):
+class RefuseRecording(StatelessHook):
     """Hook before the model: recorded hidden states and attentions would be shards."""
 
     plan: Cut
@@ -313,7 +313,7 @@ class RefuseRecording(Shared):
 
 
 @dataclass
-class StackEdges(Shared):
+class StackEdges(StatelessHook):
     """How a call enters and leaves a stack: where the connection is cut by sequence, each rank takes its
     tokens and gives them back."""
 

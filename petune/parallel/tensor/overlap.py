@@ -56,7 +56,7 @@ TILES = 4
 # ---------------------------------------------------------------- autograd
 
 
-class Link:
+class TileExchange:
     """What the autograd nodes of one entry or one exit in one call share: their tiles, in the order of the
     backward pass.
 
@@ -101,7 +101,7 @@ class _Begin(Function):
     after it has been there."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, link: Link, source: Incoming) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, link: TileExchange, source: Incoming) -> tuple[Tensor, Tensor]:
         ctx.link = link
         first = source.tile(0)
         return first.view_as(first), hidden.new_empty(0)
@@ -116,7 +116,7 @@ class _Come(Function):
     """token, a tile that has come -> the tile."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, tile: Tensor, link: Link) -> Tensor:
+    def forward(ctx: Any, token: Tensor, tile: Tensor, link: TileExchange) -> Tensor:
         ctx.link = link
         return tile.view_as(tile)
 
@@ -131,7 +131,7 @@ class _Go(Function):
     """A tile of partial sums -> a token on which the sum hangs; the tile is sent off."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, link: Link, outgoing: Outgoing, step: int) -> Tensor:
+    def forward(ctx: Any, part: Tensor, link: TileExchange, outgoing: Outgoing, step: int) -> Tensor:
         ctx.link, ctx.step = link, step
         outgoing.put(part)
         return part.new_empty(0)
@@ -146,7 +146,7 @@ class _End(Function):
     """The last tile of partial sums, the tokens of the others -> the sum, own tokens or whole."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, link: Link, outgoing: Outgoing, *tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, part: Tensor, link: TileExchange, outgoing: Outgoing, *tokens: Tensor) -> Tensor:
         ctx.link, ctx.tokens = link, len(tokens)
         return outgoing.finish(part)
 
@@ -171,7 +171,7 @@ class Arriving:
     as the call lasts."""
 
     def __init__(self, hidden: Tensor, tiles: Tiles) -> None:
-        self.tiles, self.link = tiles, Link(tiles)
+        self.tiles, self.link = tiles, TileExchange(tiles)
         self.source: Incoming | None = receiving(hidden.detach(), tiles)
         begin: Any = _Begin
         first, self.token = begin.apply(hidden, self.link, self.source)
@@ -230,7 +230,7 @@ class Departing:
 
     def through(self, linear: Callable[[Tensor], Tensor], first: Tensor) -> Tensor:
         """The sum over ranks of what `linear` makes of all tiles, `first` being that of the first."""
-        link, outgoing, part = Link(self.tiles), sending(self.tiles), first
+        link, outgoing, part = TileExchange(self.tiles), sending(self.tiles), first
         tokens: list[Tensor] = []
         try:
             for step in range(1, self.tiles.steps):
@@ -288,9 +288,9 @@ class Overlap:
         site.register_forward_pre_hook(hook.before)
         site.register_forward_hook(hook.after)
 
-    def row(self, site: nn.Module) -> Row:
+    def row(self, site: nn.Module) -> TiledLeave:
         """Hook the site a region is left by."""
-        hook = Row(self, site)
+        hook = TiledLeave(self, site)
         site.register_forward_pre_hook(hook.before)
         return hook
 
@@ -317,7 +317,7 @@ class Column(BoundaryHook):
 
 
 @dataclass(frozen=True)
-class Row(BoundaryHook):
+class TiledLeave(BoundaryHook):
     """Tiles through the site a region is left by: the site is called with the first, and `summed` makes the
     rest from its way out.
 

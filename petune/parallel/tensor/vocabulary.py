@@ -185,7 +185,9 @@ def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | N
     it."""
     for module in model.modules():
         if hasattr(module, FIRST_ROW):
-            hook: Rows | Logits = (Rows if isinstance(module, nn.Embedding) else Logits)(sizes, group, index)
+            hook: VocabularyRows | Logits = (VocabularyRows if isinstance(module, nn.Embedding) else Logits)(
+                sizes, group, index
+            )
             module.register_forward_pre_hook(hook.before)
             module.register_forward_hook(hook.after)
             if isinstance(hook, Logits):
@@ -229,7 +231,7 @@ class _Hook:
         return self.group
 
 
-class Rows(_Hook):
+class VocabularyRows(_Hook):
     """Hooks on an embedding that holds some of the rows: any ids [...] -> vectors [..., width], the same on
     all ranks."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
-from petune.kernels.block.attention import Choice, How, choose
+from petune.kernels.block.attention import ChosenForm, How, choose
 from petune.kernels.block.varlen import Segments, overlapping
 
 LENGTHS = (5, 1, 7, 5, 2)
@@ -190,7 +190,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_on_the_cpu_torch_attends() -> None:
-    assert choose(torch.device("cpu"), BF16, 64, 512) == Choice("sdpa", "no CUDA device: cpu")
+    assert choose(torch.device("cpu"), BF16, 64, 512) == ChosenForm("sdpa", "no CUDA device: cpu")
     assert choose(torch.device("cpu"), BF16, 64, 512, segmented=True).backend == "sdpa"
 
 

@@ -23,7 +23,7 @@ from petune.models.exchange import Exchange, Exchanged, ExchangeKind
 from petune.models.stack import own_stacks
 from petune.parallel.plan import ParallelPlan
 from petune.parallel.sequence.exchange import Cross, Ring, Ulysses
-from petune.parallel.sequence.exchange import Gather as Gathering
+from petune.parallel.sequence.exchange import GatherExchange as Gathering
 from petune.parallel.tensor.hooks import put_boundaries
 from petune.rng.context import bound
 from tests.kernels.shapes import BERT, KEEPS, LLAMA

@@ -18,7 +18,7 @@ from petune.kernels.block.attention import How
 from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, Sizes, compiled
-from petune.kernels.block.steps import Run
+from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import NAMES, Ops, reference_ops
@@ -114,7 +114,7 @@ def groups_of(program: Program, ops: Ops, rank: dict[str, int]) -> list[Group]:
     return found
 
 
-def run_of(program: Program, ops: Ops) -> Run:
+def run_of(program: Program, ops: Ops) -> BlockRun:
     """A pass of a block with LoRA."""
     generator = torch.Generator().manual_seed(1)
     norms = [
@@ -127,7 +127,7 @@ def run_of(program: Program, ops: Ops) -> Run:
     ]
     angle = torch.rand(TOKENS // 2, DIM // 2, generator=generator, dtype=torch.float64).repeat(1, 2)
     how = How(True, DIM**-0.5, 2)
-    return Run(
+    return BlockRun(
         ops,
         groups_of(program, ops, LORA),
         norms,

@@ -22,7 +22,7 @@ from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, Sizes, compiled
-from petune.kernels.block.steps import Run
+from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.sublayers import read_sublayers
 from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level
@@ -132,7 +132,9 @@ def folded(
         (part._replace(tensors=tuple(value.detach() for value in part.tensors or ())), None)
         for part in behind
     ]
-    run = Run(reference_ops(), groups, norms, [None] * len(program.dropouts), hows, None, bottlenecks=own)
+    run = BlockRun(
+        reference_ops(), groups, norms, [None] * len(program.dropouts), hows, None, bottlenecks=own
+    )
     needs = [value is not None for group in parts for part in group for value in part.tensors]
     needs += [True] * (len(inner) + sum(map(len, norms)))
     with torch.no_grad():

@@ -162,7 +162,9 @@ def test_kernels_of_triton_compute_as_plain_torch_does(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "petune.kernels.fuse.select", lambda name, *_: None if name == "off" else triton_ops()
     )
-    monkeypatch.setattr(attending, "choose", lambda *args, **more: attending.Choice("triton", "asked for"))
+    monkeypatch.setattr(
+        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
+    )
     plain = tuned(PHI, "all", {"num_hidden_layers": 1})
     fused = fused_twin(plain)
     ungraph(fused)

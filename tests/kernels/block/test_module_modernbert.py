@@ -168,7 +168,9 @@ def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "petune.kernels.fuse.select", lambda name, *_: None if name == "off" else triton_ops()
     )
-    monkeypatch.setattr(attending, "choose", lambda *args, **more: attending.Choice("triton", "asked for"))
+    monkeypatch.setattr(
+        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
+    )
     fused, plain = pair("full", num_hidden_layers=2)
     if DEVICE == "cpu":  # which records nothing
         ungraph(fused)

@@ -133,7 +133,9 @@ def test_kernels_of_triton_train_as_plain_torch_does(name: str, monkeypatch: pyt
     plain = tuned(name, "ia3", {"targets": ["q", "k", "down"]}, torch.float32, **heads, num_hidden_layers=2)
     made = copy.deepcopy(plain)
     monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
-    monkeypatch.setattr(attending, "choose", lambda *args, **more: attending.Choice("triton", "asked for"))
+    monkeypatch.setattr(
+        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
+    )
     assert fuse(made, family_of(made), "triton").blocks
     ungraph(made)
     inputs = batch(name, rows=2, length=6)

@@ -15,7 +15,7 @@ from petune.kernels import reference
 from petune.kernels.block.dense import Dense, matmul32
 from petune.kernels.block.linear import Bank
 from petune.kernels.block.packed_linear import Group, spans
-from petune.kernels.block.rows import Rows, Sink
+from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.dispatch import reference_ops
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
@@ -99,7 +99,7 @@ def test_a_groups_values_and_gradients_are_autograds(case: str, dropped: bool, b
     torch.testing.assert_close(y, expected.detach())
     sink = Sink([True] * 3 * TENSORS)
     dx, ds = group.dproducts(dy)
-    group.learn(sink, dy, Rows.of(x), s, ds)
+    group.learn(sink, dy, LinearInput.of(x), s, ds)
     found = [one for one in (group.dupdated(dx, ds), *group.gradients(sink)) if one is not None]
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
@@ -119,7 +119,7 @@ def test_gradients_of_tiles_add_up(size: int, dropped: bool) -> None:
             group.rows = slice(start, min(start + rows, M))
             tile, grad = x[start : start + rows], dy[start : start + rows]
             _, s = group(tile)
-            group.learn(sink, grad, Rows.of(tile), s, group.dlow(grad))
+            group.learn(sink, grad, LinearInput.of(tile), s, group.dlow(grad))
         found.append(group.gradients(sink))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -131,7 +131,7 @@ def test_what_does_not_train_gets_no_gradient() -> None:
     needs = [False, True, False, True, False] * 3
     group, sink = Group(parts, torch.float64, 0, reference_ops()), Sink(needs)
     _, s = group(x)
-    group.learn(sink, dy, Rows.of(x), s, group.dlow(dy))
+    group.learn(sink, dy, LinearInput.of(x), s, group.dlow(dy))
     assert [one is not None for one in group.gradients(sink)] == needs
 
 
@@ -141,7 +141,7 @@ def test_gradients_leave_a_group_as_they_were_summed_in_float32() -> None:
     x, dy = torch.randn(4096, K).bfloat16(), torch.randn(4096, 8).bfloat16()
     group, sink = Group([part], torch.bfloat16, 0, reference_ops()), Sink([True, False, True, True, False])
     _, s = group(x)
-    group.learn(sink, dy, Rows.of(x), s, group.dlow(dy))
+    group.learn(sink, dy, LinearInput.of(x), s, group.dlow(dy))
     grads = group.gradients(sink)
     assert [None if one is None else one.dtype for one in grads] == [
         torch.float32,
@@ -168,7 +168,7 @@ def test_a_gradient_of_a_normed_matrix_needs_no_normed_matrix() -> None:
         asked.append(1)
         return h
 
-    rows = Rows.again(again, (total, rstd, weight))
+    rows = LinearInput.again(again, (total, rstd, weight))
     torch.testing.assert_close(rows.times(ds, lambda ds, x: ds.T @ x), ds.T @ h)
     assert not asked
     assert rows.matrix() is h and rows.matrix() is h and asked == [1]
@@ -182,7 +182,7 @@ def test_a_matrix_that_is_made_again_is_made_once() -> None:
         asked.append(1)
         return x
 
-    rows = Rows.again(again)
+    rows = LinearInput.again(again)
     assert not asked
     torch.testing.assert_close(rows.times(torch.ones(M, 1), lambda ds, x: ds.T @ x), x.sum(0, keepdim=True))
     assert rows.matrix() is x and asked == [1]

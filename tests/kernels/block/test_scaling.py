@@ -12,7 +12,7 @@ from torch import Tensor
 
 from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import Group
-from petune.kernels.block.rows import Rows, Sink
+from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.block.scaling import over_vector
 from petune.kernels.dispatch import reference_ops
 from petune.models.tuned_parts import TENSORS, LowRank, Scaling
@@ -92,7 +92,7 @@ def test_values_and_gradients_are_autograds(case: str, size: int, banked: bool) 
         tile, grad = x[start : start + size], dy[start : start + size]
         y, s = group(tile)
         dz = group.unscaled(sink, grad, y)
-        entered, (dx, ds) = Rows.of(tile), group.dproducts(dz)
+        entered, (dx, ds) = LinearInput.of(tile), group.dproducts(dz)
         group.learn(sink, dz, group.entered(entered), s, ds)
         dxs.append(group.dupdated(group.unentered(sink, dx, entered), ds))
         ys.append(y)
@@ -132,7 +132,7 @@ def test_values_and_gradients_of_what_an_activation_scales_are_autograds(case: s
     )
     group.learn_scale(sink, sums)
     dx, ds = group.dproducts(group.unscaled(sink, du, None))
-    group.learn(sink, du, Rows.of(x), s, ds, db=db)
+    group.learn(sink, du, LinearInput.of(x), s, ds, db=db)
     found = [one for one in (group.dupdated(dx, ds), *group.gradients(sink)) if one is not None]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block.node import flattened
-from petune.kernels.block.spread_steps import Depart, Traffic
+from petune.kernels.block.spread_steps import Depart, ExpertTraffic
 from petune.models.experts import Way
 from petune.models.routes import Routes, routes_of
 from petune.models.spec import RoutedMlp
@@ -31,7 +31,7 @@ class Alone:
 def test_each_tensor_of_a_way_is_kept_as_one() -> None:
     """One within a tuple of a tuple would be kept without autograd's knowledge."""
     core = RoutedMlp("mlp", "experts", "gate", chosen=2, held=(4,))
-    step = Depart("h", 0, 0, None, "index", "share", "mlp", Traffic.of(core))
+    step = Depart("h", 0, 0, None, "index", "share", "mlp", ExpertTraffic.of(core))
     index, values = torch.tensor([[0, 3], [1, 2]]), dict[str, Any]()
     values |= {"index": index, "share": torch.tensor([[0.25, 0.75], [0.5, 0.5]])}
     run: Any = SimpleNamespace(mixtures=[SimpleNamespace(spread=Alone())], grads={})
@@ -46,4 +46,4 @@ def test_each_tensor_of_a_way_is_kept_as_one() -> None:
 
 def test_traffic_is_that_of_ranks_with_as_many_tokens() -> None:
     core = RoutedMlp("mlp", "experts", "gate", chosen=2, held=(3, 1), index=1)
-    assert Traffic.of(core) == Traffic(copies=0.5, received=1.0, sent=1.5, ranks=2)
+    assert ExpertTraffic.of(core) == ExpertTraffic(copies=0.5, received=1.0, sent=1.5, ranks=2)

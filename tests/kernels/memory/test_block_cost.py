@@ -8,7 +8,7 @@ import pytest
 
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.block_cost import A100, CPU, CUDA, H100, H200, Keep
-from petune.kernels.memory.op_cost import Cost, Operation, attention, matmul, total
+from petune.kernels.memory.op_cost import Cost, KernelCost, attention, matmul, total
 from petune.kernels.memory.shape import BlockShape, Ranks
 from tests.kernels.shapes import BERT, DEPTH, KEEPS, LLAMA, ROUTED, VOCABULARY
 
@@ -118,7 +118,7 @@ def test_an_h200_comes_to_its_known_ceilings(tokens: int, sequence: int, keep: K
 )
 def test_attention_goes_from_one_known_length_to_the_next(length: int, rate: float) -> None:
     rates = replace(CPU, attention=((1024, 1e12), (4096, 3e12)), memory=1e30, launch=0.0)
-    assert rates.seconds((Operation("a", "attention", Cost(flop=6e12)),), length) == pytest.approx(
+    assert rates.seconds((KernelCost("a", "attention", Cost(flop=6e12)),), length) == pytest.approx(
         6e12 / rate
     )
 
@@ -126,18 +126,18 @@ def test_attention_goes_from_one_known_length_to_the_next(length: int, rate: flo
 @pytest.mark.parametrize(
     ("operation", "seconds"),
     [
-        (Operation("u", "matmul", Cost(4e9, 1)), 4e-3),
-        (Operation("u", "matmul_fp8", Cost(4e9, 1)), 2e-3),
-        (Operation("u", "matmul", Cost(1, 1e9)), 1e-2),
-        (Operation("u", "memory", Cost(4e15, 1e9)), 1e-2),
-        (Operation("u", "memory", Cost(1, 1e6, hashes=1e9)), 1e-1),
-        (Operation("u", "matmul", Cost(4e9, 1, hashes=1e6)), 4e-3),
-        (Operation("u", "attention", Cost(1e9, 1, beside=3e9)), 4e-3),
-        (Operation("u", "memory", Cost(), times=7), 0.0),
+        (KernelCost("u", "matmul", Cost(4e9, 1)), 4e-3),
+        (KernelCost("u", "matmul_fp8", Cost(4e9, 1)), 2e-3),
+        (KernelCost("u", "matmul", Cost(1, 1e9)), 1e-2),
+        (KernelCost("u", "memory", Cost(4e15, 1e9)), 1e-2),
+        (KernelCost("u", "memory", Cost(1, 1e6, hashes=1e9)), 1e-1),
+        (KernelCost("u", "matmul", Cost(4e9, 1, hashes=1e6)), 4e-3),
+        (KernelCost("u", "attention", Cost(1e9, 1, beside=3e9)), 4e-3),
+        (KernelCost("u", "memory", Cost(), times=7), 0.0),
     ],
 )
 def test_the_slowest_of_arithmetic_traffic_and_hashes_counts_and_the_launch_besides(
-    operation: Operation, seconds: float
+    operation: KernelCost, seconds: float
 ) -> None:
     rates = replace(
         CPU, matmul=1e12, matmul_fp8=2e12, attention=((1, 1e12),), memory=1e11, hashes=1e10, launch=1e-5
@@ -147,7 +147,7 @@ def test_the_slowest_of_arithmetic_traffic_and_hashes_counts_and_the_launch_besi
 
 def test_a_product_with_few_ranks_is_slower_than_the_memory() -> None:
     cost, rates = Cost(1, 1e9), replace(CPU, launch=0.0)
-    narrow, plain = (rates.seconds((Operation("s", kind, cost),), 1) for kind in ("narrow", "memory"))
+    narrow, plain = (rates.seconds((KernelCost("s", kind, cost),), 1) for kind in ("narrow", "memory"))
     assert narrow == pytest.approx(plain / block_cost.NARROW)
 
 
@@ -196,7 +196,7 @@ def test_a_blocks_own_dropouts_cost_passes_of_their_own() -> None:
 
 def test_narrow_heads_are_slower_by_their_exponentials() -> None:
     wide, narrow = (
-        H200.seconds((Operation("a", "attention", attention(8192, 2048, heads, 8, dim)),), 2048)
+        H200.seconds((KernelCost("a", "attention", attention(8192, 2048, heads, 8, dim)),), 2048)
         for heads, dim in ((32, 128), (64, 64))
     )
     assert narrow == pytest.approx(2**0.5 * wide, rel=0.01)

@@ -19,16 +19,16 @@ from petune.kernels.block import dense, fold, router_steps
 from petune.kernels.block.dense import Dense
 from petune.kernels.block.mixture import MixturePart
 from petune.kernels.block.packed_linear import SUMMED, Group
-from petune.kernels.block.part import Part
+from petune.kernels.block.part import AttentionPart
 from petune.kernels.block.program import Program
-from petune.kernels.block.steps import Run
+from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.turns import alone
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
 from petune.kernels.memory.shaped_program import needs_of, of_shape
-from petune.models.exchange import Exchanged, ExchangeKind, Rows
+from petune.models.exchange import Exchanged, ExchangeKind, QueryRows
 from petune.models.expert_form import ExpertsInt8
 from petune.models.form import Form
 from petune.models.frozen_weight import QuantisedWeight
@@ -279,7 +279,7 @@ def hollow_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_:
     return grads
 
 
-def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
+def engine(shape: BlockShape, ops: Ops) -> tuple[Program, BlockRun, list[bool]]:
     """A block of that shape without memory: its program, a pass of it, and which of its tensors train."""
     frozen = {"dtype": torch.bfloat16, "device": "meta"}
     program = of_shape(shape)
@@ -346,7 +346,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     ]
     return (
         program,
-        Run(
+        BlockRun(
             ops,
             groups,
             norms,
@@ -653,8 +653,8 @@ def test_the_tables_say_what_the_engine_holds(
     run.boundaries = {0: boundary, 1: boundary}  # type: ignore[dict-item]
     attend = program.attends[0]
     if attend.exchange is not None:
-        rows, deaf = Rows(tokens, 2 * tokens, 2 * tokens, 2 * tokens), Deaf(attend.exchange.kind)
-        run.hows = [replace(run.hows[0], part=Part(deaf, rows, attend.traded))]  # type: ignore[arg-type]
+        rows, deaf = QueryRows(tokens, 2 * tokens, 2 * tokens, 2 * tokens), Deaf(attend.exchange.kind)
+        run.hows = [replace(run.hows[0], part=AttentionPart(deaf, rows, attend.traded))]  # type: ignore[arg-type]
     x = torch.empty(int(tokens * shape.share), shape.width, dtype=torch.bfloat16, device="meta")
     with Live() as ahead:
         y, kept = alone(fold.forward(program, run, [x], keep, tile))

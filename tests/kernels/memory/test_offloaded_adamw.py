@@ -21,8 +21,8 @@ from petune.kernels.block import fold
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.fuse import fuse
 from petune.kernels.memory import offloaded_adamw
-from petune.kernels.memory.adamw import Rule, adamw_, random_bits, random_words, rounded
-from petune.kernels.memory.offloaded_adamw import Event, StreamedAdamW, Traffic
+from petune.kernels.memory.adamw import AdamWStep, adamw_, random_bits, random_words, rounded
+from petune.kernels.memory.offloaded_adamw import Event, HostTraffic, StreamedAdamW
 from petune.kernels.triton import adamw as kernel
 from petune.models import llama
 from tests.methods.zoo import batch, tiny
@@ -30,7 +30,7 @@ from tests.methods.zoo import batch, tiny
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
 WORDS = random_words(0, 1, "weight")
-RULE = Rule(1e-2, (0.9, 0.99), 1e-8, 0.1, 3)
+RULE = AdamWStep(1e-2, (0.9, 0.99), 1e-8, 0.1, 3)
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 # ------------------------------------------------------------------ rounding
@@ -101,7 +101,7 @@ def test_steps_too_small_for_bfloat16_are_made_on_average() -> None:
     exact, grad = torch.linspace(1, 2, 4096), torch.ones(4096)
     exact = exact.to(BF16).float()
     # a step is 1/80 of a bfloat16's spacing here
-    weight, rule = exact.to(BF16), Rule(1e-4, (0.9, 0.999), 1e-8, 0.0, 1)
+    weight, rule = exact.to(BF16), AdamWStep(1e-4, (0.9, 0.999), 1e-8, 0.0, 1)
     states = torch.zeros(2, 4096)
     for step in range(1, 101):
         adamw_(weight, grad, *states, rule._replace(step=step), random_words(0, step, "weight"))
@@ -345,7 +345,7 @@ def test_stretches_of_a_tensor_throw_dice_of_their_own() -> None:
         grad: Tensor,
         mean: Tensor,
         square: Tensor,
-        rule: Rule,
+        rule: AdamWStep,
         words: Any,
         first: int,
         copy: Tensor | None,
@@ -450,7 +450,7 @@ class Job:
             to.copy_(source)
 
 
-class Late(Traffic):
+class Late(HostTraffic):
     """Copies that come as late as they may."""
 
     def __init__(self) -> None:
@@ -476,7 +476,7 @@ class Late(Traffic):
             self.wait(job)
 
 
-class Clocks(Traffic):
+class Clocks(HostTraffic):
     """Vector clocks of the computation and of both directions (Mattern 1989), and every access to a buffer
     with its time."""
 
@@ -524,7 +524,7 @@ class Clocks(Traffic):
 
 
 def with_traffic(
-    traffic: Traffic, slots: int = 3, states: torch.dtype = FP32, frozen: bool = False
+    traffic: HostTraffic, slots: int = 3, states: torch.dtype = FP32, frozen: bool = False
 ) -> tuple[Any, StreamedAdamW]:
     """Training with these copies; with a frozen embedding, block 0 is the last to be sent."""
     model, blocks = made(vocab_size=1500)

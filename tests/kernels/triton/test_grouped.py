@@ -11,10 +11,10 @@ from torch import Tensor
 
 from petune.kernels import grouped_reference
 from petune.kernels.triton import grouped
-from petune.kernels.triton.grouped import Tile
+from petune.kernels.triton.grouped import GroupedTile
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
 
-SMALL = Tile(16, 32, 16, 4, 2)  # so that few rows are several tiles
+SMALL = GroupedTile(16, 32, 16, 4, 2)  # so that few rows are several tiles
 SIZES = {
     "the first and the last are empty": (0, 17, 0, 5, 48, 0),
     "one has all rows": (0, 0, 70, 0),
@@ -39,7 +39,7 @@ def some_rows(m: int, of: int, seed: int) -> Tensor:
 
 
 def assert_product_as_good(
-    x: Tensor, weight: Tensor, ends: Tensor, tile: Tile | None = None, **how: Any
+    x: Tensor, weight: Tensor, ends: Tensor, tile: GroupedTile | None = None, **how: Any
 ) -> None:
     found = grouped.product(x, weight, ends, tile=tile, **how)
     wide = {name: wider(value) if name != "rows" else value for name, value in how.items()}
@@ -111,7 +111,7 @@ def test_every_tile_of_rows_is_somebodys(groups: int) -> None:
     ends = ends_of(tuple(sizes))
     m = int(ends[-1])
     x, weight = torch.ones(m, 1, device=DEVICE), torch.arange(1.0, groups + 1, device=DEVICE)[:, None, None]
-    found = grouped.product(x, weight, ends, tile=Tile(16, 16, 16, 4, 2))
+    found = grouped.product(x, weight, ends, tile=GroupedTile(16, 16, 16, 4, 2))
     assert torch.equal(found[:, 0], weight[:, 0, 0].repeat_interleave(torch.tensor(sizes, device=DEVICE)))
 
 
@@ -127,7 +127,7 @@ def test_outer_products_are_the_references_and_zeros_of_empty_groups(
 ) -> None:
     m, ends = sum(sizes), ends_of(sizes)
     x, dy, rows = matrix(9, k, dtype, 1, strided=True), matrix(m, n, dtype, 2), some_rows(m, 9, 3)
-    found = grouped.outer(x, dy, ends, x_rows=rows, tile=Tile(32, 16, 16, 4, 2))
+    found = grouped.outer(x, dy, ends, x_rows=rows, tile=GroupedTile(32, 16, 16, 4, 2))
     exact = grouped_reference.outer(x.double(), dy.double(), ends, x_rows=rows)
     assert_as_good(found, grouped_reference.outer(x, dy, ends, x_rows=rows), exact)
     other = grouped.outer(dy, x, ends, dy_rows=rows)

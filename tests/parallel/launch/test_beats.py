@@ -16,7 +16,7 @@ from petune.errors import DistributedError, Stopped
 from petune.parallel.launch import beats, seal
 from petune.parallel.launch.beats import Beat, Health, PeerLost
 from petune.parallel.launch.meeting import named, runs_of
-from petune.parallel.launch.rendezvous import Place, serve
+from petune.parallel.launch.rendezvous import Membership, serve
 
 WORLD = 64
 TIMEOUT_S = 1.0
@@ -30,7 +30,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
     monkeypatch.setattr(beats, "SILENT_S", 1.5)
     server = serve("127.0.0.1")
     made = [
-        Rank(Place(rank, WORLD, rank, WORLD, "127.0.0.1", server.port, True), 60) for rank in range(WORLD)
+        Rank(Membership(rank, WORLD, rank, WORLD, "127.0.0.1", server.port, True), 60)
+        for rank in range(WORLD)
     ]
     together([rank.join for rank in made])
     for rank in made:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from petune.errors import DataError, DistributedError, MachineError
 from petune.parallel.launch import process_group, rendezvous
-from petune.parallel.launch.rendezvous import Place, first_node
+from petune.parallel.launch.rendezvous import Membership, first_node
 from petune.parallel.launch.seal import Sealed
 from petune.parallel.placement import refuse_together
 from tests.forked_launch import say_to
@@ -120,7 +120,7 @@ def test_torchrun_and_srun_say_the_same_thing_in_other_words() -> None:
         "MASTER_ADDR": "big1",
         "MASTER_PORT": "29500",
     }
-    assert process_group.place(env) == Place(3, 4, 1, 2, "big1", 29500)
+    assert process_group.place(env) == Membership(3, 4, 1, 2, "big1", 29500)
     slurm = {
         "SLURM_PROCID": "3",
         "SLURM_STEP_NUM_TASKS": "4",

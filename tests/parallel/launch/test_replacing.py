@@ -27,7 +27,7 @@ import petune.run.build
 from petune.errors import DataError, DistributedError, Stopped
 from petune.parallel.launch import beats, orders, process_group
 from petune.parallel.runner import Runner
-from petune.run.step import Step
+from petune.run.step import OptimizerStep
 from petune.run.train import train
 from petune.saving import checkpoint
 from tests.forked_launch import Forks, note_loads
@@ -90,14 +90,14 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 def before_step(monkeypatch: pytest.MonkeyPatch, acts: dict[tuple[int, int, int], Callable[[], Any]]) -> None:
     """Let ranks do something: (generation, rank, step) -> what, before that step."""
-    step = Step.take
+    step = OptimizerStep.take
 
-    def watched(self: Step) -> dict[str, Any]:
+    def watched(self: OptimizerStep) -> dict[str, Any]:
         if act := acts.get((process_group.restarted(), process_group.started()[0], self.progress.step + 1)):
             act()
         return step(self)
 
-    monkeypatch.setattr(Step, "take", watched)
+    monkeypatch.setattr(OptimizerStep, "take", watched)
 
 
 def die() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed.pipelining import PipelineStage
 
-from petune.parallel.pipeline.order import Step, order_of, recorded
+from petune.parallel.pipeline.order import StageStep, order_of, recorded
 from petune.parallel.plan import ParallelPlan, Stage
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, collate, place, rows, total
@@ -52,7 +52,12 @@ def test_what_is_foretold_is_what_stages_do(schedule: str, pieces: int) -> None:
 def test_each_rank_of_1f1b_keeps_as_many_micro_batches_as_stages_are_left() -> None:
     order = order_of(ParallelPlan(pp=3, stages=(Stage({}),) * 3, microbatches=4))
     assert [[step.kind for step in steps].index("B") for steps in order] == [3, 2, 1]
-    assert order[2][:4] == (Step("F", 2, 0), Step("B", 2, 0), Step("F", 2, 1), Step("B", 2, 1))
+    assert order[2][:4] == (
+        StageStep("F", 2, 0),
+        StageStep("B", 2, 0),
+        StageStep("F", 2, 1),
+        StageStep("B", 2, 1),
+    )
 
 
 @pytest.mark.parametrize(("ranks", "pieces"), [(2, 2), (3, 4), (4, 9)])

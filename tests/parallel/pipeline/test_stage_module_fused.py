@@ -20,7 +20,7 @@ from petune.models import family_of
 from petune.models.stack import own_stacks
 from petune.models.stack_protocols import Carried
 from petune.parallel.pipeline import schedule, stage_module
-from petune.parallel.pipeline.stage_io import End
+from petune.parallel.pipeline.stage_io import StageWire
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
 from petune.run import fusing
@@ -89,7 +89,7 @@ def test_what_an_earlier_stage_sends_enters_in_the_dtype_of_the_blocks(fused: bo
     if fused:
         fuse.fuse(model, family, "reference")
     arrived = torch.zeros(2, 3, model.config.hidden_size)
-    stack.wire = End(begins=False, ends=True, inbox=Carried({"hidden_states": arrived}, None))
+    stack.wire = StageWire(begins=False, ends=True, inbox=Carried({"hidden_states": arrived}, None))
     with drawing(Running()), torch.autocast("cpu", torch.bfloat16):
         found = stack(arrived.bfloat16()).carry["hidden_states"]
     assert found.dtype == (torch.bfloat16 if fused else torch.float32)

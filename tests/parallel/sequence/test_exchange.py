@@ -17,13 +17,13 @@ from petune.errors import DistributedError, UsageError
 from petune.models.attention import attend, attention
 from petune.parallel import collectives
 from petune.parallel.sequence import exchange, ring
-from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses, ulysses_heads
-from petune.parallel.sequence.trade import Trade
+from petune.parallel.sequence.exchange import Cross, GatherExchange, Ring, Ulysses, ulysses_heads
+from petune.parallel.sequence.trade import AllToAll
 from petune.rng.context import Running, bound_to
 from petune.rng.dropout import drawing
 from tests.pool import run
 
-KINDS = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
+KINDS = {"gather": GatherExchange, "ulysses": Ulysses, "ring": Ring}
 CUTS = [(11, 5), (5, 3, 1), (0, 6), (4, 0, 3)]
 HEADS, WIDTH, ROWS = 6, 4, 2
 TOLERANCE = 1e-10
@@ -228,8 +228,8 @@ def test_a_ring_without_its_causal_mask_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_heads_traded_back_to_other_places_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Trade.to_tokens
-    monkeypatch.setattr(Trade, "to_tokens", lambda self, x: right(self, x).roll(WIDTH + 1, -1))
+    right = AllToAll.to_tokens
+    monkeypatch.setattr(AllToAll, "to_tokens", lambda self, x: right(self, x).roll(WIDTH + 1, -1))
     with pytest.raises(AssertionError, match="output"):
         assert_causal("ulysses")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.parallel.link import Link
-from petune.parallel.sequence.trade import Trade
+from petune.parallel.sequence.trade import AllToAll
 from tests.pool import run
 
 # tokens of each rank, and the columns of each matrix by rank
@@ -30,7 +30,7 @@ def whole(batch: int, sizes: tuple[int, ...], columns: tuple[tuple[int, ...], ..
 def _there_and_back(batch: int, name: str) -> dict[str, Tensor]:
     sizes, columns = CASES[name]
     index, every = dist.get_rank(), whole(batch, *CASES[name])
-    trade = Trade(sizes, columns, Link(dist.group.WORLD), index)
+    trade = AllToAll(sizes, columns, Link(dist.group.WORLD), index)
     own = torch.cat([x.split(sizes, 1)[index] for x in every], -1)
     heads = trade.to_heads(own)
     return {"own": own, "heads": heads, "back": trade.to_tokens(heads)}
@@ -56,7 +56,7 @@ def test_what_copy_engines_bring_is_read_where_it_lies() -> None:
         put({rank: torch.full(shape, rank, dtype=dtype) for rank, shape in shapes.items()})
 
     link: Any = SimpleNamespace(swap=swap)
-    trade = Trade((2, 3, 1), ((4, 4, 8),), link, 0)
+    trade = AllToAll((2, 3, 1), ((4, 4, 8),), link, 0)
     heads = trade.to_heads(torch.zeros(2, 2, 16, dtype=torch.float64))
     assert heads[1, :, 3].tolist() == [0, 0, 1, 1, 1, 2]
     tokens = trade.to_tokens(torch.zeros(2, 6, 4, dtype=torch.float64))

@@ -23,7 +23,7 @@ from petune.parallel.tensor import vocabulary
 from petune.parallel.tensor.shard_params import Placed, Slice
 from petune.parallel.tensor.vocabulary import (
     Logits,
-    Rows,
+    VocabularyRows,
     cut_vocabulary,
     has_cut_head,
     hook_vocabulary,
@@ -359,8 +359,8 @@ def test_a_copy_of_a_hooked_model_talks_over_the_same_group() -> None:
         assert torch.equal(found["model"], found["twin"])
 
 
-@pytest.mark.parametrize("kind", [Rows, Logits])
-def test_a_hook_that_lost_its_group_on_the_way_says_so(kind: type[Rows] | type[Logits]) -> None:
+@pytest.mark.parametrize("kind", [VocabularyRows, Logits])
+def test_a_hook_that_lost_its_group_on_the_way_says_so(kind: type[VocabularyRows] | type[Logits]) -> None:
     def call() -> None:
         hook = copy.copy(kind(SHARES[2], dist.group.WORLD, 1))  # by the protocol of pickling
         hook.others = torch.zeros(2, dtype=torch.bool)
