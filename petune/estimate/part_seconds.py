@@ -32,7 +32,7 @@ Straight = tuple[float, float]  # seconds that are there for any share, and thos
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearTime:
     """Seconds of a share of a part, forward and backward, and those of its update."""
 
     forward: Straight
@@ -41,7 +41,7 @@ class Line:
 
 
 @cache
-def line(rates: Rates, part: WorkPart, rows: float) -> Line:
+def line(rates: Rates, part: WorkPart, rows: float) -> LinearTime:
     """Seconds of a part on a device, over so many rows."""
     ahead = _forward(part, rows) if part.forward else ()
     back = _backward(part, rows) if part.returned else ()
@@ -52,7 +52,7 @@ def line(rates: Rates, part: WorkPart, rows: float) -> Line:
         return rates.launch * sum(one.times for one in work), without.seconds(work, length)
 
     update = without.seconds(costing(KernelCost("update", "memory", adamw(part.tuned))), length)
-    return Line(way(ahead), way(back), update)
+    return LinearTime(way(ahead), way(back), update)
 
 
 def line_of(rates: Rates, parts: Mapping[WorkPart, float], rows: float) -> Straight:

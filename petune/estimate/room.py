@@ -20,7 +20,7 @@ from petune.estimate.footprint import MOMENTS, ForwardPass, Held, first_trained,
 from petune.estimate.forecast import PROCESS, Sketch
 from petune.estimate.fused_room import fused_blocks_of
 from petune.estimate.message_rooms import message_rooms
-from petune.estimate.slices import Bytes, Need, Rest, Slice, between, mixed, on_line
+from petune.estimate.slices import Bytes, Need, RankPart, Rest, between, mixed, on_line
 from petune.kernels.memory.buffers import head_bytes
 from petune.kernels.memory.policy import WORKSPACE
 from petune.kernels.memory.policy_hook import rounded
@@ -37,7 +37,7 @@ class RankBytes:
     def __init__(self, drawn: Sketch) -> None:
         self.drawn, self.family = drawn, cast("Family", drawn.family)
         self.first = first_trained(drawn.model, self.family)
-        self.slices: dict[object, tuple[Slice, Slice, Slice]] = {}
+        self.slices: dict[object, tuple[RankPart, RankPart, RankPart]] = {}
         self.known: dict[object, tuple[Bytes, Bytes]] = {}
         self.ends: tuple[Bytes, Bytes] | None = None
         cores = (one.core for rule in self.family.stacks.values() for one in rule.sublayers)
@@ -80,7 +80,7 @@ class RankBytes:
         return self._kept_and_standing(own, largest, rest, again, 1.0, 1.0).total + self.process
 
     @cached_property
-    def spread(self) -> tuple[Slice, Slice]:
+    def spread(self) -> tuple[RankPart, RankPart]:
         """What a rank holds that has one expert of each mixture, where these see the copies of twice and of
         four times as many tokens as are its own."""
         plan = ParallelPlan(dp=2, shares=(1, 1), ep=2, experts=(1, self.shape.experts - 1))
@@ -189,10 +189,10 @@ class RankBytes:
         return all(self._slices(cut)[1].fused is not None for cut in (None, plan.cut))
 
     @cached_property
-    def _whole(self) -> Slice:
+    def _whole(self) -> RankPart:
         return self._slices(None)[0]
 
-    def _slices(self, cut: Cut | None) -> tuple[Slice, Slice, Slice]:
+    def _slices(self, cut: Cut | None) -> tuple[RankPart, RankPart, RankPart]:
         """What one of two ranks holds that share the model evenly, or all of it, as unfused and as fused
         blocks keep it; and the model as a rank of the cut would have it, fused, that did all of it."""
         key = self._kind(cut)
@@ -247,7 +247,7 @@ class RankBytes:
             vocabulary=(1, 1) if cut.vocabulary else (),
         )
 
-    def _sums(self, held: Held, plan: ParallelPlan, work: ForwardPass) -> Slice:
+    def _sums(self, held: Held, plan: ParallelPlan, work: ForwardPass) -> RankPart:
         (model,) = held.modules
         config = self.drawn.config
         blocks: list[Bytes] = []
@@ -274,7 +274,7 @@ class RankBytes:
         scores = (
             list(work.tokens.values())[-1] * len(head.weight) * (work.itemsize + 8) if head is not None else 0
         )
-        return Slice(
+        return RankPart(
             tuple(blocks),
             self._of(early, Saved()),
             self._of(late, Saved()),

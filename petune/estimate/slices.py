@@ -67,7 +67,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slice:
+class RankPart:
     """A rank's part of the model: its blocks and the two ends. scores: bytes of whole logits of a row, which
     fused blocks do not make."""
 
@@ -93,7 +93,7 @@ class Slice:
         found = found + self.before if start == 0 else found
         return found + self.behind if end == len(self.blocks) else found
 
-    def as_fused(self, blocks: FusedBlocks) -> Slice:
+    def as_fused(self, blocks: FusedBlocks) -> RankPart:
         """The same with what these keep, of which gradients go through as many."""
         found = []
         for number, one in enumerate(self.blocks):
