@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -461,6 +462,11 @@ def test_no_file_is_long_without_an_exception() -> None:
 
 def test_files_are_named_after_their_idea() -> None:
     assert [name_of(path) for path in SOURCE + TESTS if {path.stem, path.parent.name} & VAGUE_NAMES] == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    own = [node.name for path in SOURCE for node in parsed(path).body if isinstance(node, ast.ClassDef)]
+    assert [name for name, many in Counter(own).items() if many > 1 and not name.startswith("_")] == []
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
