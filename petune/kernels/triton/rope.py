@@ -2,8 +2,8 @@
 
 A program walks some heads of its rows, so that cos and sin are read once for all of them. A head is worked on
 as the two parts of its complex numbers, its halves or every other column (STEP, APART); half a head that is
-no multiple of the tile is padded by masks. Where sums over rows are wanted too, a program walks some rows of its head, and leaves partial
-sums in float32, added up in one order.
+no multiple of the tile is padded by masks. Where sums over rows are wanted too, a program walks some rows of
+its head, and leaves partial sums in float32, added up in one order.
 """
 
 from __future__ import annotations
