@@ -8,7 +8,6 @@ recomputation, dropout) this file is alone. `blocks`, or an index, give the bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -131,7 +130,9 @@ class Stack(nn.ModuleList):
         """The call of a port: run block `number` with these arguments. Returns what the block does; the last
         one's hidden states are those that leave the stack. Raises UsageError for a block that is called
         before the first one."""
-        with torch.no_grad() if self.still else nullcontext():
+        if not self.still:
+            return self._advance(number, block, first, last, args, kwargs)
+        with torch.no_grad():
             return self._advance(number, block, first, last, args, kwargs)
 
     def _advance(

@@ -380,6 +380,8 @@ class FusedBlock(nn.Module):
 
 def _begun(spec: Spec) -> bool:
     """Whether a vector trains that did not when the program was made, which keeps nothing for that."""
+    if not spec.vectors:
+        return False
     held = [one.learns for one in spec.program.sublayers if one.vector is not None]
     return any(getattr(*at).requires_grad > own for at, own in zip(spec.vectors, held, strict=True))
 

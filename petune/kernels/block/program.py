@@ -90,7 +90,7 @@ class Program:
         """Whether its MLP has a gate."""
         return any(step.gated for step in self.steps if isinstance(step, Activated))
 
-    @property
+    @cached_property
     def rotary(self) -> bool:
         """Whether it is given the angles of rotary positions."""
         return any(isinstance(step, Rotate | NormHeads) for step in self.steps)
