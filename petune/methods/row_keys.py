@@ -80,7 +80,8 @@ def alike(sources: Mapping[str, Source] | None) -> object:
 def _whole_rows(given: Tensor, model: nn.Module) -> Source:
     """Rows of pictures or sounds [batch, ...], which are known by all their values."""
     tokens = tokens_of(model, given)
-    rows = [BatchRow(_key(row.contiguous().numpy().tobytes()), 0, tokens) for row in given.cpu()]
+    values = given.detach().cpu().contiguous().view(torch.uint8)  # numpy has no bfloat16
+    rows = [BatchRow(_key(row.numpy().tobytes()), 0, tokens) for row in values]
     return rows, given.new_empty((len(rows), tokens))
 
 
