@@ -81,6 +81,11 @@ class LowRank(NamedTuple):
         """Whether its result is scaled, or would be if its tuning were not passed by."""
         return self.scaling in ("lengths", "outputs")
 
+    @property
+    def spares_bias(self) -> bool:
+        """Whether its result is scaled now, but for the bias."""
+        return self.scaling == "lengths" and self.by is not None
+
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> LowRank:
         """The same linear made of other tensors."""
         weight, bias, a, b, by = tensors

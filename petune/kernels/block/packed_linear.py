@@ -249,7 +249,7 @@ class Group:
             own = self.first + TENSORS * at
             if part.by is not None and part.scales_outputs and sink.needs[own + 4]:
                 sink.add(own + 4, over_vector(sums[rows], part.by))
-            if part.scaling == "lengths" and part.bias is not None and sink.needs[own + 1]:
+            if part.spares_bias and part.bias is not None and sink.needs[own + 1]:
                 sink.add(own + 1, of_bias(rows))
 
     def rescaled(self, db: Tensor | None) -> Tensor | None:
@@ -323,7 +323,7 @@ class Group:
                 sink.add(own, matmul32(x.matrix().T, dy[:, rows]))
             elif weight:
                 sink.add(own, matmul32(dy[:, rows].T, x.matrix()))
-            if bias and part.scaling != "lengths":
+            if bias and not part.spares_bias:
                 sink.add(own + 1, _column_sums(dy[:, rows]))
 
     def _da(self, x: LinearInput, ds: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def columns_of(parts: Sequence[LowRank], factors: Factors, ops: Ops) -> Tensor |
 def _columns(part: LowRank, at: int, factors: Factors, ops: Ops) -> Tensor:
     if part.by is None or not part.scales_outputs:
         dtype = torch.promote_types(part.weight.dtype, torch.float32)
-        return torch.ones(len(part.weight), dtype=dtype, device=part.weight.device)
+        return torch.ones(part.outputs, dtype=dtype, device=part.weight.device)
     if part.scaling == "outputs":
         return wide(part.by).flatten()
     found: Tensor = ops.over_lengths(part.by.flatten(), part.weight, *factors(at))
@@ -47,7 +47,7 @@ def own_of(parts: Sequence[LowRank], columns: Tensor) -> Tensor | None:
     if not any(part.scaling == "lengths" and part.bias is not None for part in parts):
         return None
     own = [
-        columns.new_zeros(len(part.weight))
+        columns.new_zeros(part.outputs)
         if part.bias is None or part.scaling != "lengths"
         else part.bias.to(columns.dtype)
         for part in parts

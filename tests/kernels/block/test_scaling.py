@@ -151,8 +151,13 @@ def test_what_is_passed_by_is_the_plain_product() -> None:
         part = part_of(5, scaling, 0)._replace(by=None)
         x, group = torch.randn(M, K), Group([part], torch.float64, 0, reference_ops())
         torch.testing.assert_close(group(x)[0], F.linear(x, part.weight, part.bias))
-        dy = torch.randn(M, 5)
-        assert group.unscaled(Sink([True] * TENSORS), dy, None) is dy
+        dy, sink = torch.randn(M, 5), Sink([True] * TENSORS)
+        assert group.unscaled(sink, dy, None) is dy
+        group.learn(sink, dy, LinearInput.of(x), None, None)
+        weight, bias, *others = group.gradients(sink)
+        assert others == [None] * 3
+        torch.testing.assert_close(weight, dy.T @ x)
+        torch.testing.assert_close(bias, dy.sum(0))
 
 
 def test_a_small_change_of_a_length_survives_rounding() -> None:
