@@ -114,7 +114,7 @@ def footprint(
 
 
 def standing(held: Held, plan: ParallelPlan, streamed: bool | None = None) -> Footprint:
-    """What a rank needs whatever it computes: `footprint` without activations. streamed: see Pass."""
+    """What a rank needs whatever it computes: `footprint` without activations. streamed: see ForwardPass."""
     own = held.tensors()
     if plan.sharding is not None:
         return _sharded(held, own, plan)

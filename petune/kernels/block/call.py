@@ -244,7 +244,7 @@ class Call:
     """One call of a block: what the node needs beside tensors. hows: of each attention; angles: cos and sin
     [p, d] of rotary positions, where the program reads them; dtype: of the computation; boundaries: of the
     sub-layers that are cut, as they are in this call; called: of the cores that are called; reach: see
-    Run."""
+    BlockRun."""
 
     spec: Spec
     hows: tuple[How, ...]
