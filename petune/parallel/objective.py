@@ -67,7 +67,7 @@ class Objective:
     outputs, batch) -> what `loss` would give. texts: rows of a batch that belong together, which no pipeline
     parts.
     fused_loss: (model, batch, labels that count at most) -> what `loss` would give, for a model that makes it
-    without logits, or None for one that does not. pieces: see RowChunks; None for batches that go through whole.
+    without logits, or None for one that does not. pieces: see RowChunks; None for batches that are not cut.
     meets: replicas tell one another something in every pass. tuned: what trains in a model, by name.
     autocast: entered around every forward.
     """
