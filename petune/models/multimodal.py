@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from petune.errors import FileError, UsageError
-from petune.files.ranges import TensorSource as Place
+from petune.files.ranges import TensorSource
 from petune.files.safetensors import Header, read_header, read_json
 from petune.models import FAMILIES
 from petune.models.heads import Head, model_class, refuse_headless
@@ -170,7 +170,7 @@ def settle_ties_here(whole: Composite, config: Any) -> None:
         settle_ties(whole, config, filter(None, names))
 
 
-def note_of(whole: Composite, files: Mapping[str, Place]) -> str:
+def note_of(whole: Composite, files: Mapping[str, TensorSource]) -> str:
     """What is read of the whole and what is not, in words. files: tensors by the names of `as_text`, each in
     the shape that it stands for."""
     others = {key.removeprefix(OUTSIDE): one for key, one in files.items() if key.startswith(OUTSIDE)}

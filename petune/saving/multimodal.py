@@ -22,8 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from petune.errors import FileError, PetuneError, UsageError
-from petune.files.ranges import Piece, RangeReader, sources
-from petune.files.ranges import TensorSource as Place
+from petune.files.ranges import Piece, RangeReader, TensorSource, sources
 from petune.files.safetensors import (
     read_header,
     read_json,
@@ -192,7 +191,7 @@ def write_whole(
 
 
 def _places(
-    model: PreTrainedModel, whole: Composite, found: Mapping[str, Place], state: Mapping[str, Tensor]
+    model: PreTrainedModel, whole: Composite, found: Mapping[str, TensorSource], state: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, Piece]]:
     """By the name of each tensor of files in the text model, that of `state` which it is, or a part of."""
     if held := {**four_bit_weights(found)[1], **mxfp4_weights(found)[1]}:
