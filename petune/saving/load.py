@@ -250,8 +250,8 @@ def _check_dtypes(state: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype]
     if rounded := check_dtypes(state, wanted, str(file)):
         more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         warn(
-            f"{file}: {rounded[0]}{more} is rounded to {wanted[rounded[0]]}; to keep it, load the base in the"
-            " dtype it was tuned in"
+            f"{file}: {rounded[0]}{more} is rounded to {wanted[rounded[0]]}; a base that is loaded in"
+            f" {state[rounded[0]].dtype} keeps it"
         )
 
 
