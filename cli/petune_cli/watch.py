@@ -20,7 +20,8 @@ def watch(
 
     place = folder.expanduser()
     if not place.is_dir():
-        raise UsageError("there is no such folder", where=str(folder), remedy="petune watch FOLDER")
+        wrong = "this is a file, not a folder of runs" if place.exists() else "there is no such folder"
+        raise UsageError(wrong, where=str(folder), remedy="petune watch FOLDER")
     try:
         server = Watch(place, port)
     except OSError as error:

@@ -337,11 +337,11 @@ class Run:
 
     def _place(self, out: str | Path | None, usual: str) -> Path:
         """Where to write: `out`, or a folder of the run's. Raises UsageError for one the run is read from."""
-        place = Path(out) if out else self.folder / usual
+        place, bases = path_of(out) if out else self.folder / usual, list[Path]()
         own = [self.folder / "tuned", self.folder / "best", *self.folder.glob("checkpoints/*")]
         with suppress(PetuneError):  # of a full tuning the base may be gone
-            own.append(Path(resolve_model(self.recipe.model, self.recipe.folder).place))
-        if place.resolve() in {one.resolve() for one in own}:
+            bases.append(Path(resolve_model(self.recipe.model, self.recipe.folder).place).resolve())
+        if place.resolve() in bases or any(place.resolve().is_relative_to(one.resolve()) for one in own):
             raise UsageError("this run is read from here", where=str(place), remedy="give another folder")
         return place
 
@@ -370,7 +370,7 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
     model is needed. `verify_base` compares the whole base with the one it was trained on then. Raises
     FileError when the folder is not a run's, or its settings were cut or edited.
     """
-    path = path_of(folder).expanduser()
+    path = path_of(folder)
     if not is_run(path):
         raise no_run(path)
     return Run(path, verify_base, replace(NO_OBJECTS, model=base))

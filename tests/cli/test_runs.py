@@ -44,7 +44,8 @@ def test_an_empty_folder_and_none_are_told_apart(type_: Type, tmp_path: Path) ->
     (tmp_path / "runs").mkdir()
     assert type_("runs").out == "no run has begun in runs yet\n" and type_("runs", "--json").out == "[]\n"
     (tmp_path / "runs" / "rows.csv").write_text("text\n")
-    assert "this is a file, not a folder of runs" in type_("runs", "runs/rows.csv").err
+    for verb in ("runs", "watch"):
+        assert "this is a file, not a folder of runs" in type_(verb, "runs/rows.csv").err
 
 
 def test_no_name_is_obeyed_by_a_terminal(type_: Type, tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_a_merged_run_is_a_plain_checkpoint_with_equal_logits(family: str, metho
     assert torch.equal(logits(auto(family).from_pretrained(again), family), logits(loaded, family))
     with pytest.raises(UsageError, match="occupied"):
         finished.merge(tmp_path / "merged")
-    for own in (tmp_path / family, finished.folder / "tuned"):
+    for own in (tmp_path / family, finished.folder / "tuned", finished.folder / "tuned" / "inside"):
         with pytest.raises(UsageError, match="read from here"):
             finished.merge(own, overwrite=True)
     if family == "bert" and method == "lora":
