@@ -201,7 +201,7 @@ def _show(seen: Outlook) -> None:
     echo("")
     idle = [] if any(rank.memory.gathered for rank in found.ranks) else ["gathered"]
     idle += [] if found.plan.experts else ["experts"]
-    idle += [] if any(rank.held for rank in found.ranks) else ["rows held"]
+    idle += [] if any(rank.held for rank in found.ranks) else ["rows at most"]
     shown = [at for at, head in enumerate(_HEADS) if head not in idle]
     rows = [_row(rank) for rank in found.ranks]
     show_table([_HEADS[at] for at in shown], [[row[at] for at in shown] for row in rows])
@@ -235,8 +235,8 @@ def _schedule(found: Forecast) -> None:
 
 
 _SHARES = ("rank", "blocks", "heads", "columns", "experts", "tokens", "rows")
-_BYTES = ("frozen", "tuned", "gradients", "optimizer", "activations", "gathered", "rows held", "in all", "of")
-_HEADS = (*_SHARES, *_BYTES)
+_BYTES = ("frozen", "tuned", "gradients", "optimizer", "activations", "gathered", "in all", "of")
+_HEADS = (*_SHARES, *_BYTES, "rows at most")
 
 
 def _row(rank: Rank) -> tuple[str, ...]:
@@ -245,13 +245,14 @@ def _row(rank: Rank) -> tuple[str, ...]:
     memory = rank.memory
     numbers = (rank.heads, rank.columns, rank.experts, rank.tokens, rank.rows)
     parts = (memory.frozen, memory.tuned, memory.gradients, memory.optimizer, memory.activations)
-    sizes = (*parts, memory.gathered, rank.held, rank.total)
+    sizes = (*parts, memory.gathered, rank.total)
     return (
         str(rank.rank),
         rank.blocks,
         *("-" if number is None else str(number) for number in numbers),
         *map(human, sizes),
         "?" if rank.limit is None else human(rank.limit) + ("" if rank.fits else "  DOES NOT FIT"),
+        human(rank.held),
     )
 
 

@@ -95,14 +95,14 @@ class Rank:
 
     @property
     def held(self) -> int:
-        """The most that rows of an activation cache take on the device; 0 where its size is not known."""
-        left = 0 if self.limit is None else self.limit - self.memory.total - self.process
+        """The most that rows of an activation cache take of what is left; 0 where that is not known."""
+        left = 0 if self.limit is None else self.limit - self.total
         return int(self.room * max(0, left))
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
-        return self.memory.total + self.process + self.held
+        """Bytes in all, without rows of a cache, which take what is left."""
+        return self.memory.total + self.process
 
     @property
     def fits(self) -> bool:
@@ -152,7 +152,6 @@ def _found(rank: Rank) -> str:
         "activations": memory.activations,
         "gathered": memory.gathered,
         "the process": rank.process,
-        "rows of the cache": rank.held,
     }
     return f"{human(rank.total)}: " + ", ".join(
         f"{name} {human(size)}" for name, size in parts.items() if size

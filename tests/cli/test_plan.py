@@ -113,7 +113,7 @@ def test_plan_says_what_leaves_memory_with_a_whole_cache(type_: Type) -> None:
     on_gpu = type_("plan", "t5_side_cache", "--device", "H200", "cache_room=0.25").out
     assert "on the device, besides, where all take at most 3" in on_gpu
     row = next(line for line in on_gpu.splitlines() if line.startswith("0 "))
-    assert "  3" in row and "rows held" in on_gpu  # 3x GiB of 140
+    assert "  3" in row and "rows at most" in on_gpu  # 3x GiB of 140
     assert "besides" not in type_("plan", "t5_side_cache", "--device", "H200", "cache_room=0").out
     assert not any("leave memory" in line for line in type_("plan", "llama_side").out.splitlines())
 
