@@ -130,37 +130,24 @@ class Stack(nn.ModuleList):
         """The call of a port: run block `number` with these arguments. Returns what the block does; the last
         one's hidden states are those that leave the stack. Raises UsageError for a block that is called
         before the first one."""
-        if not self.still:
-            return self._advance(number, block, first, last, args, kwargs)
-        with torch.no_grad():
-            return self._advance(number, block, first, last, args, kwargs)
-
-    def _advance(
-        self,
-        number: int,
-        block: nn.Module | Elsewhere,
-        first: bool,
-        last: bool,
-        args: tuple[Any, ...],
-        kwargs: Call,
-    ) -> Any:
-        self.reached = True
-        by_position = self.arguments[number][: len(args)]
-        call: Call = dict(zip(by_position, args, strict=True)) | kwargs
-        if isinstance(block, Elsewhere):
-            return self._handed_on(call)
-        if first:
-            others = {name: value for name, value in call.items() if name != "hidden_states"}
-            self.now = cast("StackPass", self(call["hidden_states"], **others))
-        now = self.now
-        if now is None:
-            what = f"block {number} of the {self.name} was called before the first block"
-            raise UsageError(what, expected="a loop over all blocks, in order")
-        one = Recorded(number, block, call, by_position)
-        if now.waiting is not None:
-            return self._wait(now.waiting, one, last)
-        output = self._run(one, self._inside(now, call) | (now.carry if first else {}))
-        return self._finish(output) if last else output
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.still):
+            self.reached = True
+            by_position = self.arguments[number][: len(args)]
+            call: Call = dict(zip(by_position, args, strict=True)) | kwargs
+            if isinstance(block, Elsewhere):
+                return self._handed_on(call)
+            if first:
+                others = {name: value for name, value in call.items() if name != "hidden_states"}
+                self.now = cast("StackPass", self(call["hidden_states"], **others))
+            now = self.now
+            if now is None:
+                what = f"block {number} of the {self.name} was called before the first block"
+                raise UsageError(what, expected="a loop over all blocks, in order")
+            one = Recorded(number, block, call, by_position)
+            if now.waiting is not None:
+                return self._wait(now.waiting, one, last)
+            output = self._run(one, self._inside(now, call) | (now.carry if first else {}))
+            return self._finish(output) if last else output
 
     def _handed_on(self, call: Call) -> Any:
         """What a block returns that hands on these values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,3 +85,26 @@ def assert_trains_alike(
     for name, value in made.named_parameters():
         assert torch.allclose(value, values[name], rtol=0, atol=1e-6), name
     assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
+
+
+def cells_of_methods(methods: Iterable[str]) -> list[Any]:
+    """(method, what is kept, rows): all of them, of which the short suite has each method on one rung."""
+    return [
+        pytest.param(
+            method,
+            keep,
+            rows,
+            marks=() if at % 4 == level and (at % 2 == 0) == (rows == "packed") else pytest.mark.long,
+        )
+        for at, method in enumerate(methods)
+        for level, keep in enumerate(LEVELS)
+        for rows in ("padded", "packed")
+    ]
+
+
+def cells_of_plans(
+    plans: Iterable[str], kept: Sequence[int], short: Collection[tuple[str, str, int]]
+) -> list[Any]:
+    """(plan, method, number of what is kept): all of them, of which `short` are in the short suite."""
+    every = [(plan, method, own) for plan in plans for method in ("full", "lora") for own in kept]
+    return [pytest.param(*cell, marks=() if cell in short else pytest.mark.long) for cell in every]

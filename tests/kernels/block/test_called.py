@@ -56,17 +56,7 @@ def packed() -> dict[str, Any]:
     return own_blocks.packed(NAME)
 
 
-CELLS = [
-    pytest.param(
-        method,
-        keep,
-        rows,
-        marks=() if at % 4 == level and (at % 2 == 0) == (rows == "packed") else pytest.mark.long,
-    )
-    for at, method in enumerate(METHODS)
-    for level, keep in enumerate(LEVELS)
-    for rows in ("padded", "packed")
-]
+CELLS = own_blocks.cells_of_methods(METHODS)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from petune.models import family_of
 from petune.parallel.plan import ParallelPlan
 from petune.rng.context import running
 from tests.kernels.live import Live
-from tests.kernels.own_blocks import LEVELS, assert_trains_alike, fused, tuned
+from tests.kernels.own_blocks import LEVELS, assert_trains_alike, cells_of_plans, fused, tuned
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
@@ -190,15 +190,7 @@ SHORT = [("tp", "lora", 3), ("shard", "full", 0)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "method", "kept"),
-    [
-        pytest.param(plan, method, kept, marks=() if (plan, method, kept) in SHORT else pytest.mark.long)
-        for plan in PLANS
-        for method in ("full", "lora")
-        for kept in (0, 3)
-    ],
-)
+@pytest.mark.parametrize(("plan", "method", "kept"), cells_of_plans(PLANS, (0, 3), SHORT))
 def test_ranks_of_a_plan_train_as_one_process_with_dropout(plan: str, method: str, kept: int) -> None:
     check(case(NAMES[0], method, PLANS[plan], steps=1, dropout=0.1, blocks=KEPT[kept]))
 

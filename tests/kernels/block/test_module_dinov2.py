@@ -17,7 +17,7 @@ from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.policy_hook import shape_of
 from petune.methods import wrap
 from petune.parallel.plan import ParallelPlan
-from tests.kernels.own_blocks import LEVELS, assert_trains_alike, fused, tuned, wide
+from tests.kernels.own_blocks import LEVELS, assert_trains_alike, cells_of_plans, fused, tuned, wide
 from tests.methods.zoo import batch, of_64, tiny
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
@@ -103,15 +103,7 @@ SHORT = [("galaxy", "full", 1)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "method", "kept"),
-    [
-        pytest.param(plan, method, kept, marks=() if (plan, method, kept) in SHORT else pytest.mark.long)
-        for plan in PLANS
-        for method in ("full", "lora")
-        for kept in (1, 3)
-    ],
-)
+@pytest.mark.parametrize(("plan", "method", "kept"), cells_of_plans(PLANS, (1, 3), SHORT))
 def test_ranks_of_a_plan_train_as_one_process(plan: str, method: str, kept: int) -> None:
     check(case(NAME, method, PLANS[plan], steps=1, blocks=KEPT[kept]))
 

@@ -23,7 +23,13 @@ from petune.methods import merge, wrap
 from petune.models import family_of
 from petune.models.tuned_parts import LowRank
 from petune.parallel.plan import ParallelPlan
-from tests.kernels.own_blocks import LEVELS, assert_trains_alike, fused, tuned
+from tests.kernels.own_blocks import (
+    assert_trains_alike,
+    cells_of_methods,
+    cells_of_plans,
+    fused,
+    tuned,
+)
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
@@ -54,17 +60,7 @@ def packed() -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
 
 
-CELLS = [
-    pytest.param(
-        method,
-        keep,
-        rows,
-        marks=() if at % 4 == level and (at % 2 == 0) == (rows == "packed") else pytest.mark.long,
-    )
-    for at, method in enumerate(METHODS)
-    for level, keep in enumerate(LEVELS)
-    for rows in ("padded", "packed")
-]
+CELLS = cells_of_methods(METHODS)
 
 
 @pytest.mark.slow
@@ -195,15 +191,7 @@ SHORT = [("sp-gather", "lora", 3), ("shard", "full", 1)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "method", "kept"),
-    [
-        pytest.param(plan, method, kept, marks=() if (plan, method, kept) in SHORT else pytest.mark.long)
-        for plan in PLANS
-        for method in ("full", "lora")
-        for kept in (1, 3)
-    ],
-)
+@pytest.mark.parametrize(("plan", "method", "kept"), cells_of_plans(PLANS, (1, 3), SHORT))
 def test_ranks_of_a_plan_train_as_one_process(plan: str, method: str, kept: int) -> None:
     check(case(NAME, method, PLANS[plan], steps=1, blocks=KEPT[kept]))
 
