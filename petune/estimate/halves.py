@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from petune.estimate.durations import Both
 from petune.estimate.workload import Workload
+from petune.kernels.block.cores import calls_cores
 from petune.methods.configs import method_of
-from petune.models.spec import Attention, LinearAttention
 from petune.parallel.plan import ParallelPlan, apportion
 from petune.recipe import Recipe
 
@@ -66,12 +66,9 @@ def takes_halves(work: Workload) -> bool:
     """Whether halves of rows may go through the blocks of such a model in turns: of hidden states alone, by
     steps, without experts."""
     family = work.family
-    cores = [one.core for rule in family.stacks.values() for one in rule.sublayers]
-    called = any(
-        isinstance(core, Attention) and (core.gated or isinstance(core, LinearAttention)) for core in cores
-    )
-    given = any(rule.bias or rule.positions for rule in family.stacks.values())
-    return not (work.shape.experts or family.kind == "encoder-decoder" or called or given)
+    biased = any(rule.bias for rule in family.stacks.values())
+    other = work.shape.experts or family.kind == "encoder-decoder"
+    return not (other or biased or calls_cores(family))
 
 
 def may_pay(plan: ParallelPlan, work: Workload, recipe: Recipe) -> bool:

@@ -21,10 +21,11 @@ from petune.estimate.forecast import PROCESS, Sketch
 from petune.estimate.fused_room import fused_blocks_of
 from petune.estimate.message_rooms import message_rooms
 from petune.estimate.slices import Bytes, Need, RankPart, Rest, between, mixed, on_line
+from petune.kernels.block.cores import calls_cores
 from petune.kernels.memory.buffers import head_bytes
 from petune.kernels.memory.policy import WORKSPACE
 from petune.kernels.memory.policy_hook import rounded
-from petune.models.spec import Attention, Family
+from petune.models.spec import Family
 from petune.models.stack import Stack
 from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
@@ -40,8 +41,7 @@ class RankBytes:
         self.slices: dict[object, tuple[RankPart, RankPart, RankPart]] = {}
         self.known: dict[object, tuple[Bytes, Bytes]] = {}
         self.ends: tuple[Bytes, Bytes] | None = None
-        cores = (one.core for rule in self.family.stacks.values() for one in rule.sublayers)
-        self.calls = any(isinstance(core, Attention) and core.called for core in cores)
+        self.calls = calls_cores(self.family)
         self.weighed = weighed(drawn.model)
         self.process = PROCESS[drawn.device]
         self.shape = self.family.shape(drawn.config)

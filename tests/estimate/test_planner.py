@@ -309,6 +309,13 @@ def test_blocks_that_a_cut_leaves_unfused_are_counted_so(tmp_path: Path) -> None
         assert planner.memory.bytes_of(cut, 0, 0, 8, again) == alone.memory.bytes_of(cut, 0, 0, 8, again)
 
 
+def test_cores_that_are_called_are_counted_unfused_where_ranks_hide_what_they_say(tmp_path: Path) -> None:
+    recipe = recipe_of("qwen3_5-causal", tmp_path, batch_size=8, device="cuda", dtype="bf16")
+    planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
+    plain, hidden = (planner.plan(ParallelConfig(tp=CutConfig(size=2, overlap=own))) for own in (False, True))
+    assert planner.room.fuses(plain) and not planner.room.fuses(hidden)
+
+
 def test_fused_blocks_recompute_by_themselves(on_gpus: Recipe) -> None:
     """So no recipe is told to: what is kept is chosen in the run, block by block."""
 

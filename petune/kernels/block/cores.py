@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from petune.models.spec import Attention, LinearAttention, Mlp, RoutedMlp
+from petune.models.spec import Attention, Family, LinearAttention, Mlp, RoutedMlp
 
 Core = Attention | Mlp | RoutedMlp
 Drawn = Literal["group", "drop", "bottleneck", "core"]  # what has a dropout of its own
@@ -39,6 +39,11 @@ def is_called(core: Core) -> bool:
     return isinstance(core, LinearAttention) or (
         isinstance(core, Attention) and (core.gated or core.positions is not None)
     )
+
+
+def calls_cores(family: Family) -> bool:
+    """Whether blocks of a family call one of their cores as it is."""
+    return any(is_called(core) for rule in family.stacks.values() for core in rule.cores)
 
 
 def calls_all(core: Core) -> bool:
