@@ -224,7 +224,7 @@ RULES = (
     *(
         Rule(
             (key,),
-            lambda recipe, key=key: not _PLACEHOLDER.search(_text_at(recipe, key)),  # type: ignore[misc]
+            lambda recipe, key=key: not _PLACEHOLDER.search(_text_at(recipe, key)),  # type: ignore[misc]  # mypy: a default
             "a recipe fills in no ${NAME}",
             f'write the value; or leave it to the shell: {key}="$NAME" on the command line',
         )
@@ -284,7 +284,7 @@ RULES = (
     *(
         Rule(
             (key, "on_spike"),
-            lambda recipe, key=key: (  # type: ignore[misc]
+            lambda recipe, key=key: (  # type: ignore[misc]  # mypy: a default
                 recipe.on_spike != "off" or getattr(recipe, key) == Recipe.model_fields[key].default
             ),
             "it is about on_spike, which is off",
@@ -331,7 +331,7 @@ RULES = (
     *(
         Rule(
             (key, "method"),
-            lambda recipe, unset=unset: unset(recipe) or not method_of(recipe.method).head_alone,  # type: ignore[misc]
+            lambda recipe, unset=unset: unset(recipe) or not method_of(recipe.method).head_alone,  # type: ignore[misc]  # mypy: a default
             "it is about what blocks keep for a backward pass, and under this method they have none",
             f"remove {key}, or set another method",
         )

@@ -9,7 +9,14 @@ from petune.errors import UsageError
 from petune.models.tuned_linear import TunedLayer, TunedLinear
 from petune.models.tuned_parts import BottleneckPart, LowRank
 
-UNFUSE = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
+_FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
+
+
+def exchanged(name: str, layer: object) -> UsageError:
+    """The error of a layer that another has taken the place of: which of the two was to be computed would be
+    a guess."""
+    what = f"a layer of a fused block was exchanged: {name}"
+    return UsageError(what, found=type(layer).__name__, remedy=_FIRST)
 
 
 def known_part(layer: nn.Module) -> LowRank:
@@ -21,7 +28,7 @@ def known_part(layer: nn.Module) -> LowRank:
         return LowRank(layer.weight, layer.bias, transposed=True)
     part = layer.low_rank() if isinstance(layer, TunedLinear) else None
     if part is None:
-        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=UNFUSE)
+        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
     return part
 
 

@@ -93,7 +93,7 @@ class Product(Step):
         wanted = self.x in run.wants
         dx, ds = group.dproducts(dy) if wanted or group.entry is not None else (None, group.dlow(dy))
         x = v.get(self.x)
-        rows = LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
+        rows = LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]  # x is kept where there is none
         group.learn(run.sink, dy, group.entered(rows), v[self.s], ds, db=db)
         if dx is not None:
             dx = group.unentered(run.sink, dx, rows)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from petune.errors import UsageError
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import BlockLayers, Call, Draws, Spec
@@ -28,7 +27,7 @@ from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
 from petune.kernels.block.halves import BlockPass, Halves, calls_of_halves
-from petune.kernels.block.known_layers import UNFUSE, known_bottleneck, known_part
+from petune.kernels.block.known_layers import exchanged, known_bottleneck, known_part
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.block.watchers import hooks_act
@@ -267,11 +266,7 @@ class FusedBlock(nn.Module):
         """
         for parent, name, layer in self.spec.homes:
             if parent._modules.get(name) is not layer:
-                raise UsageError(
-                    f"a layer of a fused block was exchanged: {name}",
-                    found=type(parent._modules.get(name)).__name__,
-                    remedy=UNFUSE,
-                )
+                raise exchanged(name, parent._modules.get(name))
         groups = tuple(
             tuple(part for layer in layers for part in known_part(layer).each) for layers in self.spec.layers
         )

@@ -44,7 +44,7 @@ class OfMixture(Step):
     def entered(self, run: BlockRun, v: Values) -> LinearInput:
         """h, made only if it must be."""
         x = v.get(self.h)
-        return LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
+        return LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]  # x is kept where there is none
 
     def makes_h_again(self, shape: BlockShape, there: bool) -> bool:
         """Whether its backward pass asks for h, which is gone."""

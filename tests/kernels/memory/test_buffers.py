@@ -281,7 +281,7 @@ def hollow_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_:
 
 def engine(shape: BlockShape, ops: Ops) -> tuple[Program, BlockRun, list[bool]]:
     """A block of that shape without memory: its program, a pass of it, and which of its tensors train."""
-    frozen = {"dtype": torch.bfloat16, "device": "meta"}
+    frozen: Any = {"dtype": torch.bfloat16, "device": "meta"}
     program = of_shape(shape)
     scalings: dict[Role, Scaling] = {}
     for one in shape.sublayers:
@@ -295,7 +295,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, BlockRun, list[bool]]:
             if rank
             else (None, None)
         )
-        weight, scaling = torch.empty(outputs, inputs, **frozen), scalings.get(role)  # type: ignore[arg-type]
+        weight, scaling = torch.empty(outputs, inputs, **frozen), scalings.get(role)
         by = (
             None
             if scaling is None
@@ -306,7 +306,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, BlockRun, list[bool]]:
     def together(parts: list[LowRank]) -> list[LowRank]:
         """The parts of one linear."""
         sizes = [len(one.weight) for one in parts]
-        weight = torch.empty(sum(sizes), parts[0].weight.shape[1], **frozen)  # type: ignore[arg-type]
+        weight = torch.empty(sum(sizes), parts[0].weight.shape[1], **frozen)
         return [
             one._replace(weight=weight, rows=rows, leads=not at)
             for at, (one, rows) in enumerate(zip(parts, sizes, strict=True))
@@ -317,14 +317,14 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, BlockRun, list[bool]]:
         own = [part(role, place) for role in place.roles]
         own = together(own) if len(place.paths) < len(own) else own
         k, rank = own[0].weight.shape[1], sum(0 if one.a is None else len(one.a) for one in own)
-        whole = torch.empty(sum(one.outputs for one in own), k + rank, **frozen)  # type: ignore[arg-type]
+        whole = torch.empty(sum(one.outputs for one in own), k + rank, **frozen)
         room = rank > 0 and place.kind != "out" and not (place.scaled or shape.roomless)
         base = Dense(whole[:, :k], None, whole if room else None)
         groups.append(Group(own, torch.bfloat16, place.first, ops, base, gates=place.kind == "up"))
-    norm = torch.empty(shape.width, **frozen)  # type: ignore[arg-type]
+    norm = torch.empty(shape.width, **frozen)
     norms = [(norm,) if one.kind == "rms" else (norm, norm) for one in program.norms]
     how = attending.How(shape.causal, 1.0, 1)
-    angles = (torch.empty(1, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
+    angles = (torch.empty(1, shape.head_dim, **frozen),) * 2
     linears = TENSORS * sum(len(place.roles) for place in program.groups)
     # linears have no bias
     needs = [
@@ -356,7 +356,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, BlockRun, list[bool]]:
             bottlenecks=behind,
             mixtures=[mixture(shape)] if program.mixtures else [],
             vectors=[norm for _ in program.vectors],
-            reach=torch.empty(1, **frozen) if program.reach else None,  # type: ignore[arg-type]
+            reach=torch.empty(1, **frozen) if program.reach else None,
         ),
         needs,
     )
@@ -466,7 +466,7 @@ def parallel(shape: BlockShape) -> BlockShape:
 def reaching(shape: BlockShape) -> BlockShape:
     """The block with queries that are multiplied by what positions say."""
     attention, mlp = shape.sublayers
-    core = replace(attention.core, reach=by_position)  # type: ignore[type-var]
+    core = replace(attention.core, reach=by_position)  # type: ignore[type-var]  # by kind
     return replace(shape, described=(replace(attention, core=core), mlp))
 
 
