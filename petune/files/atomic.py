@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from petune.errors import FileError, PetuneError, UsageError
+from petune.files.given import path_of
 from petune.files.lock import lives
 from petune.files.manifest import seal_folder
 from petune.files.safetensors import open_regular, sync_folder, writing
@@ -20,14 +21,17 @@ from petune.files.safetensors import open_regular, sync_folder, writing
 LEFTOVER = re.compile(r"\.(.+)\.(tmp|old)-([0-9]+)")
 
 
-def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, ours: Collection[str]) -> Path:
-    """Let `fill` write into a sibling of `folder`, flush it and give it the name by one rename; a failure
-    leaves things as they were.
+def commit_folder(
+    given: str | os.PathLike[str], fill: Callable[[Path], None], overwrite: bool, ours: Collection[str]
+) -> Path:
+    """Let `fill` write into a sibling of the folder that is `given`, flush it and give it the name by one
+    rename; a failure leaves things as they were.
 
     With `overwrite` a folder that holds one of the files `ours` is replaced. What killed commits of this name
-    left is removed first. Raises UsageError for any other occupied place, FileError for a link, MachineError.
+    left is removed first. Raises UsageError as `path_of` and for any other occupied place, FileError for a
+    link, MachineError.
     """
-    folder = folder.absolute()
+    folder = path_of(given).absolute()
     if folder.is_symlink():
         remedy = f"name the folder behind it ({folder.resolve()}), or remove the link"
         raise FileError(

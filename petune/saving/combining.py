@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.files.given import path_of
 from petune.files.manifest import RECORD, check_folder
 from petune.files.safetensors import read_json, read_tensors
 from petune.log import say
@@ -55,7 +56,7 @@ def combine(
     if len(folders) < 2 or how not in ("cat", "svd", "linear") or (r is not None and how != "svd"):
         what = "combine takes two folders or more, how: cat, svd or linear, and r with svd alone"
         raise UsageError(what, found=f"{len(folders)} folders, how: {how}, r: {r}")
-    adapters = {str(folder): read_adapter(model, Path(folder)) for folder in folders}
+    adapters = {str(folder): read_adapter(model, path_of(folder)) for folder in folders}
     parts: dict[str, list[Part]] = {}
     for adapter, weight in zip(adapters.values(), folders.values(), strict=True):
         for name, own in adapter.layers.items():

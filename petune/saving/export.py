@@ -130,7 +130,11 @@ def save_shared(
     refuse_merged(model)
     base = origin(model)
     name = base_name or base
-    if base and not method_of(record.config).trains_base and Path(base).resolve() == Path(folder).resolve():
+    if (
+        base
+        and not method_of(record.config).trains_base
+        and Path(base).resolve() == path_of(folder).resolve()
+    ):
         what = "the base of this tuning was loaded from here"
         raise UsageError(what, where=str(folder), remedy="give another folder")
 
@@ -143,7 +147,7 @@ def save_shared(
             tokenizer.save_pretrained(work)
 
     fill_all = partial(save_each, model, fill=fill) if record.adapters else fill
-    return commit_folder(path_of(folder), fill_all, overwrite, OURS)
+    return commit_folder(folder, fill_all, overwrite, OURS)
 
 
 def _refuse_rooms(work: Path, rooms: Rooms) -> None:
@@ -180,7 +184,7 @@ def write_peft(
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(path_of(folder), fill, overwrite, OURS)
+    return commit_folder(folder, fill, overwrite, OURS)
 
 
 def refuse_unwritable(model: nn.Module) -> None:
@@ -219,7 +223,7 @@ def write_adapters(
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(path_of(folder), fill, overwrite, OURS)
+    return commit_folder(folder, fill, overwrite, OURS)
 
 
 def _write_model(
@@ -431,7 +435,7 @@ def save_merged(
         try:
             if unties:
                 config.tie_word_embeddings = False
-            place = commit_folder(path_of(folder), fill, overwrite, OURS)
+            place = commit_folder(folder, fill, overwrite, OURS)
         finally:
             if unties:
                 config.tie_word_embeddings = tied

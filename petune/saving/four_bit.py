@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from petune.errors import PetuneError, UsageError
 from petune.files.atomic import commit_folder
-from petune.files.given import path_of
 from petune.files.ranges import sources
 from petune.files.safetensors import read_header, read_json, write_json
 from petune.methods import is_wrapped, tuning
@@ -85,7 +84,7 @@ def save_base(
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(path_of(folder), fill, overwrite, OURS)
+    return commit_folder(folder, fill, overwrite, OURS)
 
 
 def _base(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import FileError, UsageError
 from petune.files.atomic import commit_folder
+from petune.files.given import path_of
 from petune.files.manifest import MANIFEST
 from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.kernels.fuse import fused_blocks
@@ -91,7 +92,7 @@ def write_for(
         renames = {name: name for name in renames}
     factors, rank, alpha = _folded(model, server)
     before, found = logits_of(model, probe(model)), 0.0
-    place = Path(folder).absolute()
+    place = path_of(folder).absolute()
 
     def fill(work: Path) -> None:
         nonlocal found

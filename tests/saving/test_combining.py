@@ -70,6 +70,13 @@ def test_cat_is_the_sum_and_svd_of_its_whole_rank_too(tmp_path: Path) -> None:
     assert float((logits(combine(tiny(NAME), folders, "svd", r=2)) - whole).abs().max()) > 1e-3
 
 
+def test_folders_may_begin_with_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders = [saved(tmp_path / str(seed), seed) for seed in (3, 4)]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = combine(tiny(NAME), {f"~/{folder.name}": 1.0 for folder in folders})
+    assert_close(logits(found), logits(combine(tiny(NAME), dict.fromkeys(folders, 1.0))))
+
+
 def test_what_has_no_sum_is_refused(tmp_path: Path) -> None:
     one = saved(tmp_path / "one", 3)
     cases: list[tuple[Path, str, str]] = [
