@@ -69,9 +69,10 @@ class Positions:
     alone, by role; a block that has none puts it through q and k. makers: modules beside the stack that make
     it, wherever blocks are. half: the attribute of `at` that is half the positions of the table. own: what
     extends the classes of `at`, whose name is "", and of modules below it, so that dropout is drawn by index
-    there. asked, twice: the attributes of `at` that say whether it scores any, and whether the table goes
-    through q and k. handed: what else a block hands `at`, by name; queries: what it would, where they are
-    made of others than hidden states. drops: the dropouts of `at`.
+    there, and `at` takes a function `attend` for scores and what follows. asked, twice: the attributes of
+    `at` that say whether it scores any, and whether the table goes through q and k. handed: what else a block
+    hands `at`, by name; queries: what it would, where they are made of others than hidden states. drops: the
+    dropouts of `at`.
     """
 
     argument: str

@@ -99,11 +99,10 @@ def places(batch: int, length: int, device: torch.device) -> Tensor:
     """The numbers of the rows of a matrix that stands for [batch, length, features]: [batch * length] int64,
     placed by `running()`.
 
-    Of a batch whose padding was left out, index them as the tokens were. Raises UsageError when
+    Of a batch whose padding was left out, [1, kept], those of the kept tokens. Raises UsageError when
     `running().rows` are not `batch`.
     """
-    shape = (batch, length)
-    return ((_rows(shape, device) << 32).unsqueeze(-1) + _numbers(length, running().token, device)).view(-1)
+    return _places((batch, length), running().token, device).view(-1)
 
 
 def draw(numbers: Tensor, p: float) -> Drop:
@@ -229,9 +228,8 @@ class _Fused(torch.autograd.Function):
 @torch.no_grad()
 def _drawn(x: Tensor, p: float, firsts: tuple[int, ...]) -> Drop:
     """The next draw for `x`; the matrix's rows are the places of `x`, which are all its dims but the last."""
-    numbers, base = _rows(x.shape, x.device) << 32, _next_base()
-    if len(firsts) > 1:
-        numbers = numbers.unsqueeze(-1) + _numbers(x.shape[1], firsts[0], x.device)
+    base = _next_base()
+    numbers = _rows(x.shape, x.device) << 32 if len(firsts) == 1 else _places(x.shape, firsts[0], x.device)
     for dim, first in enumerate(firsts[1:-1], 2):
         numbers, base = _hashed(numbers + base).unsqueeze(-1) + _numbers(x.shape[dim], first, x.device), 0
     return Drop(numbers.reshape(-1), base, p, firsts[-1] if x.dim() > 1 else 0)
@@ -252,6 +250,16 @@ def _kept(how: Drop, features: int) -> Tensor:
 def _width(x: Tensor) -> int:
     """Features of a place of `x`; a vector has rows alone."""
     return x.shape[-1] if x.dim() > 1 else 1
+
+
+def _places(shape: Sequence[int], token: int, device: torch.device) -> Tensor:
+    """The numbers [rows, tokens] int64 of the tokens of a tensor of this shape, of whose rows `token` is the
+    first; of a batch whose padding was left out, [1, kept], those of `running().segments`."""
+    kept = running().segments
+    if kept is not None and tuple(shape[:2]) == (1, kept.total) != kept.shape:
+        numbers = _places(kept.shape, token, device).view(-1)
+        return (numbers if kept.places is None else numbers[kept.places])[None]
+    return (_rows(shape, device) << 32).unsqueeze(-1) + _numbers(shape[1], token, device)
 
 
 def _rows(shape: Sequence[int], device: torch.device) -> Tensor:

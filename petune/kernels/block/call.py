@@ -84,6 +84,7 @@ class Spec:
     distances: tuple[nn.Module, str] | None = None
     clamps: bool = False  # the block's own forward clamps what overflows in float16
     said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
+    pairs: bool = False  # called attention that scores positions makes scores of all pairs of tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,9 +139,7 @@ class Spec:
     @property
     def padded(self) -> str | None:
         """Why it computes on padding too, where there is any, or None."""
-        if self.called and self.called[0].table.positions is not None:
-            return "its attention scores positions of whole rows"
-        if self.called:
+        if self.called and self.called[0].table.positions is None:
             return "its mixers carry a state through whole rows"
         for step, exchange in zip(self.program.attends, self.exchanges, strict=False):
             if exchange is not None and exchange.kind == "ring":

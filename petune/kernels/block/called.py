@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from petune.kernels.block.scored import ScoredAttention
+from petune.models.extension import extend
 from petune.models.spec import Attention, LinearAttention, Positions, Role
 from petune.models.tuned_linear import bottleneck_of, linear_of
 from petune.rng.context import Running
@@ -87,14 +89,15 @@ class CalledCore:
 @dataclass
 class CoreCall:
     """One call of a core. batch: rows of equal length; here: where dropout is drawn; autocast: whether the
-    caller computes in it, and its dtype. states: of torch's generators as the first pass found them, where
-    what drops out is drawn from these."""
+    caller computes in it, and its dtype; kernels: it may use Triton's. states: of torch's generators as the
+    first pass found them, where what drops out is drawn from these."""
 
     core: CalledCore
     arguments: Mapping[str, Any]
     batch: int
     here: Running
     autocast: tuple[bool, torch.dtype]
+    kernels: bool = False
     states: list[Tensor] = field(default_factory=list)
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, table: Tensor | None = None) -> Tensor:
@@ -106,8 +109,11 @@ class CoreCall:
         with self._drawn_alike(x.device), drawing(self.here), rounding:
             hidden = x.reshape(self.batch, -1, x.shape[-1])
             given = {"hidden_states": hidden, **self.arguments}
-            if self.core.table.positions is not None:
-                given[self.core.table.positions.argument] = table
+            if (positions := self.core.table.positions) is not None:
+                given[positions.argument] = table
+                if self.here.segments is not None:  # else a mask may say what is padding
+                    extend(self.core.module, positions.own[""])
+                    given["attend"] = ScoredAttention(self.here.segments, self.kernels)
             found = functional_call(self.core.module, dict(tensors), (), given)
         y: Tensor = found[0] if isinstance(found, tuple) else found
         return y.reshape(len(x), -1)

@@ -85,7 +85,7 @@ class CallCore(Step):
         """See Step. Its operations, one by one, write what the graph keeps, and read it."""
         core = shape.called_core
         yield "matmul", matmul(rows, shape.width, core.weights / shape.width, shape.itemsize)
-        yield "memory", Cost(rows * core.flop, 2 * rows * core.kept)
+        yield "memory", Cost(rows * core.flop, rows * (2 * core.kept + core.moved))
         if core.scores is not None:
             yield "attention", attention(rows, sequence, *core.scores, itemsize=shape.itemsize)
 

@@ -36,6 +36,9 @@ class Unpadded:
         """See stack_protocols.Edges: the encoder's hidden states have rows and padding of their own."""
         if name in MASKS:
             return None if value is NO_MASK else value
+        positions = stack.rule.positions
+        if positions is not None and name in (positions.argument, *positions.handed):  # of no row
+            return value
         return cast("Tensor", _packed(value, here.memory if name == MEMORY else here.segments))
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:

@@ -188,8 +188,9 @@ class FusedBlock(nn.Module):
         """Of the cores that are called as they are."""
         kind, known = hidden.device.type, self.spec.arguments
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        kernels = self.spec.ops.name == "triton"
         return [
-            CoreCall(core, core.arguments(given, known), len(hidden), here, autocast)
+            CoreCall(core, core.arguments(given, known), len(hidden), here, autocast, kernels)
             for core, here in zip(self.spec.called, draws.cores, strict=True)
         ]
 

@@ -64,8 +64,12 @@ def leave_padding_out(
     if family.reads == "image":  # all pictures of a batch are of one size
         return hooks
     fused = [block for stack in stacks.values() for block in stack.modules() if isinstance(block, FusedBlock)]
-    if reason := next((reason for block in fused if (reason := block.spec.padded)), None):
+    reasons = [block.spec.padded for block in fused]
+    reasons += ["tokens meet between its blocks" for stack in stacks.values() if _meets(owner, stack)]
+    if reason := next((reason for reason in reasons if reason), None):
         say(f"kernels: padding, where there is any, is computed too: {reason}")
+        for block in fused:
+            block.spec.pairs = True
         return hooks
     for name, stack in stacks.items():
         done = any(isinstance(edges, Unpadded) for edges in stack.edges)
@@ -81,10 +85,18 @@ def leave_padding_out(
         feeds = name == "encoder" and "decoder" in stacks
         given = (model, owner, stack.rule.causal, Ready(path), Flattened(path), Least(path))
         counted, packs, hides = stack.rule.counted, family.packs, stack.rule.hides
-        found = FindSegments(*given, feeds=feeds, encoder=found, counted=counted, packs=packs, hides=hides)
+        whole = stack.rule.positions is not None
+        found = FindSegments(
+            *given, feeds=feeds, encoder=found, counted=counted, packs=packs, hides=hides, whole=whole
+        )
         hooks += found.register(model, owner)
         stack.edges.insert(0, Unpadded())
     return hooks
+
+
+def _meets(owner: nn.Module, stack: Stack) -> bool:
+    """Whether something between two blocks reads tokens beside a token."""
+    return stack.rule.between is not None and bool(getattr(owner.config, stack.rule.between, 0))
 
 
 class FindSegments:
@@ -110,6 +122,8 @@ class FindSegments:
       moment;
     - with fewer tokens than `least`, asked so too.
     Where `flattened`, asked so too, says so, whole rows beside those of an encoder are segments as well.
+    whole: all whole rows are, and what stands for a mask that is taken away is none at all: attention that
+    scores positions has no other sign that nothing is masked, and its model's embeddings read a mask.
 
     Padding is also computed, which is said once, where it may be read:
     - before or between the tokens of a row: a pooler reads the first place, and the loss of a token the place
@@ -134,10 +148,11 @@ class FindSegments:
         counted: bool = False,
         packs: bool = True,
         hides: bool = False,
+        whole: bool = False,
     ) -> None:
         self.causal, self.ready, self.flattened, self.least = causal, ready, flattened, least
         self.feeds, self.encoder, self.counted, self.packs = feeds, encoder, counted, packs
-        self.hides = hides
+        self.hides, self.whole = hides, whole
         # what was said of a mask, by its version
         self.last: tuple[Tensor, int, Segments | str | None] | None = None
         self.arguments, self.around = _arguments(owner), _arguments(model)
@@ -174,12 +189,14 @@ class FindSegments:
             known = None
         if known is not None and call.get(MEMORY) is not None and self.flattened(owner):
             known = known[0] or each_row(_read(call)), known[1] or each_row(call[MEMORY])
+        if known is not None and self.whole:
+            known = known[0] or each_row(_read(call)), None
         running().segments, running().memory = (None, None) if known is None else known
         if known is None:
             return None
         across = call.get(MEMORY) is not None and "encoder_attention_mask" in self.arguments
         masks = ["attention_mask"] + ["encoder_attention_mask"] * across
-        return (), call | self._positions(call) | dict.fromkeys(masks, NO_MASK)
+        return (), call | self._positions(call) | dict.fromkeys(masks, None if self.whole else NO_MASK)
 
     def _positions(self, call: Call) -> Call:
         """Those of a mask that is taken away, where the owner would have counted them."""

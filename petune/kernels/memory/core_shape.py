@@ -16,10 +16,11 @@ from petune.models.tuned_linear import KeptFeatures, TunedLayer, low_rank_of
 WIDE = 4  # bytes of what norms and copies for factors are in
 
 
-def core_shape(core: CalledCore, itemsize: int, longest: int = 0) -> CoreShape:
-    """Those of `core` where activations have so many bytes, in rows of `longest` tokens."""
+def core_shape(core: CalledCore, itemsize: int, longest: int = 0, *, pairs: bool = False) -> CoreShape:
+    """Those of `core` where activations have so many bytes, in rows of `longest` tokens. pairs: attention
+    that scores positions makes scores of all pairs."""
     if core.table.positions is not None:
-        return _scoring(core, core.table.positions, itemsize, longest)
+        return _scoring(core, core.table.positions, itemsize, longest, pairs)
     mixes, module = isinstance(core.table, LinearAttention), cast("Any", core.module)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     at = f"{core.table.at}."
@@ -55,8 +56,9 @@ def _of_layer(layer: nn.Linear, itemsize: int) -> float:
     return itemsize * (kept.inner + kept.after) + copies * WIDE * ends_of(layer)[0]
 
 
-def _scoring(core: CalledCore, positions: Positions, itemsize: int, longest: int) -> CoreShape:
-    """Those of attention that scores positions too: of each token it keeps shares of heads for all keys."""
+def _scoring(core: CalledCore, positions: Positions, itemsize: int, longest: int, every: bool) -> CoreShape:
+    """Those of attention that scores positions too. every: as transformers has it, which keeps scores of all
+    keys of each token; else see scored.py."""
     module, at = cast("Any", core.module), f"{core.table.at}."
     layers = {
         role: module.get_submodule(path.removeprefix(at))
@@ -71,20 +73,26 @@ def _scoring(core: CalledCore, positions: Positions, itemsize: int, longest: int
     )
     heads = int(getattr(module, core.table.head_counts[0]))
     pairs, of_table = longest * heads * itemsize, table * heads * itemsize
-    made = itemsize * (width + 6 * inner + 2 * table * inner / max(1, longest))  # the table's by row
-    shared = 5 * longest  # a mask of one byte, and two indices of eight that all rows, some here, share
+    # the table's, of one row alone at the least
+    rows = width + 6 * inner if every else 4 * inner
+    made = itemsize * (rows + 2 * table * inner / max(1, longest))
+    if every:  # a mask of one byte, and two indices of eight that all rows, some here, share
+        made += pairs * (1 + 2 * drops) + 5 * longest
+    else:
+        made += WIDE * heads
     tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
     whole = sum(value.numel() for value in module.parameters())
     trains = layers["v"].weight.requires_grad
     return CoreShape(
         weights=whole if trains else whole - tuned,
         tuned=0 if trains else tuned,
-        kept=made
-        + sum(_of_layer(layer, itemsize) for layer in layers.values())
-        + pairs * (1 + 2 * drops)
-        + shared,
-        within=2 * (pairs + of_table) + itemsize * inner,
-        flop=8.0 * table * inner,  # of both terms, a product of each token with each position
+        kept=made + sum(_of_layer(layer, itemsize) for layer in layers.values()),
+        within=2 * (pairs + of_table) + itemsize * inner if every else 2 * pairs + 4 * of_table,
+        # of both terms, a product of each token with each position; 4 ahead, and made again 12 back
+        flop=6.0 * table * inner,
         scores=(heads, heads, inner // heads),
-        beside=(4 - 2 * drops) * pairs + of_table,  # at the softmax, behind which dropout keeps two
+        # at the softmax, behind which dropout keeps two
+        beside=(4 - 2 * drops) * pairs + of_table if every else 2 * of_table,
+        # operation by operation 38 times, with indices of eight bytes; else by both terms and their gradients
+        moved=38 * pairs if every else 6 * of_table + pairs,
     )

@@ -384,7 +384,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None, longest: int = 0) -> 
         roomless=leave.transposed,
         share=next((one.share for one in spec.boundaries.values()), 1.0),
         experts=experts,
-        called=core_shape(spec.called[0], itemsize, longest) if spec.called else None,
+        called=core_shape(spec.called[0], itemsize, longest, pairs=spec.pairs) if spec.called else None,
     )
 
 

@@ -100,7 +100,7 @@ class CoreShape:
     """The sizes of a core that a block calls as it is: numbers of its weights, and of what tunes them. Of a
     token: bytes that its graph keeps, and bytes alive within its backward pass; FLOP beside its products.
     scores: of attention, its heads, those of keys, and their width. beside: bytes alive within its forward
-    pass."""
+    pass; moved: read and written there besides."""
 
     weights: int
     tuned: int
@@ -109,6 +109,7 @@ class CoreShape:
     flop: float
     scores: tuple[int, int, int] | None = None
     beside: float = 0.0
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Attention within segments or across them, forward and backward, in which no score and no mask is ever
 stored.
 
-        out_i = sum_j keep_ij P_ij v_j / (1 - p)        P = softmax(cap(scale q k^T) + bias)
+        out_i = sum_j keep_ij P_ij v_j / (1 - p)        P = softmax(cap(scale q k^T) + bias + scale R)
 
 i runs over the queries of a segment, j over its keys: its own tokens, all or no later ones or the last few of
 these, or with `keys` the tokens of the segment of another sequence. bias is one by distance
-(petune.kernels.block.distance). A program walks the keys of a block of queries with a running maximum and sum
+(petune.kernels.block.distance); R_ij = by_query[i, b] + by_key[j, b] with the bucket b of the distance j - i, scores of
+positions (DeBERTa, He et al. 2021, arXiv:2006.03654). A program walks the keys of a block of queries with a running maximum and sum
 (Dao 2023, arXiv:2307.08691). What drops out is drawn as `petune.rng.dropout` does for probabilities [rows,
 heads, queries, keys]: a query has a 64-bit hash of its row, head and token, its place, from which 32-bit
 arithmetic decides about each key. The backward pass hashes once into memory, beside delta_i = dout_i . out_i;
@@ -14,7 +15,8 @@ then
         dP_ij = keep_ij dout_i . v_j / (1 - p)          dS = P (dP - delta)
 
 is made twice: along keys for the gradient of q, along queries for those of k and v. The first sums dS along
-the diagonals of its tiles where the gradient of the bias is asked for. Each program owns what it writes, so
+the diagonals of its tiles where the gradient of the bias is asked for; where there are scores of positions both leave
+dS in memory, of which `bucket_sums` makes their gradients. Each program owns what it writes, so
 nothing is added up atomically and the same call gives the same bits. A launch depends on shapes and on the
 longest segments alone, never on a value in memory.
 """
@@ -29,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petune.kernels.triton.bucket_sums import bucket_sums
 from petune.kernels.triton.dropout import factors, hashed
 from petune.kernels.triton.residual import Variant
 from petune.rng.dropout import Drop, threshold
@@ -43,7 +46,9 @@ class More(NamedTuple):
     `longest` tokens and `tokens` [n] int64 are their numbers in their rows, read where something drops out.
     window: a query sees the keys with query - key < window alone and, where attention is not causal, key -
     query < window; 0 for all. bias: [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for none. sinks: [heads], the score of
-    one more key, which every query sees and which has no value."""
+    one more key, which every query sees and which has no value. by_query [heads, m, columns], by_key [heads, n, columns], dense: scores of
+    positions, of self-attention that is not causal, where `buckets` is there, int32 [2 L - 1]: the column for each distance key - query,
+    which does not grow with it."""
 
     starts: Tensor | None = None
     longest: int = 0
@@ -52,6 +57,17 @@ class More(NamedTuple):
     bias: Tensor | None = None
     cap: float = 0.0
     sinks: Tensor | None = None
+    by_query: Tensor | None = None
+    by_key: Tensor | None = None
+    buckets: Tensor | None = None
+
+    @property
+    def bucketed(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int]:
+        """(by_query, by_key, buckets, columns, the place of distance 0)."""
+        if self.buckets is None:
+            return None, None, None, 0, 0
+        columns = next(one.shape[2] for one in (self.by_query, self.by_key) if one is not None)
+        return self.by_query, self.by_key, self.buckets, columns, len(self.buckets) // 2
 
 
 MORE = More()
@@ -162,12 +178,27 @@ def _biased(scores, bias, distance, real):
         return scores + tl.load(bias + distance, real, 0.0).to(tl.float32) * _LOG2E
 
 
+@triton.jit
+def _positioned(scores, by_query, by_key, buckets, query_row, key_row, distance, real, scale):
+    """Scores in base 2, with those of positions added: query_row and key_row are where rows of by_query and by_key begin, distance is from
+    the first of `buckets`."""
+    if buckets is None:
+        return scores
+    else:
+        column = tl.load(buckets + distance, real, 0)
+        if by_query is not None:
+            scores += tl.load(by_query + query_row + column, real, 0.0).to(tl.float32) * (scale * _LOG2E)
+        if by_key is not None:
+            scores += tl.load(by_key + key_row + column, real, 0.0).to(tl.float32) * (scale * _LOG2E)
+        return scores
+
+
 # ------------------------------------------------------------------ forward
 
 
 @triton.jit(do_not_specialize=["blocks", "m", "base", "least", "bias_head", "middle"])
 def _forward_kernel(
-    q, k, v, out, lse, starts, numbers, base, others, tokens, bias, sinks, blocks, m, least, rescale, scale, bias_head, middle,
+    q, k, v, out, lse, starts, numbers, base, others, tokens, bias, sinks, by_query, by_key, buckets, columns, zero, blocks, m, least, rescale, scale, bias_head, middle,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, LOADED: tl.constexpr,
@@ -199,7 +230,12 @@ def _forward_kernel(
         keys = _load(k + head // GROUP * k_head, other, k_row, there, D, W)
         products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         scores = _capped(products, scale, CAP) * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
-        scores = _biased(scores, bias, key[None] - query[:, None], real[:, None] & there[None])
+        both = real[:, None] & there[None]
+        scores = _biased(scores, bias, key[None] - query[:, None], both)
+        if buckets is not None:
+            query_row, key_row = (head * m + row)[:, None] * columns, (head * m + other)[None] * columns
+            distance = key[None] - query[:, None] + zero
+            scores = _positioned(scores, by_query, by_key, buckets, query_row, key_row, distance, both, scale)
         scores = tl.where(
             _seen(there[None], query[:, None], key[None], CAUSAL, WINDOW), scores, float("-inf")
         )
@@ -242,6 +278,7 @@ def forward(
         _forward_kernel[((len(starts) - 1) * heads * blocks,)](
             *(q, k, v, out, lse, starts, numbers, base, more.starts, _tokens(numbers, more), bias),
             None if more.sinks is None else more.sinks.contiguous(),
+            *more.bucketed,
             *(blocks, m, least, rescale, float(scale), *middle),
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
             *(
@@ -281,7 +318,7 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "m", "least", "bias_head", "middle"])
 def _keys_kernel(
-    dout, q, k, v, lse, delta, places, dk, dv, starts, others, tokens, bias, blocks, m, least, rescale, scale,
+    dout, q, k, v, lse, delta, places, dk, dv, left_scores, starts, others, tokens, bias, by_query, by_key, buckets, columns, zero, stretch, blocks, m, least, rescale, scale,
     bias_head, middle, dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -311,7 +348,14 @@ def _keys_kernel(
                 tanh = _capped(products, scale, CAP)
             scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
             distance = key[:, None] - query[None] + (head * bias_head + middle)
-            scores = _biased(scores, bias, distance, real[None] & there[:, None])
+            both = real[None] & there[:, None]
+            scores = _biased(scores, bias, distance, both)
+            if buckets is not None:
+                query_row, key_row = (head * m + row)[None] * columns, (head * m + other)[:, None] * columns
+                apart = key[:, None] - query[None] + zero
+                scores = _positioned(
+                    scores, by_query, by_key, buckets, query_row, key_row, apart, both, scale
+                )
             if CAUSAL or WINDOW:
                 scores = tl.where(
                     _seen(True, query[None], key[:, None], CAUSAL, WINDOW), scores, float("-inf")
@@ -326,6 +370,9 @@ def _keys_kernel(
                 left, dweights = weights * kept, dweights * kept
             dvalues = tl.dot(left.to(grads.dtype), grads, dvalues, input_precision="ieee")
             dscores = weights * (dweights - tl.load(delta + head * m + row, real, 0.0)[None])
+            if left_scores is not None:
+                at = (head * m + other)[:, None] * stretch + query[None]
+                tl.store(left_scores + at, dscores.to(left_scores.dtype.element_ty), both)
             if CAP != 0.0:
                 dscores *= 1 - tanh * tanh
             dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
@@ -336,7 +383,7 @@ def _keys_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "m", "least", "bias_head", "middle"])
 def _queries_kernel(
-    dout, q, k, v, lse, delta, places, dq, parts, starts, others, tokens, bias, blocks, m, least, rescale, scale,
+    dout, q, k, v, lse, delta, places, dq, parts, left_scores, starts, others, tokens, bias, by_query, by_key, buckets, columns, zero, stretch, blocks, m, least, rescale, scale,
     bias_head, middle, dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -378,7 +425,12 @@ def _queries_kernel(
         if CAP != 0.0:
             tanh = _capped(products, scale, CAP)
         scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
-        scores = _biased(scores, bias, key[None] - query[:, None], real[:, None] & there[None])
+        both = real[:, None] & there[None]
+        scores = _biased(scores, bias, key[None] - query[:, None], both)
+        if buckets is not None:
+            query_row, key_row = (head * m + row)[:, None] * columns, (head * m + other)[None] * columns
+            distance = key[None] - query[:, None] + zero
+            scores = _positioned(scores, by_query, by_key, buckets, query_row, key_row, distance, both, scale)
         seen = _seen(there[None], query[:, None], key[None], CAUSAL, WINDOW)
         weights = tl.exp2(tl.where(seen, scores, float("-inf")) - logs)
         values = _load(v + head // GROUP * v_head, other, v_row, there, D, W)
@@ -391,6 +443,9 @@ def _queries_kernel(
             behind, more = _along_diagonals(dscores, BLOCK)
             tl.store(parts + start - BLOCK, ahead + behind)
             ahead = more
+        if left_scores is not None:
+            at = (head * m + row)[:, None] * stretch + key[None]
+            tl.store(left_scores + at, dscores.to(left_scores.dtype.element_ty), both)
         if CAP != 0.0:
             dscores *= 1 - tanh * tanh
         dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision="ieee")
@@ -411,12 +466,14 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None, more: More = MORE,
     dbias: Tensor | None = None, dsinks: Tensor | None = None,
+    dpositions: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq [m, heads, d], dk, dv [n, kv_heads, d]), dense. dout [m, heads, d] has a dense last dim; the rest
     is what `forward` had.
 
     dbias: float32, shaped like the bias, whose gradient is added to it; dsinks of the sinks likewise. A sink
-    is in `lse` and adds nothing to `out`, so the other gradients read it off these.
+    is in `lse` and adds nothing to `out`, so the other gradients read it off these. dpositions: shaped like
+    by_query and by_key, which their gradients are written to.
     """
     (m, heads, d), groups = q.shape, k.shape[1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -437,22 +494,26 @@ def backward(
     )
     bias, *middle = _by_distance(more)
     given = dout, q, k, v, lse, delta, places
-    sides = starts, more.starts, _tokens(numbers, more), bias
+    sides = starts, more.starts, _tokens(numbers, more), bias, *more.bucketed, longest
+    left = [None if one is None else q.new_empty(heads, m, longest) for one in dpositions]
     rest = (m, least, rescale, float(scale), *middle, *(size for x in given[:4] for size in x.stride()[:2]))
     consts = heads, heads // groups, d, _width(d), block, causal, more.window, more.cap
     how_run = {"num_warps": warps, "num_stages": _STAGES}
     segments = len(starts) - 1
     parts = None if dbias is None else lse.new_zeros(segments * blocks, heads, 2 * blocks * block)
     _keys_kernel[(segments * groups * key_blocks,)](
-        *given, dk, dv, *sides, key_blocks, *rest, *consts, **how_run
+        *given, dk, dv, left[1], *sides, key_blocks, *rest, *consts, **how_run
     )
     _queries_kernel[(segments * heads * blocks,)](
-        *given, dq, parts, *sides, blocks, *rest, *consts, **how_run
+        *given, dq, parts, left[0], *sides, blocks, *rest, *consts, **how_run
     )
     if dbias is not None and parts is not None:
         reach, own = longest - 1, dbias.shape[1] // 2
         summed = parts.sum(0)[:, blocks * block - reach : blocks * block + reach + 1]
         dbias[:, own - reach : own + reach + 1] += summed
+    for at, (found, one) in enumerate(zip(dpositions, left, strict=True)):
+        if found is not None and one is not None and more.buckets is not None:
+            bucket_sums(one, more.buckets, starts, scale, found, by_key=at == 1)
     if dsinks is not None and more.sinks is not None:
         dsinks -= (torch.exp(more.sinks.float()[:, None] - lse) * delta).sum(1)
     return dq, dk, dv
@@ -505,8 +566,10 @@ def variants() -> Iterator[Variant]:
     kernels: tuple[Any, ...] = (_forward_kernel, _prepare_kernel, _keys_kernel, _queries_kernel)
     # strides, and what is not named here
     fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}
-    fixed |= dict.fromkeys(("lse", "delta", "parts", "bias", "sinks"), "*fp32") | dict.fromkeys(
-        ("rescale", "scale"), "fp32"
+    fixed |= (
+        dict.fromkeys(("lse", "delta", "parts", "bias", "sinks"), "*fp32")
+        | {"buckets": "*i32"}
+        | dict.fromkeys(("rescale", "scale"), "fp32")
     )
     fixed |= dict.fromkeys(("numbers", "places", "tokens"), "*i64") | dict.fromkeys(
         ("starts", "others"), "*i32"
@@ -529,14 +592,16 @@ def variants() -> Iterator[Variant]:
         (torch.float32, 64, 512, False, ("others", *drawn), {}),
         (torch.bfloat16, 64, 2048, True, alone + drawn, {"WINDOW": 128, "sinks": True}),
         (torch.bfloat16, 64, 1024, False, alone + drawn, {"WINDOW": 65}),
+        (torch.bfloat16, 64, 512, False, alone + drawn, {"positions": True}),
     ]
     for dtype, d, longest, causal, missing, own in cases:
         block, warps = _tile(dtype, d, longest, "bias" not in missing)
         _, warps_back = _tile(dtype, d, longest, "bias" not in missing, back=True)
         kind = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-        signature = fixed | dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind)
+        positions = "by_query", "by_key", "left_scores"
+        signature = fixed | dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", *positions), kind)
         signature |= {"base": "*i64" if causal else "i64"}
-        values = {
+        values: dict[str, Any] = {
             "HEADS": 16,
             "GROUP": 1,
             "D": d,
@@ -546,6 +611,8 @@ def variants() -> Iterator[Variant]:
             "LOADED": causal,
         }
         values |= {"WINDOW": 0, "CAP": 0.0, "sinks": None} | own | dict.fromkeys(missing)
+        if not values.pop("positions", False):
+            values |= dict.fromkeys((*positions, "buckets"))
         if values["sinks"]:
             del values["sinks"]  # no constant then
         for kernel in kernels:

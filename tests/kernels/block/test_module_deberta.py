@@ -13,12 +13,14 @@ from torch import Tensor
 
 from petune.errors import UsageError
 from petune.kernels.block.called import BoundCore, CalledCore, CoreCall
+from petune.kernels.block.scored import ScoredAttention
+from petune.kernels.block.varlen import of_rows
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.memory.buffers import kept_bytes, kept_sizes
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models import family_of
 from petune.parallel.plan import ParallelPlan
-from petune.rng.context import running
+from petune.rng.context import bound, running
 from tests.kernels.live import Live
 from tests.kernels.own_blocks import LEVELS, assert_trains_alike, cells_of_plans, fused, tuned
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64
@@ -95,7 +97,8 @@ def test_without_gradients_and_in_eval_mode_it_computes_the_same() -> None:
     plain = model_of(NAMES[1], "lora").eval()
     made, inputs = fused(plain), batch(NAMES[1])
     with torch.no_grad():
-        assert torch.allclose(made(**inputs).logits, plain(**inputs).logits, atol=1e-9)
+        found, expected = (one(**inputs).logits[inputs["attention_mask"] != 0] for one in (made, plain))
+    assert torch.allclose(found, expected, atol=1e-9)
 
 
 def test_dropout_without_a_key_is_what_it_was_when_it_is_made_again() -> None:
@@ -121,10 +124,12 @@ def held(model: Any, rows: int, tokens: int) -> float:
             found[value.untyped_storage().data_ptr()] = value
         return value
 
-    x = torch.randn(rows, tokens, 64, requires_grad=True)
     mask = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
     far = (torch.arange(tokens)[:, None] - torch.arange(tokens))[None]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+    kept = None if (pairs := fused_blocks(model)[0].spec.pairs) else of_rows(rows, rows * tokens, far.device)
+    x = torch.randn(*((rows, tokens) if pairs else (1, rows * tokens)), 64, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value)
+    with bound(segments=kept), hooks:
         fused_blocks(model)[0](x, mask, relative_pos=far, rel_embeddings=table)
     return sum(value.untyped_storage().nbytes() for value in found.values()) / (rows * tokens)
 
@@ -134,25 +139,36 @@ def held(model: Any, rows: int, tokens: int) -> float:
 def test_a_block_keeps_what_is_foretold_with_scores_of_all_keys(method: str, dropped: bool) -> None:
     model = fused(model_of(NAMES[0], method, torch.float32, **(DROPS if dropped else {})))
     spec = fused_blocks(model)[0].spec
+    spec.pairs = True
     for tokens in (32, 96):
         said = kept_bytes(shape_of(spec, longest=tokens), "all")
         assert said == pytest.approx(held(model, 4, tokens), rel=0.05), tokens
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_block_keeps_what_is_foretold_without_scores_of_pairs(method: str) -> None:
+    model = fused(model_of(NAMES[0], method, torch.float32))
+    spec = fused_blocks(model)[0].spec
+    for rows, tokens in ((1, 96), (4, 96)):
+        said = kept_bytes(shape_of(spec, longest=tokens), "all")
+        assert said == pytest.approx(held(model, rows, tokens), rel=0.08), (rows, tokens)
 
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_both_passes_of_a_core_hold_what_is_foretold(dropped: bool) -> None:
     model = fused(model_of(NAMES[0], "lora", torch.float32, **(DROPS if dropped else {})))
     spec, rows, tokens = fused_blocks(model)[0].spec, 4, 96
+    spec.pairs = True
     (core,), m = spec.called, rows * tokens
     mask = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
     far = (torch.arange(tokens)[:, None] - torch.arange(tokens))[None]
     given = {"attention_mask": mask, "relative_pos": far}
-    bound = BoundCore(CoreCall(core, given, rows, running(), (False, torch.float32)), core.tensors)
+    made = BoundCore(CoreCall(core, given, rows, running(), (False, torch.float32)), core.tensors)
     x, table, dy = torch.randn(m, 64), torch.randn(16, 64), torch.randn(m, 64)
     with Live() as ahead:
-        graph = bound.traced(x, table)
+        graph = made.traced(x, table)
     with Live() as back:
-        found = bound.gradients(graph, dy, [True, True], [True] * len(core.names))
+        found = made.gradients(graph, dy, [True, True], [True] * len(core.names))
     assert all(one is not None for one in found[0])
     shape = shape_of(spec, longest=tokens).called_core
     assert shape.kept == pytest.approx(ahead.now / m, rel=0.05)
@@ -209,14 +225,20 @@ def _no_table(self: BoundCore, graph: Any, dy: Tensor, asked: Any, needs: Any) -
     return [dx, None if len(asked) == 1 else torch.zeros_like(graph[2])][: len(asked)], found
 
 
-def _no_mask(self: CalledCore, given: Any, known: Any) -> Any:
-    found = CalledCore.arguments(self, given, known)
-    return found | {"attention_mask": torch.ones_like(found["attention_mask"])}
+def _one_row(self: ScoredAttention, *args: Any) -> Tensor:
+    whole = of_rows(1, self.segments.total, torch.device("cpu"))
+    args = (args[0], None if args[1] is None else _distances(whole.total), *args[2:])
+    return ScoredAttention.__call__(replace(self, segments=whole), *args)
+
+
+def _distances(tokens: int) -> Tensor:
+    """Columns of positions in a row of so many tokens."""
+    return (torch.arange(tokens)[:, None] - torch.arange(tokens) + 4).clamp(0, 7)
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "the draws of a core are not counted": (CalledCore, "draws", property(lambda self: 1)),
-    "padding is seen": (CalledCore, "arguments", _no_mask),
+    "samples see one another": (ScoredAttention, "__call__", _one_row),
     "the table learns nothing": (BoundCore, "gradients", _no_table),
 }
 
@@ -253,10 +275,18 @@ def test_calls_that_it_does_not_know_go_to_the_models_own_blocks(lacking: str) -
         assert block.declines(x, given | {"rel_embeddings": None}) == "it is handed no table of positions"
 
 
-def test_padding_is_computed_and_the_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_blocks_meet_padding_is_computed_and_the_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    fused(model_of(NAMES[0], "lora"))
-    assert "padding, where there is any, is computed too: its attention scores positions" in caplog.text
+    made = fused(model_of(NAMES[0], "lora", conv_kernel_size=3, conv_act="gelu"))
+    said = "padding, where there is any, is computed too: tokens meet between its blocks"
+    assert said in caplog.text and fused_blocks(made)[0].spec.pairs
+
+
+def test_padding_before_tokens_is_masked_as_in_the_models_own_blocks() -> None:
+    plain = model_of(NAMES[1], "full", **DROPS)
+    inputs = {name: value.flip(1) for name, value in batch(NAMES[1]).items()}
+    assert int(inputs["attention_mask"][1, 0]) == 0
+    assert_trains_alike(fused(plain, "input"), plain, inputs)
 
 
 def test_a_bottleneck_without_a_kernel_behind_a_core_is_refused() -> None:
