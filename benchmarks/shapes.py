@@ -162,6 +162,17 @@ SHAPES: Mapping[str, Shape] = {
         experts=("experts.gate_up_proj", "experts.down_proj"),
     ),
     "gemma3-4b": Shape("gemma3_text", _gemma(2560, 10240, 34, heads=8, keys=4, window=1024), _GATED),
+    "gemma4-31b": Shape(  # five blocks with sliding attention, then one with full
+        "gemma4_text",
+        {
+            **_llama(5376, 21504, 60, 262144, head=256, tie_word_embeddings=True, rms_norm_eps=1e-6),
+            **{"num_key_value_heads": 16, "sliding_window": 1024, "final_logit_softcapping": 30.0},
+            **{"global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+            "hidden_size_per_layer_input": 0,
+        },
+        _GATED,
+        least=6,
+    ),
     "t5-large": Shape(
         "t5",
         {
@@ -263,6 +274,7 @@ TINY: Sizes = {
         ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
     ),
     **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "num_experts": 8, "moe_intermediate_size": 16},
+    **{"global_head_dim": 32, "num_global_key_value_heads": 2},
     **{"num_local_experts": 8, "n_layer": 1, "n_embd": 64, "n_head": 4},
 }
 

@@ -102,8 +102,9 @@ Mixtures of experts have a table of their own: under `tp` and `galaxy` each expe
 `ep` they lie whole on [several ranks](parallel.md#experts-on-several-ranks). Of them tells
 [methods.md](methods.md#experts).
 Of `gemma4_text` a model of dense blocks is asked: those with embeddings for each block, or keys and values
-that several blocks read, have no `pp`, and those with experts are refused. Mixtures of Llamas in Mixtral's
-class are `mixtral`; `llama_moe`, which has a class of its own, is refused by that name.
+that several blocks read (E2B, E4B), have no `pp` and are not fused, and those with experts are refused.
+Mixtures of Llamas in Mixtral's class are `mixtral`; `llama_moe`, which has a class of its own, is refused by
+that name.
 Other models train with `full`, `lora` and `dp`: every linear outside the head is a target.
 
 """

@@ -335,6 +335,8 @@ def _specs(
     """What each block of a stack, or of the ladder beside it, computes, or why one of them cannot be
     fused."""
     specs, config = [], family.part(config, stack.name)
+    if (reason := family.refused(config).get("fused")) is not None:
+        return reason
     for number, block in numbered:
         spec = spec_of(block, stack, family.shape(config), config, ops)
         if isinstance(spec, str):

@@ -27,23 +27,28 @@ def rms_offset(module: nn.Module) -> float | None:
     return next((offset for offset in OFFSETS if computes(module, "rms", offset)), None)
 
 
-def computes(module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0.0) -> bool:
+def computes(
+    module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0.0, scales: bool = True
+) -> bool:
     """Whether a module's own forward is `reference.rms_norm` or `reference.layer_norm` with its epsilon and
     its weight + offset, and its bias if it has one: tried in float32, on the CPU, with weights of the probe's
-    own.
+    own. scales: it has a weight; else it is the norm alone, of heads of any width.
 
     One of the rows is so small that half of what its square is added to is the epsilon; another is far from
     centred. How a norm rounds in a narrower dtype is not asked.
     """
     eps, forward = eps_of(module), cast("Callable[..., Tensor]", type(module).forward)
-    if eps is None or not _is_scale(module, kind == "layer") or len(signature(forward).parameters) != 2:
+    bare = not (module._parameters or module._modules or module._buffers)
+    held = _is_scale(module, kind == "layer") if scales else bare
+    if eps is None or not held or len(signature(forward).parameters) != 2:
         return False
-    width = len(cast("Tensor", module.weight))
+    width = len(cast("Tensor", module.weight)) if scales else 16
     numbers = torch.arange(3 * width, dtype=torch.float32, device="cpu").view(3, width)
-    weight, rows = (1 + numbers[0]).sin(), (0.7 * numbers).cos()
+    weight, rows = (1 + numbers[0]).sin() if scales else numbers.new_ones(width), (0.7 * numbers).cos()
     bias = None if module._parameters.get("bias") is None else numbers[1].sin()
     x = torch.stack([rows[0], rows[1] * max(eps, 1e-12) ** 0.5, rows[2] * 30 + 20])
-    own = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    own = {"weight": weight} if scales else {}
+    own |= {} if bias is None else {"bias": bias}
     probe = copy(module)
     probe.__dict__["_parameters"] = dict.fromkeys(module._parameters) | {
         name: nn.Parameter(value) for name, value in own.items()

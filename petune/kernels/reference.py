@@ -184,7 +184,14 @@ def rope_unscale(
 
 
 def norm_rope(
-    raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    raw: Tensor,
+    weights: Pair,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    values: bool = False,
 ) -> Tensor:
     """RMSNorm of every head of queries and keys, then rotary positions: q | k | v [m, n] dense, beside the
     original.
@@ -192,14 +199,19 @@ def norm_rope(
     raw [m, n], rows may be strided: `heads` query heads as wide as cos and sin, `kv_heads` key heads, then
     values, which stay as they are. weights [d] of q's norm and of k's, any float dtype. A normed head is
     rounded to the dtype of `raw` before it is turned, as between `rms_norm` and `rope_` (Qwen3, Gemma 3).
+    values: their heads are normed too, without a weight, and where raw ends with the keys they are made of
+    these (Gemma 4).
     """
-    *parts, values = _parts(raw, cos, heads, kv_heads)
+    *parts, own = _parts(raw, cos, heads, kv_heads)
     normed = [
         rms_norm(part.flatten(0, 1), weight, eps)[0].view(part.shape)
         for part, weight in zip(parts, weights, strict=True)
     ]
+    if values:
+        own = own if own.shape[1] else parts[1]
+        own = rms_norm(own.flatten(0, 1), cos.new_ones(cos.shape[1]), eps)[0].view(own.shape)
     return (
-        torch.cat([*(_turned(wide(part), cos, sin) for part in normed), wide(values)], 1)
+        torch.cat([*(_turned(wide(part), cos, sin) for part in normed), wide(own)], 1)
         .to(raw.dtype)
         .flatten(1)
     )
@@ -215,16 +227,17 @@ def norm_rope_backward(
     cos: Tensor,
     sin: Tensor,
     weight_grad: bool = False,
+    values: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(gradient of raw [m, n] dense, of q's weight, of k's); the last two in float32, or None without
     `weight_grad`.
 
-    dq, dk, dv as for `rope_backward`. Statistics are made again from `raw`; nothing is rounded on the way.
+    dq, dk, dv as for `rope_backward`; values as for `norm_rope`. Statistics are made again from `raw`;
+    nothing is rounded on the way.
     """
     found, sums = [], []
-    for grad, part, weight in zip(
-        (dq, dk), _parts(raw, cos, dq.shape[1], dk.shape[1]), weights, strict=False
-    ):
+    *parts, own = _parts(raw, cos, dq.shape[1], dk.shape[1])
+    for grad, part, weight in zip((dq, dk), parts, weights, strict=True):
         rows = part.flatten(0, 1)
         turned = _turned(wide(grad), cos, -sin).flatten(0, 1)
         drows, dweight = rms_norm_backward(
@@ -232,7 +245,13 @@ def norm_rope_backward(
         )
         found.append(drows.view(part.shape))
         sums.append(dweight)
-    return torch.cat([*found, wide(dv)], 1).to(dq.dtype).flatten(1), sums[0], sums[1]
+    found.append(wide(dv))
+    if values:
+        rows, scale = (own if own.shape[1] else parts[1]).flatten(0, 1), cos.new_ones(cos.shape[1])
+        back = rms_norm_backward(wide(dv).flatten(0, 1), rows, scale, rms_norm(rows, scale, eps)[1])[0]
+        found[2] = back.view(dv.shape)
+        found = found if own.shape[1] else [found[0], found[1] + found[2]]
+    return torch.cat(found, 1).to(dq.dtype).flatten(1), sums[0], sums[1]
 
 
 def _parts(raw: Tensor, cos: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:

@@ -41,8 +41,8 @@ from petune.methods.narrowing import check, narrow_block, narrow_config, narrow_
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.linear_attention import GatedDelta
 from petune.models.port import Call, StackPass
-from petune.models.spec import Config, Family, StackName, StackRule, stack_paths, tail_of
-from petune.models.stack import Stack, carried_by, own_stacks, run_block
+from petune.models.spec import Config, Family, StackName, StackRule, stack_paths
+from petune.models.stack import Stack, carried_by, own_stacks, run_block, tail_of
 from petune.models.tuned_linear import TunedModule
 from petune.rng.context import running
 from petune.rng.dropout import draw, dropped

@@ -12,11 +12,16 @@ from petune.models import llama
 from petune.models.spec import Config, Norm, Shape, SubLayer
 
 # without v where keys are values, without both where they are another block's
-ATTENTION = replace(llama.ATTENTION, lacks=("k", "v"))
+ATTENTION = replace(
+    llama.ATTENTION, v_norm=Norm("self_attn.v_norm", over="head", scales=False), lacks=("k", "v")
+)
 BLOCK = (
     SubLayer(ATTENTION, norm_in=Norm("input_layernorm"), norm_out=Norm("post_attention_layernorm")),
     SubLayer(
-        llama.MLP, norm_in=Norm("pre_feedforward_layernorm"), norm_out=Norm("post_feedforward_layernorm")
+        llama.MLP,
+        norm_in=Norm("pre_feedforward_layernorm"),
+        norm_out=Norm("post_feedforward_layernorm"),
+        factor="layer_scalar",
     ),
 )
 OF_TOKENS = "per_layer_input"  # the argument of a block with the vectors of tokens
@@ -51,13 +56,12 @@ def refused(config: Config) -> dict[str, str]:
         across.append(f"every block reads embeddings of its own (hidden_size_per_layer_input = {size})")
     if shared := config.num_kv_shared_layers:
         across.append(f"its last blocks read keys and values of others (num_kv_shared_layers = {shared})")
-    return found | ({"pp": "; ".join(across)} if across else {})
+    return found | (dict.fromkeys(("pp", "fused"), "; ".join(across)) if across else {})
 
 
 LIKE = llama.like(
     "gemma4",
     *BLOCK,
-    unfused="its values are normed, and each block is scaled by a number of its own",
     uncut="heads of its blocks with full attention have another width, and one list cuts all",
 )
 RULE = replace(LIKE.stacks["decoder"], tokens=(OF_TOKENS,))

@@ -83,9 +83,9 @@ FAMILY = Family(
 )
 
 
-def like(name: str, *block: SubLayer, unfused: str | None = None, uncut: str | None = None) -> Family:
+def like(name: str, *block: SubLayer, uncut: str | None = None) -> Family:
     """A family of Llama's parts with these sub-layers, by default its own; see StackRule."""
-    rule = replace(RULE, sublayers=block or BLOCK, unfused=unfused, uncut=uncut)
+    rule = replace(RULE, sublayers=block or BLOCK, uncut=uncut)
     return replace(FAMILY, name=name, stacks={"decoder": rule})
 
 

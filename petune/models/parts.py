@@ -39,12 +39,13 @@ FINE: tuple[Role, ...] = ("b", "a", "ba")
 @dataclass(frozen=True)
 class Norm:
     """A norm of a block, by its path. offset: what is added to its weight; over: all features of a token, or
-    those of each head."""
+    those of each head; scales: it has a weight."""
 
     path: str
     kind: Literal["rms", "layer"] = "rms"
     offset: float = 0.0
     over: Literal["features", "head"] = "features"
+    scales: bool = True
 
 
 @dataclass(frozen=True)

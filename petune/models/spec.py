@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -51,7 +51,8 @@ class Attention:
     up to its own that a query sees and, where attention is not causal, as many from its own on, None for all;
     softcap: of the scores, None for none; exchange: how it sees other ranks' tokens of its sequence, None
     where all are here; no table says any of them, each block does. scale: of the scores; None for the
-    `scaling` of `at`, a name for the attribute of it over whose root it is one.
+    `scaling` of `at`, a name for the attribute of it over whose root it is one. v_norm: of heads of values,
+    which has no weight; without a linear of them, they are the keys before norm and positions.
     bias: the table of relative positions below `at`, which block 0 has. sinks: the attribute of `at` with the
     score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
     its probabilities, a module or a number that is an attribute of one. head_counts, kv_counts: see Region.
@@ -72,6 +73,7 @@ class Attention:
     softcap: float | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    v_norm: Norm | None = None
     scale: float | str | None = None
     bias: str | None = None
     sinks: str | None = None
@@ -190,13 +192,13 @@ class RoutedMlp:
 class SubLayer:
     """Attention or MLP with what a block puts around it:
 
-        y = norm_after_sum(x + scale * drop(vector * norm_out(core(norm_in(x)))))
+        y = norm_after_sum(factor * (x + scale * drop(vector * norm_out(core(norm_in(x))))))
 
-    where a norm, a vector or a dropout that is None does nothing. parallel: its core reads what that of the
-    sub-layer before it reads, of the same norm, so that both stand beside one another. norm_first: the
-    attribute of the block by which the norm after the sum stands before the core. scale: a number, or the
-    attribute of the block that it is. vector: the path of a parameter with a number for each feature; learns:
-    it trains.
+    where a norm, a vector, a factor or a dropout that is None does nothing. parallel: its core reads what
+    that of the sub-layer before it reads, of the same norm, so that both stand beside one another.
+    norm_first: the attribute of the block by which the norm after the sum stands before the core. scale: a
+    number, or the attribute of the block that it is. vector: the path of a parameter with a number for each
+    feature; learns: it trains. factor: the path of a buffer of one number, read in every pass.
     bottleneck: features of the bottleneck that a method has put behind the core's last linear, 0 without
     one; beside: it reads x; of_sum: it stands behind the sum, which it reads as the block would give it.
     scaled, entries: the roles of linears whose results, or inputs, a method multiplies by a vector.
@@ -214,6 +216,7 @@ class SubLayer:
     scale: float | str = 1.0
     vector: str | None = None
     learns: bool = False
+    factor: str | None = None
     bottleneck: int = 0
     beside: bool = False
     of_sum: bool = False
@@ -244,8 +247,8 @@ class StackRule:
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
     in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells.
     `counted`: positions are counted along the mask by the model, where they are not given. `hides`: without a
-    mask the model makes one of the tokens that are no padding. `unfused`,
-    `uncut`: what blocks do that no sub-layer tells, why they are not fused, or not cut by heads and columns.
+    mask the model makes one of the tokens that are no padding. `uncut`: what blocks do that no sub-layer
+    tells, why they are not cut by heads and columns.
     `between`: the field of the config by which tokens meet between two blocks, where it is above 0.
     `tokens`: arguments of blocks that hold something of every token, as hidden states do.
     """
@@ -260,7 +263,6 @@ class StackRule:
     clamps: bool = False
     counted: bool = False
     hides: bool = False
-    unfused: str | None = None
     uncut: str | None = None
     between: str | None = None
     tokens: tuple[str, ...] = ()
@@ -333,7 +335,8 @@ class Family:
     `tied`: the field of the config that is false where a head over the vocabulary asks the embedding for
     its table. `signal`: how it reads pictures or sounds; None for a model of text. `part(config, stack)`:
     the config that blocks of a stack are made of; it and `shape` take such a one too. `refused(config)`:
-    what models of this config do not go with, `tuning`, `packing` or the name of an axis, and why."""
+    what models of this config do not go with, `tuning`, `packing`, `fused` or the name of an axis, and
+    why."""
 
     name: str
     kind: Kind
@@ -377,11 +380,6 @@ def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:
             found=", ".join(lists) or "no module list at all",
         )
     return found
-
-
-def tail_of(around: nn.Module, rule: StackRule) -> nn.Module | None:
-    """The norm after the last block, beside the stack in `around`; None where a model leaves it out."""
-    return None if rule.tail is None else cast("nn.Module | None", getattr(around, rule.tail))
 
 
 def _passes(block: nn.Module, path: str) -> bool:

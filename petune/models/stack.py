@@ -505,6 +505,11 @@ def run_block(block: nn.Module, call: Call) -> Any:
     return block(*args, **kwargs)
 
 
+def tail_of(around: nn.Module, rule: StackRule) -> nn.Module | None:
+    """The norm after the last block, beside the stack in `around`; None where a model leaves it out."""
+    return None if rule.tail is None else cast("nn.Module | None", getattr(around, rule.tail))
+
+
 def carried_by(rule: StackRule, output: Any) -> Call:
     """The carry of a block's output, by name."""
     return dict(zip(rule.carry, output if isinstance(output, tuple) else (output,), strict=False))

@@ -201,9 +201,10 @@ def of_64(name: str) -> dict[str, Any]:
     return own((ZOO | MOE)[name][2])
 
 
-# Of MORE: why blocks are not fused, by the table or, of one, by the config; and those that are
-UNFUSED = {"phi4-causal": "turn 50% of a head's columns"} | {
-    name: rule.unfused for name in MORE for rule in table(name).stacks.values() if rule.unfused is not None
+# Of MORE: why blocks are not fused, of some configs; and those that are
+UNFUSED = {
+    "phi4-causal": "turn 50% of a head's columns",
+    "gemma4e-causal": "every block reads embeddings of its own (hidden_size_per_layer_input = 12)",
 }
 FUSED = [name for name in MORE if name not in UNFUSED]
 

@@ -30,7 +30,8 @@ from petune.models.exchange import Exchanged, ExchangeKind
 @dataclass(eq=False)
 class NormHeads(Step):
     """q | k | v, with the heads of q and of k normed and then turned by their positions, beside the original.
-    at: place among the norms of q's, which k's follows; first: of their weights among the tensors."""
+    at: place among the norms of q's, which k's follows; first: of their weights among the tensors. values:
+    heads of v are normed too; keyed: of the keys, as the original is q | k alone."""
 
     raw: str
     qkv: str
@@ -39,6 +40,8 @@ class NormHeads(Step):
     eps: float
     at: int
     first: int
+    values: bool = False
+    keyed: bool = False
     cheap = True
 
     def __post_init__(self) -> None:
@@ -51,9 +54,8 @@ class NormHeads(Step):
 
     def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
-        v[self.qkv] = run.ops.norm_rope(
-            v[self.raw], self._weights(run), self.eps, *angles_in(run), self.heads, self.kv_heads
-        )
+        counts = self.heads, self.kv_heads, self.values
+        v[self.qkv] = run.ops.norm_rope(v[self.raw], self._weights(run), self.eps, *angles_in(run), *counts)
 
     def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
@@ -65,6 +67,7 @@ class NormHeads(Step):
             self.eps,
             *angles_in(run),
             trains,
+            self.values,
         )
         run.grads[self.raw], *own = run.ops.norm_rope_backward(*given)
         for place, grad in zip(self.trained, own, strict=True):
@@ -76,7 +79,8 @@ class NormHeads(Step):
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.raw: shape.qkv * shape.itemsize}
+        columns = shape.qkv - self.keyed * shape.kv_heads * shape.head_dim
+        return {self.raw: columns * shape.itemsize}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""

@@ -160,6 +160,8 @@ class AddWide(Add):
         x, total = v[self.x], wide(v[self.x])
         add = torch.add if total is x else Tensor.add_
         v[self.wide] = total = add(total, v[self.branch], alpha=self.scale)
+        if self.factor is not None:
+            total.mul_(run.vectors[self.factor])
         v[self.y] = total.to(x.dtype)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:

@@ -3,12 +3,26 @@ where something drops out."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from petune.models.spec import Attention, Family, LinearAttention, Mlp, RoutedMlp
+from petune.kernels.reference import Act
+from petune.models.spec import Attention, Family, LinearAttention, Mlp, RoutedMlp, SubLayer
 
 Core = Attention | Mlp | RoutedMlp
 Drawn = Literal["group", "drop", "bottleneck", "core"]  # what has a dropout of its own
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a table does not say of a block: heads and their width, the activation of its MLP, the epsilon of
+    its norms."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    act: Act
+    eps: float
 
 
 class Drawing(NamedTuple):
@@ -49,6 +63,12 @@ def calls_cores(family: Family) -> bool:
 def calls_all(core: Core) -> bool:
     """Whether the block calls the linear by which the core is left too, as a part of the rest."""
     return called(core) > 0 and core.region.leave.startswith(f"{core.at}.")
+
+
+def vectors_in(sublayer: SubLayer) -> list[bool]:
+    """Of each vector of a sub-layer, that of its features and that of its sum, whether it trains."""
+    own = [] if sublayer.vector is None else [sublayer.learns]
+    return own if sublayer.factor is None else [*own, False]
 
 
 def name_of(core: Core) -> str:

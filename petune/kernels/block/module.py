@@ -23,6 +23,7 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import BlockLayers, Call, Draws, Spec
 from petune.kernels.block.called import CoreCall
+from petune.kernels.block.cores import vectors_in
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
@@ -378,7 +379,7 @@ def _begun(spec: Spec) -> bool:
     """Whether a vector trains that did not when the program was made, which keeps nothing for that."""
     if not spec.vectors:
         return False
-    held = [one.learns for one in spec.program.sublayers if one.vector is not None]
+    held = [learns for one in spec.program.sublayers for learns in vectors_in(one)]
     return any(getattr(*at).requires_grad > own for at, own in zip(spec.vectors, held, strict=True))
 
 

@@ -18,7 +18,16 @@ from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths
 from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.called_step import CallCore
-from petune.kernels.block.cores import Drawing, called, calls_all, has_sinks, linears_of, name_of
+from petune.kernels.block.cores import (
+    Drawing,
+    Sizes,
+    called,
+    calls_all,
+    has_sinks,
+    linears_of,
+    name_of,
+    vectors_in,
+)
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
@@ -31,22 +40,9 @@ from petune.kernels.block.spread_steps import spread_experts
 from petune.kernels.block.steps import Add, DropStep, Normalize, Step
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import GroupKind, GroupPlace
-from petune.kernels.reference import Act
 from petune.models.boundary import Connection
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, RoutedMlp, SubLayer
 from petune.models.tuned_parts import TENSORS
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a table does not say of a block: heads and their width, the activation of its MLP, the epsilon of
-    its norms."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    act: Act
-    eps: float
 
 
 @dataclass(eq=False)
@@ -136,7 +132,7 @@ class _Build:
         self.vectors_begin = self.called_end + sum(called(sublayer.core) for sublayer in sublayers)
         self.vectors: list[str] = []
         # the place of the next norm's first tensor
-        self.tensors = self.vectors_begin + sum(sublayer.vector is not None for sublayer in sublayers)
+        self.tensors = self.vectors_begin + sum(len(vectors_in(sublayer)) for sublayer in sublayers)
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
@@ -168,10 +164,13 @@ class _Build:
             self.steps.append(DropStep(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
             branch = f"{name}.dropped"
         normed, scale = read or after is not None, cast("float", sublayer.scale)
+        factor = None if sublayer.factor is None else len(self.vectors)
+        self.vectors += [] if sublayer.factor is None else [sublayer.factor]
+        given = branch, x, f"{name}.r", normed, scale, held, factor
         if sublayer.of_sum:
-            self.steps.append(AddWide(branch, x, f"{name}.r", scale=scale, wide=f"{name}.wide"))
+            self.steps.append(AddWide(*given, wide=f"{name}.wide"))
             return self.adapted_sum(name, sublayer, normed)
-        self.steps.append(Add(branch, x, f"{name}.r", normed, scale, held))
+        self.steps.append(Add(*given))
         return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
 
     def sized(self, name: str, branch: str, path: str, learns: bool, held: bool) -> str:
@@ -334,7 +333,9 @@ class _Build:
             own, first = self.norm_place(core.q_norm)
             self.norm_place(core.k_norm)
             step = NormHeads if core.q_norm.over == "head" else NormWidths
-            self.steps.append(step(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, own, first))
+            values = core.v_norm is not None, "v" not in dict(core.groups[0].members)
+            given = f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, own, first
+            self.steps.append(step(*given, values[0], all(values)))
             sources = [raw]
         elif core.rotary:
             whole, at = (sizes.heads, sizes.kv_heads, sizes.head_dim), self.groups.index(place)

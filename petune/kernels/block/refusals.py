@@ -57,8 +57,9 @@ def refusal(block: nn.Module, sublayers: Sequence[SubLayer], config: Any, activa
     if not crosses and (getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False)):
         return "it attends to an encoder, of which its family's table says nothing"
     norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in norms_of(sublayer)]
+    bare = [norm.path for norm, _ in norms if not norm.scales]
     return (
-        _stranger(block, activation, [core.at for core in cores if called(core)])
+        _stranger(block, activation, [core.at for core in cores if called(core)], bare)
         or _other_norm(norms)
         or _other_attention(block, sublayers)
     )
@@ -156,9 +157,9 @@ def _part(block: nn.Module, path: str) -> LowRank:
     return cast("LowRank", linear_of(block.get_submodule(path)))
 
 
-def _stranger(block: nn.Module, activation: str, own: Sequence[str]) -> str | None:
+def _stranger(block: nn.Module, activation: str, own: Sequence[str], bare: Sequence[str]) -> str | None:
     """What in the block, but for modules that it calls as they are, is neither torch's, transformers' nor
-    ours, so that it may compute anything, or is not the config's activation."""
+    ours, so that it may compute anything, or is not the config's activation. bare: norms without weights."""
     known = type(ACT2FN[activation])
     for path, module in block.named_modules():
         if any(f"{path}.".startswith(f"{at}.") for at in own):
@@ -167,9 +168,8 @@ def _stranger(block: nn.Module, activation: str, own: Sequence[str]) -> str | No
         homes = {kind.__module__.partition(".")[0], str(kind.forward.__module__).partition(".")[0]}
         if "forward" in vars(module) or not homes <= {"torch", "transformers", "petune"}:
             return f"{path or 'the block'} is a {kind.__name__} whose forward is not transformers' own"
-        if not (
-            module._modules or module._parameters or isinstance(module, known | nn.Dropout | nn.Identity)
-        ):
+        held = module._modules or module._parameters or path in bare
+        if not (held or isinstance(module, known | nn.Dropout | nn.Identity)):
             return f"{path} is a {kind.__name__}, and the config's activation is {activation!r}"
     return None
 
@@ -180,11 +180,10 @@ def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
         part = bottleneck_of(found)  # of what the norm is part of, it is the norm itself that is tried
         widened = part is not None and part.of_sum
         module = cast("TunedOfAnyClass", found).plain() if widened else found
-        if not computes(module, norm.kind, norm.offset):
+        if not computes(module, norm.kind, norm.offset, norm.scales):
             kind = "a LayerNorm" if norm.kind == "layer" else "an RMS norm"
-            scale = (
-                f" that scales by {norm.offset:g} + weight" if norm.offset else " that scales by its weight"
-            )
+            by = f"by {norm.offset:g} + weight" if norm.offset else "by its weight"
+            scale = f" that scales {by if norm.scales else 'nothing'}"
             return f"its norm {type(module).__name__} is not {kind}{scale}, by a probe of what it computes"
         if eps_of(module) != eps_of(norms[0][1]):
             return "its norms have different epsilons"

@@ -12,9 +12,9 @@ from torch import nn
 
 from petune.kernels.block.call import Spec
 from petune.kernels.block.called import CalledCore
-from petune.kernels.block.cores import calls_all
+from petune.kernels.block.cores import Sizes, calls_all
 from petune.kernels.block.mixture import Mixture
-from petune.kernels.block.program import Sizes, compiled
+from petune.kernels.block.program import compiled
 from petune.kernels.block.refusals import refusal, unread
 from petune.kernels.block.sublayers import norms_of, read_sublayers, where
 from petune.kernels.dispatch import Ops
@@ -41,8 +41,6 @@ _ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "activati
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
     """The block as a fused one computes it, or why it cannot be."""
-    if stack.rule.unfused is not None:
-        return stack.rule.unfused
     if (reason := unread(block, stack.rule)) is not None:
         return reason
     sublayers = read_sublayers(block, stack.rule)
@@ -107,19 +105,21 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
     if calls_all(core):  # nobody asks for them
         return shape.heads, shape.kv_heads, shape.head_dim
+    attention = block.get_submodule(core.at)
     if core.called:
-        heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))
+        heads = int(getattr(attention, core.head_counts[0]))
         return heads, heads, shape.head_dim
+    width = int(getattr(attention, "head_dim", shape.head_dim))  # which may be this block's own
     sites = core.region.sites
     paths = [sites["qkv"] if "qkv" in sites else sites[role] for role in ("q", "k")]
     queries, keys = (cast("LowRank", linear_of(block.get_submodule(path))).outputs for path in paths)
     if paths[0] == paths[1]:  # of one linear
         group = shape.heads // shape.kv_heads
-        keys = queries // sum(rows_of_heads(group, 1, shape.head_dim).values())
-        return group * keys, keys, shape.head_dim
+        keys = queries // sum(rows_of_heads(group, 1, width).values())
+        return group * keys, keys, width
     if not core.head_counts:
-        return queries // shape.head_dim, keys // shape.head_dim, shape.head_dim
-    heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))
+        return queries // width, keys // width, width
+    heads = int(getattr(attention, core.head_counts[0]))
     return heads, heads, queries // heads
 
 

@@ -296,7 +296,8 @@ class DropStep(Step):
 @dataclass(eq=False)
 class Add(Step):
     """y = x + scale branch, in place of the branch unless that is held for the way back. normed: a norm reads
-    y, so that its backward pass does."""
+    y, so that its backward pass does. factor: the number of the block's vectors that y is multiplied by, read
+    in every pass."""
 
     branch: str
     x: str
@@ -304,6 +305,7 @@ class Add(Step):
     normed: bool = False
     scale: float = 1.0
     held: bool = False
+    factor: int | None = None
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = (
@@ -315,16 +317,20 @@ class Add(Step):
 
     def fits(self, norm: Normalize) -> bool:
         """Whether one kernel makes the sum and its norm."""
-        return norm.x == self.y and self.scale == 1
+        return norm.x == self.y and self.scale == 1 and self.factor is None
 
     def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         branch = v[self.branch]
-        v[self.y] = torch.add(v[self.x], branch, alpha=self.scale, out=None if self.held else branch)
+        v[self.y] = y = torch.add(v[self.x], branch, alpha=self.scale, out=None if self.held else branch)
+        if self.factor is not None:
+            y.mul_(run.vectors[self.factor])
 
     def backward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
         dy = run.grads.pop(self.y)
+        if self.factor is not None:  # as wide as it may be, rounded once
+            dy = torch.mul(dy, run.vectors[self.factor], out=torch.empty_like(dy))
         run.give(self.branch, dy if self.scale == 1 else dy * self.scale)
         run.give(self.x, dy)
 
@@ -334,15 +340,19 @@ class Add(Step):
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {} if self.scale == 1 else {self.branch: shape.width * shape.itemsize}
+        row = shape.width * shape.itemsize  # of a product with a factor, both gradients are one tensor
+        own = {} if self.scale == 1 else {self.branch: row}
+        return own if self.factor is None else {**own, self.x: row}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
         yield "memory", add(rows, shape.width, shape.itemsize)
+        if self.factor is not None:
+            yield "memory", drop(rows, shape.width, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        if self.scale != 1:
+        for _ in range((self.scale != 1) + (self.factor is not None)):
             yield "memory", drop(rows, shape.width, shape.itemsize)
 
 

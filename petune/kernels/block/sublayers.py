@@ -77,11 +77,11 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     window = None if core.memory is not None else _window(attention, core.causal)
     rotary = core.rotary if isinstance(core.rotary, bool) else bool(getattr(attention, core.rotary))
     softcap = getattr(attention, "attn_logit_softcapping", None)
-    q_norm, k_norm = (
+    q_norm, k_norm, v_norm = (
         norm if norm is not None and child_of(block, norm.path) else None
-        for norm in (core.q_norm, core.k_norm)
+        for norm in (core.q_norm, core.k_norm, core.v_norm)
     )
-    core = replace(core, q_norm=q_norm, k_norm=k_norm, rotary=rotary)
+    core = replace(core, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, rotary=rotary)
     return replace(sublayer, core=replace(core, scale=scale, window=window, softcap=softcap))
 
 
@@ -177,7 +177,10 @@ def _by_parts(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> Attention 
 def norms_of(sublayer: SubLayer) -> list[Norm]:
     """Its norms."""
     core = sublayer.core
-    heads = (core.q_norm, core.k_norm) if isinstance(core, Attention) and not core.called else ()
+    if isinstance(core, Attention) and not core.called:
+        heads = core.q_norm, core.k_norm, core.v_norm
+    else:
+        heads = None, None, None
     return [
         norm
         for norm in (sublayer.norm_in, *heads, sublayer.norm_out, sublayer.norm_after_sum)

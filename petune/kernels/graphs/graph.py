@@ -51,9 +51,10 @@ class Arrival:
         self.hidden = hidden = cast("Tensor", call["hidden_states"])
         self.memory = memory = cast("Tensor | None", call.get(MEMORY))
         program, turned = block.spec.program, any(one.spec.program.rotary for one in blocks)
-        given = {id(one["position_embeddings"][0]): one["position_embeddings"] for one in calls if turned}
-        pairs = program.sizes.head_dim, program.pairs
-        self.angles = [angles_of(one, *pairs) for one in given.values()]
+        both = zip(calls, blocks, strict=True) if turned else ()
+        turns = ((one["position_embeddings"], own.spec.program.sizes.head_dim) for one, own in both)
+        given = {id(angles[0]): (angles, width) for angles, width in turns}
+        self.angles = [angles_of(*one, program.pairs) for one in given.values()]
         self.kinds = tuple([*given].index(id(one["position_embeddings"][0])) for one in calls if turned)
         self.turned_apart = turned and len(call["position_embeddings"][0]) > 1
         self.segments, self.across = segments, across = _sides(hidden, memory, here)

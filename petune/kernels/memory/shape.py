@@ -226,7 +226,10 @@ class BlockShape:
     @property
     def parameters(self) -> int:
         """Weights of the block's matrices."""
-        qkv = 0 if self.called is not None else self.qkv  # which are the core's
+        kinds = [one.core for one in self.sublayers if isinstance(one.core, Attention)]
+        keyed = any(core.v_norm and "v" not in core.region.sites for core in kinds)
+        qkv = self.qkv - keyed * self.kv_heads * self.head_dim
+        qkv = 0 if self.called is not None else qkv  # which are the core's
         own = self.width * (qkv + self.queries + self.gu + self.columns)
         own += 0 if self.called is None else self.called.weights
         return own + (0 if self.experts is None else self.experts.weights(self.width))

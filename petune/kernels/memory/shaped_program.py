@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from petune.kernels.block.attention_steps import Attend
 from petune.kernels.block.called_step import CallCore
+from petune.kernels.block.cores import Sizes, vectors_in
 from petune.kernels.block.linear_steps import Activated, Product
 from petune.kernels.block.mixture import OF_MIXTURE
-from petune.kernels.block.program import Program, Sizes, compiled
+from petune.kernels.block.program import Program, compiled
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape
 from petune.models.spec import Role
@@ -46,5 +47,5 @@ def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
         own += [shape.trained, shape.trained, up, up, shape.trained, down, down, *[shape.trained] * 4]
     own += [shape.trained] * len(program.sinks)
     own += [True] * sum(core.called for core in program.called)
-    own += [one.learns for one in program.sublayers if one.vector is not None]
+    own += [learns for one in program.sublayers for learns in vectors_in(one)]
     return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))

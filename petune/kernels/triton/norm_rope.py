@@ -1,5 +1,5 @@
-"""RMSNorm of the heads of queries and keys and their rotary positions as one pass over memory, forward and
-backward.
+"""RMSNorm of the heads of queries and keys, of values where asked for, and rotary positions as one pass over
+memory, forward and backward.
 
 A program walks some heads of its rows, as that of petune.kernels.triton.rope does, and so reads cos, sin and
 both weights once. A head is in registers as its two halves, whose squares are summed as one row. The backward
@@ -20,25 +20,38 @@ from petune.kernels import reference
 from petune.kernels.reference import Pair
 from petune.kernels.triton.residual import Tile, Variant, multiprocessors, shares
 
+# half a head, and whether values are normed, and made of keys, as kernels are checked
+KINDS = ((64, False, False), (32, False, False), (128, False, False), (128, True, False), (256, True, True))
 WIDEST = 512  # of a head; wider ones, and those that are no power of two, go to the reference
 
 
 def norm_rope(
-    raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    raw: Tensor,
+    weights: Pair,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    values: bool = False,
 ) -> Tensor:
     """`petune.kernels.reference.norm_rope`; float32, bfloat16 or float16."""
     (rows, columns), width = raw.shape, cos.shape[1]
     if not _fits(width):
-        return reference.norm_rope(raw, weights, eps, cos, sin, heads, kv_heads)
-    out = torch.empty((rows, columns), dtype=raw.dtype, device=raw.device)
+        return reference.norm_rope(raw, weights, eps, cos, sin, heads, kv_heads, values)
+    own = columns // width - heads - kv_heads
+    keyed, own = values and not own, own or (kv_heads if values else 0)
+    out = torch.empty((rows, (heads + kv_heads + own) * width), dtype=raw.dtype, device=raw.device)
     if not rows:
         return out
-    tile, values = _forward_tile(width // 2), columns // width - heads - kv_heads
+    tile = _forward_tile(width // 2)
     walks = triton.cdiv(rows, tile.rows)
-    parts = shares(walks, max(heads, kv_heads, values), multiprocessors(raw.device) * tile.resident)
+    parts = shares(walks, max(heads, kv_heads, own), multiprocessors(raw.device) * tile.resident)
     _norm_rope_kernel[(walks * parts,)](
-        *(raw, *weights, cos, sin, out, rows, len(cos), heads, kv_heads, values, parts),
+        *(raw, *weights, cos, sin, out, rows, len(cos), heads, kv_heads, own, parts),
         *(raw.stride(0), cos.stride(0), sin.stride(0), eps),
+        VALUES=values,
+        KEYED=keyed,
         HALF=tile.columns,
         BM=tile.rows,
         STAGES=tile.stages,
@@ -57,11 +70,12 @@ def norm_rope_backward(
     cos: Tensor,
     sin: Tensor,
     weight_grad: bool = False,
+    values: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`petune.kernels.reference.norm_rope_backward`; float32, bfloat16 or float16."""
     (rows, columns), width = raw.shape, cos.shape[1]
     if not _fits(width):
-        return reference.norm_rope_backward(dq, dk, dv, raw, weights, eps, cos, sin, weight_grad)
+        return reference.norm_rope_backward(dq, dk, dv, raw, weights, eps, cos, sin, weight_grad, values)
     out = torch.empty((rows, columns), dtype=dq.dtype, device=dq.device)
     tile, heads = _backward_tile(width // 2), (dq.shape[1], dk.shape[1], dv.shape[1])
     walks = triton.cdiv(rows, tile.rows)
@@ -74,6 +88,8 @@ def norm_rope_backward(
             *(dq, dk, dv, raw, *weights, cos, sin, out, sums, rows, len(cos), *heads, parts),
             *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
             *(raw.stride(0), cos.stride(0), sin.stride(0), eps),
+            VALUES=values,
+            KEYED=values and columns == (heads[0] + heads[1]) * width,
             HALF=tile.columns,
             BM=tile.rows,
             STAGES=tile.stages,
@@ -101,7 +117,7 @@ def _backward_tile(half: int) -> Tile:
 def _norm_rope_kernel(
     raw, q_weight, k_weight, cos, sin, out, rows, positions, q_heads, k_heads, v_heads, parts,
     raw_stride, cos_stride, sin_stride, eps,
-    HALF: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    VALUES: tl.constexpr, KEYED: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
@@ -116,26 +132,35 @@ def _norm_rope_kernel(
     source += q_heads * (2 * HALF)
     into += q_heads * (2 * HALF)
     _normed_and_turned(source, into, k_weight + t, k_heads, part, parts, inside, re, im, eps, HALF, STAGES)
-    source += k_heads * (2 * HALF)
     into += k_heads * (2 * HALF)
-    _copied(source, 2 * HALF, into, v_heads, part, parts, inside, HALF, STAGES)
+    if not KEYED:  # else values are made of the keys too
+        source += k_heads * (2 * HALF)
+    if VALUES:
+        _normed_and_turned(source, into, None, v_heads, part, parts, inside, re, im, eps, HALF, STAGES)
+    else:
+        _copied(source, 2 * HALF, into, v_heads, part, parts, inside, HALF, STAGES)
 
 
 @triton.jit
 def _normed_and_turned(
     source, into, weight, heads, part, parts, inside, re, im, eps, HALF: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Heads part, part + parts, ... normed, rounded and turned."""
-    first, second = tl.load(weight).to(tl.float32)[None, :], tl.load(weight + HALF).to(tl.float32)[None, :]
+    """Heads part, part + parts, ... normed, rounded and turned; without a weight normed alone."""
+    if weight is not None:
+        first = tl.load(weight).to(tl.float32)[None, :]
+        second = tl.load(weight + HALF).to(tl.float32)[None, :]
     for head in tl.range(part, heads, parts, num_stages=STAGES):
         x = tl.load(source + head * (2 * HALF), mask=inside, other=0.0).to(tl.float32)
         y = tl.load(source + head * (2 * HALF) + HALF, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(_summed(x * x, y * y) / (2 * HALF) + eps)[:, None]
-        x = (x * rstd * first).to(into.dtype.element_ty).to(tl.float32)
-        y = (y * rstd * second).to(into.dtype.element_ty).to(tl.float32)
+        x, y = x * rstd, y * rstd
+        if weight is not None:
+            x = (x * first).to(into.dtype.element_ty).to(tl.float32)
+            y = (y * second).to(into.dtype.element_ty).to(tl.float32)
+            x, y = x * re - y * im, y * re + x * im
         place = into + head * (2 * HALF)
-        tl.store(place, (x * re - y * im).to(into.dtype.element_ty), mask=inside)
-        tl.store(place + HALF, (y * re + x * im).to(into.dtype.element_ty), mask=inside)
+        tl.store(place, x.to(into.dtype.element_ty), mask=inside)
+        tl.store(place + HALF, y.to(into.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -163,7 +188,7 @@ def _copied(source, stride, into, heads, part, parts, inside, HALF: tl.constexpr
 def _norm_rope_backward_kernel(
     dq, dk, dv, raw, q_weight, k_weight, cos, sin, out, sums, rows, positions, q_heads, k_heads, v_heads, parts,
     dq_stride, dq_head, dk_stride, dk_head, dv_stride, dv_head, raw_stride, cos_stride, sin_stride, eps,
-    HALF: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    VALUES: tl.constexpr, KEYED: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
@@ -173,62 +198,56 @@ def _norm_rope_backward_kernel(
     re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     source = raw + row[:, None] * raw_stride + t[None, :]
-    into = out + row[:, None] * ((q_heads + k_heads + v_heads) * (2 * HALF)) + t[None, :]
+    width = (q_heads + k_heads) * (2 * HALF)
+    if not KEYED:
+        width += v_heads * (2 * HALF)
+    into = out + row[:, None] * width + t[None, :]
     own = None
     if sums is not None:
         own = sums + tl.program_id(0) * (2 * HALF) + t
     grad = dq + row[:, None] * dq_stride + t[None, :]
     _turned_back(
-        grad,
-        dq_head,
-        source,
-        into,
-        q_weight + t,
-        own,
-        q_heads,
-        part,
-        parts,
-        inside,
-        re,
-        im,
-        eps,
-        HALF,
-        STAGES,
-    )
+        grad, dq_head, source, into, q_weight + t, own, None, 0, q_heads,
+        part, parts, inside, re, im, eps, HALF, STAGES,
+    )  # fmt: skip
     source += q_heads * (2 * HALF)
     into += q_heads * (2 * HALF)
     if sums is not None:
         own += tl.num_programs(0) * (2 * HALF)
     grad = dk + row[:, None] * dk_stride + t[None, :]
-    _turned_back(
-        grad,
-        dk_head,
-        source,
-        into,
-        k_weight + t,
-        own,
-        k_heads,
-        part,
-        parts,
-        inside,
-        re,
-        im,
-        eps,
-        HALF,
-        STAGES,
-    )
-    into += k_heads * (2 * HALF)
-    grad = dv + row[:, None] * dv_stride + t[None, :]
-    _copied(grad, dv_head, into, v_heads, part, parts, inside, HALF, STAGES)
+    of_values = dv + row[:, None] * dv_stride + t[None, :]
+    if KEYED:
+        _turned_back(
+            grad, dk_head, source, into, k_weight + t, own, of_values, dv_head, k_heads,
+            part, parts, inside, re, im, eps, HALF, STAGES,
+        )  # fmt: skip
+    else:
+        _turned_back(
+            grad, dk_head, source, into, k_weight + t, own, None, 0, k_heads,
+            part, parts, inside, re, im, eps, HALF, STAGES,
+        )  # fmt: skip
+        source += k_heads * (2 * HALF)
+        into += k_heads * (2 * HALF)
+        if VALUES:
+            _turned_back(
+                of_values, dv_head, source, into, None, None, None, 0, v_heads,
+                part, parts, inside, re, im, eps, HALF, STAGES,
+            )  # fmt: skip
+        else:
+            _copied(of_values, dv_head, into, v_heads, part, parts, inside, HALF, STAGES)
 
 
 @triton.jit
 def _turned_back(
-    grad, stride, source, into, weight, own, heads, part, parts, inside, re, im, eps, HALF: tl.constexpr, STAGES: tl.constexpr
+    grad, stride, source, into, weight, own, bare, bare_stride, heads, part, parts, inside, re, im, eps,
+    HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of heads part, part + parts, ... before they were normed; the sum of the weight's goes to
-    `own`, where that is not None."""
-    first, second = tl.load(weight).to(tl.float32)[None, :], tl.load(weight + HALF).to(tl.float32)[None, :]
+    """Gradients of heads part, part + parts, ... before they were normed, and turned where there is a weight;
+    the sum of its gradient goes to `own`, where that is not None. bare: the gradients of the same heads
+    normed alone, or None."""
+    if weight is not None:
+        first = tl.load(weight).to(tl.float32)[None, :]
+        second = tl.load(weight + HALF).to(tl.float32)[None, :]
     if own is not None:
         first_sum, second_sum = tl.zeros_like(re), tl.zeros_like(re)
     for head in tl.range(part, heads, parts, num_stages=STAGES):
@@ -239,11 +258,17 @@ def _turned_back(
         y = tl.load(source + head * (2 * HALF) + HALF, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(_summed(x * x, y * y) / (2 * HALF) + eps)[:, None]
         x, y = x * rstd, y * rstd
-        dx, dy = dx * re + dy * im, dy * re - dx * im
+        if weight is not None:
+            dx, dy = dx * re + dy * im, dy * re - dx * im
         if own is not None:
             first_sum += dx * x
             second_sum += dy * y
-        dx, dy = dx * first, dy * second
+        if weight is not None:
+            dx, dy = dx * first, dy * second
+        if bare is not None:
+            place = bare + tl.cast(head, tl.int64) * bare_stride
+            dx += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            dy += tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
         shared = (_summed(dx * x, dy * y) / (2 * HALF))[:, None]
         place = into + head * (2 * HALF)
         tl.store(place, (rstd * (dx - x * shared)).to(into.dtype.element_ty), mask=inside)
@@ -259,7 +284,7 @@ def _turned_back(
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for kind, table in (("*bf16", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*fp32")):
-        for half in (64, 32, 128):
+        for half, values, keyed in KINDS:
             matrices = dict.fromkeys(("raw", "dq", "dk", "dv", "out", "q_weight", "k_weight"), kind)
             floats = {"cos": table, "sin": table, "sums": "*fp32", "eps": "fp32"}
             for kernel, tile in (
@@ -267,6 +292,7 @@ def variants() -> Iterator[Variant]:
                 (_norm_rope_backward_kernel, _backward_tile(half)),
             ):
                 signature = {name: "i32" for name in kernel.arg_names} | matrices | floats
-                values = {"HALF": half, "BM": tile.rows, "STAGES": tile.stages}
+                constants = {"VALUES": values, "KEYED": keyed, "HALF": half}
+                constants |= {"BM": tile.rows, "STAGES": tile.stages}
                 for absent in ({},) if kernel is _norm_rope_kernel else ({}, {"sums": None}):
-                    yield kernel, signature, values | absent, tile.warps, 3
+                    yield kernel, signature, constants | absent, tile.warps, 3

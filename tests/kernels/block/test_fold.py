@@ -15,9 +15,10 @@ from torch import Tensor
 from petune.kernels.block import attention as attending
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
+from petune.kernels.block.cores import Sizes
 from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import Group
-from petune.kernels.block.program import Program, Sizes, compiled
+from petune.kernels.block.program import Program, compiled
 from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level

@@ -20,8 +20,9 @@ from transformers.models.t5.modeling_t5 import T5Block, T5LayerNorm
 
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
+from petune.kernels.block.cores import Sizes
 from petune.kernels.block.packed_linear import Group
-from petune.kernels.block.program import Program, Sizes, compiled
+from petune.kernels.block.program import Program, compiled
 from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.sublayers import read_sublayers
 from petune.kernels.block.turns import alone

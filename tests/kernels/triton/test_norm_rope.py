@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb as gemma4_turned
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from petune.kernels import reference
@@ -95,6 +97,51 @@ def test_the_references_backward_is_autograds() -> None:
     )
     for found, own in zip(back(reference, grads, given), expected, strict=True):
         torch.testing.assert_close(found, own)
+
+
+# ------------------------------------------------------------------ values that are normed too
+
+
+def of_values(given: dict[str, Any], keyed: bool) -> dict[str, Any]:
+    """What is given where values are made of normed keys, or of their own product."""
+    width = given["cos"].shape[1]
+    return given | {"raw": given["raw"][:, : sum(HEADS[:2]) * width]} if keyed else given
+
+
+def both_ways(form: Any, grads: list[Tensor], given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """q | k | v with normed values, and the gradients."""
+    out = form.norm_rope(*given.values(), *HEADS[:2], True)
+    return out, *form.norm_rope_backward(*grads, *given.values(), True, True)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_the_reference_norms_values_as_gemma_4_does(keyed: bool) -> None:
+    given, grads = of_values(operands(6, 3, 8, torch.float64), keyed), gradients(6, 8, torch.float64)
+    raw = given["raw"].requires_grad_()
+    q, k, *v = raw.view(6, -1, 8).split(HEADS[: 3 - keyed], 1)
+    cos, sin = (given[name].repeat(2, 1) for name in ("cos", "sin"))
+    norms = [Gemma4RMSNorm(8, EPS).to(DEVICE, torch.float64) for _ in range(2)]
+    for module, weight in zip(norms, given["weights"], strict=True):
+        module.weight.data = weight
+    turned = [gemma4_turned(one(part), cos, sin, 1) for one, part in zip(norms, (q, k), strict=True)]
+    bare = Gemma4RMSNorm(8, EPS, with_scale=False)(k if keyed else v[0])
+    expected = torch.cat([*turned, bare], 1).flatten(1)
+    inputs = [raw, *(module.weight for module in norms)]
+    wanted = torch.autograd.grad(expected, inputs, torch.cat([grad.flatten(1) for grad in grads], 1))
+    given["raw"] = raw.detach()
+    for found, own in zip(both_ways(reference, grads, given), (expected, *wanted), strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-6)  # theirs norms in float32
+
+
+@each_dtype
+@pytest.mark.parametrize("keyed", [False, True])
+def test_kernels_that_norm_values_are_the_references(keyed: bool, dtype: torch.dtype) -> None:
+    given = of_values(operands(22, 11, 64, dtype, strided=True), keyed)
+    grads = gradients(22, 64, dtype)
+    exactly = both_ways(reference, [grad.double() for grad in grads], exact(given))
+    forms = (both_ways(form, grads, given) for form in (norm_rope, reference))
+    for found, same, own in zip(*forms, exactly, strict=True):
+        assert_as_good(found, same, own)
 
 
 # ------------------------------------------------------------------ the kernels

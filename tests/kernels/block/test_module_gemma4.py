@@ -1,0 +1,339 @@
+"""Fused blocks of Gemma 4: values that are normed, or made of keys; heads of two widths in one stack; a
+number that a block ends with. Every method on every rung, plans, recordings, weights that stream, bytes; what
+is refused; planted faults."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+from petune.kernels import fuse as fusing
+from petune.kernels import reference
+from petune.kernels.block import attention as attending
+from petune.kernels.configs import Rung
+from petune.kernels.dispatch import triton_ops
+from petune.kernels.fuse import fuse, fused_blocks
+from petune.kernels.graphs.replay import ungraph
+from petune.kernels.memory.buffers import kept_bytes
+from petune.kernels.memory.offloaded_adamw import StreamedAdamW
+from petune.kernels.memory.policy_hook import shape_of
+from petune.methods import wrap
+from petune.models import family_of
+from tests.kernels import own_blocks
+from tests.kernels.fused_pairs import stand_on
+from tests.kernels.own_blocks import LEVELS, assert_trains_alike, cells_of_methods
+from tests.kernels.replays import replayed
+from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny
+from tests.parallel.cells import KEPT, case
+from tests.parallel.harness import check
+from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED
+
+NAME = "gemma4-causal"  # of whose two blocks the second has wider heads, fewer keys, and no linear of values
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "lora": ("lora", {"r": 4, "dropout": 0.3}),
+    "lora of a rank too large to fold": ("lora", {"r": 40}),
+    "q and down": ("lora", {"r": 4, "targets": ["q", "down"]}),
+    "dora": ("dora", {"r": 4}),
+    "ia3": ("ia3", {"targets": ["q", "k", "o", "down"]}),
+    "miss": ("miss", {"r": 4, "dropout": 0.3}),
+    "adapter": ("adapter", {"reduction": 4, "dropout": 0.3}),
+    "pfeiffer": ("adapter", {"reduction": 4, "kind": "pfeiffer"}),
+    "parallel": ("adapter", {"reduction": 4, "kind": "parallel"}),
+}
+
+
+def wide_norm(self: Any, x: Tensor) -> Tensor:
+    """Gemma's norm in the dtype of its input; its own goes through float32."""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+    return y * self.weight if self.with_scale else y
+
+
+wide_norm.__module__ = Gemma4RMSNorm.__module__  # or a block with it is a stranger's
+
+
+@pytest.fixture
+def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Gemma4RMSNorm, "forward", wide_norm)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def blocks_of(model: Any) -> Any:
+    """The blocks of a model, fused or not."""
+    return getattr(model.model.layers, "blocks", model.model.layers)
+
+
+def set_factors(*models: Any, by: float = 1.0) -> None:
+    """Have every block end with a number of its own."""
+    for model in models:
+        for at, block in enumerate(blocks_of(model)):
+            block.layer_scalar.fill_(by * (0.6 + at))
+
+
+def tuned(method: str = "lora", dtype: torch.dtype = torch.float64, **config: Any) -> Any:
+    """A tuned model whose own blocks run."""
+    kind, settings = METHODS[method]
+    plain = own_blocks.tuned(NAME, kind, settings, dtype, **config)
+    set_factors(plain)
+    return plain
+
+
+def pair(
+    method: str = "lora", keep: Any = "all", dtype: torch.dtype = torch.float64, **config: Any
+) -> tuple[Any, Any]:
+    """A tuned model, fused and not, that tiles what it may and drops attention's probabilities out."""
+    plain = tuned(method, dtype, **{"attention_dropout": 0.2, **config})
+    made = own_blocks.fused(plain, keep)
+    stand_on(made, Rung(keep), tile=None if keep == "all" else 4)
+    return made, plain
+
+
+def rows_of(kind: str) -> dict[str, Any]:
+    """A batch of padded rows, of two samples each, of one row, or of equal length without a mask."""
+    if kind == "packed":
+        return own_blocks.packed(NAME)
+    inputs = batch(NAME, length=9, rows=1 if kind == "one row" else 3)
+    return inputs if kind == "padded" else {key: inputs[key] for key in inputs if key != "attention_mask"}
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize(("method", "keep", "rows"), cells_of_methods(METHODS))
+def test_every_method_trains_as_with_the_models_own_blocks(method: str, keep: Any, rows: str) -> None:
+    assert_trains_alike(*pair(method, keep), rows_of(rows), 2)
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("changes", [{"attention_k_eq_v": False}, {"layer_types": ["full_attention"] * 2}])
+def test_values_of_wide_heads_may_have_a_linear_and_blocks_one_kind(changes: dict[str, Any]) -> None:
+    made, plain = pair("full", "input", **changes)
+    for kind in ("whole", "one row"):
+        assert_trains_alike(made, plain, rows_of(kind), 1)
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("method", ["lora", "pfeiffer"])
+def test_the_number_that_a_block_ends_with_is_read_in_every_pass(method: str) -> None:
+    made, plain = pair(method, "input")
+    for by in (1.0, -0.5):
+        set_factors(made, plain, by=by)
+        assert_trains_alike(made, plain, rows_of("padded"), 1)
+    for model in (made, plain):  # another tensor in its place
+        blocks_of(model)[1].layer_scalar = torch.full((1,), 2.0, dtype=torch.float64)
+    assert_trains_alike(made, plain, rows_of("padded"), 1)
+
+
+@pytest.mark.parametrize("form", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
+def test_over_a_quantised_base_it_trains_as_the_models_own_blocks(form: str) -> None:
+    own = {"r": 4, "base_dtype": form}
+    plain = own_blocks.tuned(NAME, "lora", own, torch.float32, **of_64(NAME))
+    set_factors(plain)
+    assert_trains_alike(own_blocks.fused(plain, "input"), plain, rows_of("packed"), 1)
+
+
+def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
+    """Hidden states are bfloat16, and what they are multiplied by is float32."""
+    made, plain = pair("full", "input", torch.float32, attention_dropout=0.0)
+    inputs = rows_of("padded")
+    with torch.autocast("cpu", torch.bfloat16):
+        both = [gradients(one, inputs) for one in (made, plain)]
+    (loss, found), (expected, wanted) = both
+    assert float(loss) == pytest.approx(float(expected), rel=2e-2)
+    for key, value in wanted.items():
+        assert float((found[key] - value).norm()) < 0.1 * float(value.norm()) + 1e-3, key
+    assert not any(block.spec.said for block in fused_blocks(made))
+
+
+def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tuned("full", torch.float32)
+    made = copy.deepcopy(plain)
+    monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
+    monkeypatch.setattr(
+        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
+    )
+    assert fuse(made, family_of(made), "triton").blocks
+    ungraph(made)
+    inputs = batch(NAME, rows=1, length=6)
+    (loss, found), (expected, wanted) = (gradients(one, inputs) for one in (made, plain))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert_same_gradients(found, wanted, 1e-5)
+    assert not [block.spec.said for block in fused_blocks(made) if block.spec.said]
+
+
+# ------------------------------------------------------------------ plans, recordings, streams, bytes
+
+PLANS: dict[str, Any] = {
+    **{
+        name: BACKENDS[name](NAME, 2)
+        for name in ("shard", "sp-gather", "sp-ulysses", "sp-ring", "pp-1f1b", "pp-gpipe")
+    },
+    **{name: LOOPED[name](NAME, 2) for name in LOOPED},
+    **{name: COMPOSED[name](NAME) for name in ("dp x pp", "sp x pp")},
+}
+SHORT = ("sp-gather", "sp-ulysses", "pp-1f1b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", [pytest.param(one, marks=() if one in SHORT else pytest.mark.long) for one in PLANS]
+)
+def test_ranks_of_a_plan_train_as_one_process_with_dropout(plan: str) -> None:
+    turn = [*PLANS].index(plan)
+    method = ("lora", "full", "adapter")[turn % 3]
+    check(case(NAME, method, PLANS[plan], steps=1, dropout=0.1, blocks=KEPT[turn % 4]))
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("first", ["sliding_attention", "full_attention"])
+def test_blocks_are_replayed_whichever_width_of_heads_comes_first(first: str) -> None:
+    """Tables of angles as wide as half a head of the first block are not halves of its own."""
+    plain = tuned(layer_types=[first, "full_attention", "sliding_attention", "full_attention"])
+    made = own_blocks.fused(plain)
+    recorder = replayed(made)
+    for kind in ("padded", "whole", "padded"):
+        assert_trains_alike(made, plain, rows_of(kind), 1)
+    assert recorder.backwards
+
+
+def test_blocks_stream() -> None:
+    plain = tuned("full", torch.float32)
+    made = own_blocks.fused(plain)
+    decays = [{"params": [one for one in plain.parameters() if one.dim() > 1]}]
+    decays += [{"params": [one for one in plain.parameters() if one.dim() < 2], "weight_decay": 0.0}]
+    streamed = StreamedAdamW(
+        made, fused_blocks(made), lr=1e-2, eps=1e-4, weight_decay=0.1, states=torch.float32
+    )
+    for model, optimizer in (
+        (made, streamed),
+        (plain, torch.optim.AdamW(decays, 1e-2, eps=1e-4, weight_decay=0.1)),
+    ):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**rows_of("padded")).loss.backward()
+            optimizer.step()
+    found, expected = made.state_dict(), plain.state_dict()
+    assert all(torch.allclose(found[key], expected[key], atol=2e-5) for key in expected)
+
+
+def held(model: Any, number: int) -> float:
+    """Bytes of a token that one block keeps beside its parameters and what is given to every block."""
+    block, tokens, found = fused_blocks(model)[number], 512, dict[int, int]()
+    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    x = torch.randn(2, tokens, 64, dtype=next(model.parameters()).dtype, requires_grad=True)
+    angles = model.model.rotary_emb(x, torch.arange(tokens)[None], model.config.layer_types[number])
+    own |= {one.untyped_storage().data_ptr() for one in angles}
+
+    def pack(value: Tensor) -> Tensor:
+        if value.untyped_storage().data_ptr() not in own:
+            found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        y = block(x, position_embeddings=angles)
+    assert y.requires_grad
+    return sum(found.values()) / (2 * tokens)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["full", *(pytest.param(one, marks=pytest.mark.long) for one in ("q and down", "ia3", "adapter"))],
+)
+def test_blocks_keep_the_bytes_that_are_foretold(method: str) -> None:
+    kind, settings = METHODS[method]
+    undropped = {key: value for key, value in settings.items() if key != "dropout"}
+    model = wrap(tiny(NAME, max_position_embeddings=512), kind, **undropped)
+    fuse(model, family_of(model), "reference")
+    for keep in LEVELS:
+        stand_on(model, Rung(keep))
+        for number, block in enumerate(fused_blocks(model.train())):
+            shape = shape_of(block.spec)
+            sums = 0 if keep == "input" else 4 * shape.heads  # which attention of torch's does not keep
+            assert kept_bytes(shape, keep) - sums == pytest.approx(held(model, number), rel=0.02), keep
+
+
+def test_weights_of_a_block_without_a_linear_of_values_are_counted_without_them() -> None:
+    model = wrap(tiny(NAME), "full")
+    fuse(model, family_of(model), "reference")
+    for block in fused_blocks(model):
+        expected = sum(value.numel() for value in block.parameters() if value.dim() == 2)
+        assert shape_of(block.spec).parameters == expected
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+class Halved(Gemma4RMSNorm):
+    """What its parent computes, halved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+Halved.__module__ = Halved.forward.__module__ = Gemma4RMSNorm.__module__
+
+
+def test_a_norm_of_values_that_computes_something_else_leaves_blocks_unfused() -> None:
+    made = tuned("lora", torch.float32)
+    made.model.layers[1].self_attn.v_norm.__class__ = Halved
+    done = fuse(made, family_of(made), "reference")
+    said = "Halved is not an RMS norm that scales nothing"
+    assert not done.blocks and any(said in one for one in done.reasons)
+
+
+def test_a_number_that_trains_is_read_by_the_models_own_block() -> None:
+    made, plain = pair("dora", dtype=torch.float32, attention_dropout=0.0)
+    for model in (made, plain):
+        blocks_of(model)[0].layer_scalar.requires_grad_()
+    (loss, found), (expected, wanted) = (gradients(one, rows_of("padded")) for one in (made, plain))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert_same_gradients(found, wanted, 1e-5)
+    said = fused_blocks(made)[0].spec.said
+    assert said == {"a vector that scales its sub-layers trains, and did not when it was fused"}
+    torch.testing.assert_close(*(blocks_of(one)[0].layer_scalar.grad for one in (made, plain)))
+
+
+# ------------------------------------------------------------------ planted faults
+
+
+def _values_as_they_are(raw: Tensor, *given: Any) -> Tensor:
+    out = _AHEAD(raw, *given)
+    width, (heads, kv_heads) = given[2].shape[1], given[4:6]
+    columns = slice(heads * width, (heads + kv_heads) * width)
+    out[:, columns.stop :] = raw[:, columns] if raw.shape[1] == columns.stop else raw[:, columns.stop :]
+    return out
+
+
+def _values_back_as_they_are(dq: Tensor, dk: Tensor, dv: Tensor, *given: Any) -> Any:
+    keyed = given[0].shape[1] == (dq.shape[1] + dk.shape[1]) * dq.shape[2]
+    return _BACK(dq, dk, dv, *given[:-1], keyed)
+
+
+def _without_values(dq: Tensor, dk: Tensor, dv: Tensor, *given: Any) -> Any:
+    return _BACK(dq, dk, torch.zeros_like(dv), *given)
+
+
+_AHEAD, _BACK = reference.norm_rope, reference.norm_rope_backward
+FAULTS: dict[str, tuple[str, Any]] = {
+    "values are not normed": ("norm_rope", _values_as_they_are),
+    "gradients of values pass their norm by": ("norm_rope_backward", _values_back_as_they_are),
+    "gradients of values do not reach keys": ("norm_rope_backward", _without_values),
+}
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attribute, wrong = FAULTS[fault]
+    made, plain = pair("lora", "input", attention_dropout=0.0)
+    for block in fused_blocks(made):
+        block.spec.ops = replace(block.spec.ops, **{attribute: wrong})
+    with pytest.raises(AssertionError):
+        assert_trains_alike(made, plain, rows_of("one row"), 1)
