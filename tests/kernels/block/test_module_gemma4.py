@@ -152,6 +152,7 @@ def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
     assert not any(block.spec.said for block in fused_blocks(made))
 
 
+@pytest.mark.long  # the kernels by themselves are in the short suite
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tuned("full", torch.float32)
     made = copy.deepcopy(plain)
@@ -178,12 +179,11 @@ PLANS: dict[str, Any] = {
     **{name: LOOPED[name](NAME, 2) for name in LOOPED},
     **{name: COMPOSED[name](NAME) for name in ("dp x pp", "sp x pp")},
 }
-SHORT = ("sp-gather", "sp-ulysses", "pp-1f1b")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", [pytest.param(one, marks=() if one in SHORT else pytest.mark.long) for one in PLANS]
+    "plan", [pytest.param(one, marks=() if one == "sp-gather" else pytest.mark.long) for one in PLANS]
 )
 def test_ranks_of_a_plan_train_as_one_process_with_dropout(plan: str) -> None:
     turn = [*PLANS].index(plan)
@@ -195,7 +195,8 @@ def test_ranks_of_a_plan_train_as_one_process_with_dropout(plan: str) -> None:
 @pytest.mark.parametrize("first", ["sliding_attention", "full_attention"])
 def test_blocks_are_replayed_whichever_width_of_heads_comes_first(first: str) -> None:
     """Tables of angles as wide as half a head of the first block are not halves of its own."""
-    plain = tuned(layer_types=[first, "full_attention", "sliding_attention", "full_attention"])
+    kinds = [first, "sliding_attention", "full_attention"]
+    plain = tuned(layer_types=kinds, num_hidden_layers=len(kinds))
     made = own_blocks.fused(plain)
     recorder = replayed(made)
     for kind in ("padded", "whole", "padded"):
