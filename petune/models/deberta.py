@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from petune.models import bert
@@ -65,7 +66,8 @@ def attended(
         return made.reshape(-1, count, made.shape[-1] // count)
 
     q, k, v = (heads(one, hidden_states) for one in (module.query_proj, module.key_proj, module.value_proj))
-    scale = (q.shape[-1] * (1 + ("c2p" in kinds) + ("p2c" in kinds))) ** -0.5
+    terms = 1 + ("c2p" in kinds) + ("p2c" in kinds)
+    scale = 1 / torch.tensor(float(q.shape[-1] * terms)).sqrt().item()  # of float32 digits, as the base's
     q_pos = k_pos = far = None
     if module.relative_attention and relative_pos is not None and rel_embeddings is not None:
         columns = 2 * module.pos_ebd_size
