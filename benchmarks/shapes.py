@@ -149,6 +149,14 @@ SHAPES: Mapping[str, Shape] = {
         _llama(3072, 8192, 32, 32064, head=96, num_key_value_heads=32, pad_token_id=0),
         ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     ),
+    "phi4-mini": Shape(  # positions turn 96 of a head's 128 columns
+        "phi3",
+        _llama(
+            *(3072, 8192, 32, 200064),
+            **{"heads": 24, "tie_word_embeddings": True, "partial_rotary_factor": 0.75, "pad_token_id": 0},
+        ),
+        ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    ),
     "qwen3-moe": Shape(  # Qwen3-30B-A3B; with layers=12 on one card
         "qwen3_moe",
         _llama(2048, 6144, 48, 151936, num_key_value_heads=4, rms_norm_eps=1e-6, **_ROUTED),
@@ -244,6 +252,14 @@ SHAPES: Mapping[str, Shape] = {
     "cohere2-7b": Shape(
         "cohere2",
         _llama(4096, 14336, 32, 256000, tie_word_embeddings=True, layer_norm_eps=1e-5, sliding_window=4096),
+        _GATED,
+    ),
+    "command-r-plus": Shape(  # with layers=4 on one card
+        "cohere",
+        _llama(
+            *(12288, 33792, 64, 256000),
+            **{"heads": 96, "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "use_qk_norm": True},
+        ),
         _GATED,
     ),
     "ministral3-8b": Shape("ministral3", _llama(4096, 14336, 34, 131072, tie_word_embeddings=True), _GATED),

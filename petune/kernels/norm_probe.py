@@ -28,23 +28,29 @@ def rms_offset(module: nn.Module) -> float | None:
 
 
 def computes(
-    module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0.0, scales: bool = True
+    module: nn.Module,
+    kind: Literal["rms", "layer"],
+    offset: float = 0.0,
+    scales: bool = True,
+    each: bool = False,
 ) -> bool:
     """Whether a module's own forward is `reference.rms_norm` or `reference.layer_norm` with its epsilon and
     its weight + offset, and its bias if it has one: tried in float32, on the CPU, with weights of the probe's
-    own. scales: it has a weight; else it is the norm alone, of heads of any width.
+    own. scales: it has a weight; else it is the norm alone, of heads of any width. each: with a row of
+    weights [heads, n] for each head of [..., heads, n], and no bias.
 
     One of the rows is so small that half of what its square is added to is the epsilon; another is far from
     centred. How a norm rounds in a narrower dtype is not asked.
     """
     eps, forward = eps_of(module), cast("Callable[..., Tensor]", type(module).forward)
     bare = not (module._parameters or module._modules or module._buffers)
-    held = _is_scale(module, kind == "layer") if scales else bare
+    held = _is_scale(module, kind == "layer", each) if scales else bare
     if eps is None or not held or len(signature(forward).parameters) != 2:
         return False
-    width = len(cast("Tensor", module.weight)) if scales else 16
-    numbers = torch.arange(3 * width, dtype=torch.float32, device="cpu").view(3, width)
-    weight, rows = (1 + numbers[0]).sin() if scales else numbers.new_ones(width), (0.7 * numbers).cos()
+    shape = cast("Tensor", module.weight).shape if scales else torch.Size([16])
+    numbers = torch.arange(3 * shape[-1], dtype=torch.float32, device="cpu").view(3, -1)
+    weight = (1 + torch.arange(shape.numel(), dtype=torch.float32, device="cpu").view(shape)).sin()
+    weight, rows = weight if scales else torch.ones_like(weight), (0.7 * numbers).cos()
     bias = None if module._parameters.get("bias") is None else numbers[1].sin()
     x = torch.stack([rows[0], rows[1] * max(eps, 1e-12) ** 0.5, rows[2] * 30 + 20])
     own = {"weight": weight} if scales else {}
@@ -53,12 +59,15 @@ def computes(
     probe.__dict__["_parameters"] = dict.fromkeys(module._parameters) | {
         name: nn.Parameter(value) for name, value in own.items()
     }
+    x = x[:, None].expand(-1, len(weight), -1) if each else x
     with torch.no_grad():
         found = forward(probe, x)
+        heads = zip(x.unbind(1), weight, strict=True) if each else [(x, weight)]
         if kind == "layer":
-            expected = reference.layer_norm(x, weight + offset, bias, eps)[0]
+            made = [reference.layer_norm(one, own + offset, bias, eps)[0] for one, own in heads]
         else:
-            expected = reference.rms_norm(x, weight + offset, eps)[0]
+            made = [reference.rms_norm(one, own + offset, eps)[0] for one, own in heads]
+    expected = torch.stack(made, 1).view(x.shape)
     return found.shape == x.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -72,11 +81,12 @@ def clamps(experts: nn.Module) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def _is_scale(module: nn.Module, biased: bool) -> bool:
-    """Whether a module holds a weight [n], where `biased` a bias [n] or none too, and nothing else."""
+def _is_scale(module: nn.Module, biased: bool, each: bool) -> bool:
+    """Whether a module holds a weight [n], where `biased` a bias [n] or none too, and nothing else; `each`: a
+    weight [heads, n] alone."""
     own = module._parameters
-    if not {"weight"} <= set(own) <= {"weight", *(["bias"] if biased else [])}:
+    if not {"weight"} <= set(own) <= {"weight", *(["bias"] if biased and not each else [])}:
         return False
     if module._modules or module._buffers:
         return False
-    return own["weight"] is not None and all(one.dim() == 1 for one in own.values() if one is not None)
+    return own["weight"] is not None and all(one.dim() == 1 + each for one in own.values() if one is not None)

@@ -134,15 +134,18 @@ def layer_norm_backward(
 # ------------------------------------------------------------------ rotary positions
 
 
-def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = False) -> Tensor:
-    """Turn the first `heads` heads of `qkv` by their positions, in place; returns it.
+def rope_(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = False, width: int | None = None
+) -> Tensor:
+    """Turn the first d columns of the first `heads` heads of `qkv` by their positions, in place; returns it.
 
-    qkv [m, n] with n a multiple of the head's width d: query and key heads first, values after them. cos, sin
-    [p, d], p dividing m: row i has position i % p, and both halves of a row are alike. Su et al. 2021
-    (arXiv:2104.09864) in Hugging Face's layout: the halves of a head are the parts of its complex numbers;
-    with `neighbours` in the paper's own: two columns side by side are, and number i has the angle i.
+    qkv [m, n] with n a multiple of the head's `width`, d without one: query and key heads first, values after
+    them. cos, sin [p, d], d even, p dividing m: row i has position i % p, and both halves of a row are alike.
+    Su et al. 2021 (arXiv:2104.09864) in Hugging Face's layout: the halves of the d columns are the parts of
+    their complex numbers; with `neighbours` in the paper's own: two columns side by side are, and number i
+    has the angle i.
     """
-    turned = qkv.unflatten(1, (-1, cos.shape[-1]))[:, :heads]
+    turned = qkv.unflatten(1, (-1, width or cos.shape[-1]))[:, :heads, : cos.shape[-1]]
     turned.copy_(_turned(wide(turned), cos, sin, neighbours))
     return qkv
 
@@ -150,8 +153,8 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = 
 def rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False
 ) -> Tensor:
-    """The gradient of `qkv` before it was turned, [m, n] dense. dq, dk, dv [m, heads of each, d], any strides
-    but a dense last dim."""
+    """The gradient of `qkv` before it was turned, [m, n] dense. dq, dk, dv [m, heads of each, width], any
+    strides but a dense last dim."""
     turned = [_turned(wide(part), cos, -sin, neighbours) for part in (dq, dk)]
     return torch.cat([*turned, wide(dv)], 1).to(dq.dtype).flatten(1)
 
@@ -173,9 +176,10 @@ def rope_unscale(
     one, has no part in anything.
     """
     grad = rope_backward(wide(dq), wide(dk), wide(dv), cos, sin, neighbours)
-    parts = _parts(wide(qkv), cos, dq.shape[1], dk.shape[1])
+    parts = _parts(wide(qkv), dq.shape[2], dq.shape[1], dk.shape[1])
     size = (wide(cos).square() + wide(sin).square()).to(grad.dtype).repeat(len(dq) // max(1, len(cos)), 1)
     size = _side_by_side(size) if neighbours else size
+    size = F.pad(size, (0, dq.shape[2] - size.shape[1]), value=1.0)
     q, k = (part / torch.where(size == 0, 1, size)[:, None] for part in parts[:2])
     values = rope_backward(q, k, parts[2], cos, sin, neighbours)
     values = values if scale.own is None else values - scale.own
@@ -192,29 +196,28 @@ def norm_rope(
     heads: int,
     kv_heads: int,
     values: bool = False,
+    layer: bool = False,
+    neighbours: bool = False,
 ) -> Tensor:
-    """RMSNorm of every head of queries and keys, then rotary positions: q | k | v [m, n] dense, beside the
-    original.
+    """RMSNorm of every head of queries and keys, or LayerNorm without a bias (`layer`), then rotary
+    positions: q | k | v [m, n] dense, beside the original.
 
     raw [m, n], rows may be strided: `heads` query heads as wide as cos and sin, `kv_heads` key heads, then
-    values, which stay as they are. weights [d] of q's norm and of k's, any float dtype. A normed head is
-    rounded to the dtype of `raw` before it is turned, as between `rms_norm` and `rope_` (Qwen3, Gemma 3).
-    values: their heads are normed too, without a weight, and where raw ends with the keys they are made of
-    these (Gemma 4).
+    values, which stay as they are. weights of q's norm and of k's, any float dtype: [d], or [heads, d] and
+    [kv_heads, d], a row for each head. A normed head is rounded to the dtype of `raw` before it is turned, as
+    between `rms_norm` and `rope_` (Qwen3, Gemma 3, Command R+). values: their heads are normed too, without a
+    weight, and where raw ends with the keys they are made of these (Gemma 4). neighbours: see `rope_`.
     """
-    *parts, own = _parts(raw, cos, heads, kv_heads)
+    *parts, own = _parts(raw, cos.shape[-1], heads, kv_heads)
     normed = [
-        rms_norm(part.flatten(0, 1), weight, eps)[0].view(part.shape)
+        (_normed(part, eps, layer)[0] * wide(weight)).to(raw.dtype)
         for part, weight in zip(parts, weights, strict=True)
     ]
     if values:
         own = own if own.shape[1] else parts[1]
         own = rms_norm(own.flatten(0, 1), cos.new_ones(cos.shape[1]), eps)[0].view(own.shape)
-    return (
-        torch.cat([*(_turned(wide(part), cos, sin) for part in normed), wide(own)], 1)
-        .to(raw.dtype)
-        .flatten(1)
-    )
+    turned = [_turned(wide(part), cos, sin, neighbours) for part in normed]
+    return torch.cat([*turned, wide(own)], 1).to(raw.dtype).flatten(1)
 
 
 def norm_rope_backward(
@@ -228,23 +231,25 @@ def norm_rope_backward(
     sin: Tensor,
     weight_grad: bool = False,
     values: bool = False,
+    layer: bool = False,
+    neighbours: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(gradient of raw [m, n] dense, of q's weight, of k's); the last two in float32, or None without
-    `weight_grad`.
+    """(gradient of raw [m, n] dense, of q's weight, of k's); the last two in float32 and of the weights'
+    shapes, or None without `weight_grad`.
 
     dq, dk, dv as for `rope_backward`; values as for `norm_rope`. Statistics are made again from `raw`;
     nothing is rounded on the way.
     """
-    found, sums = [], []
-    *parts, own = _parts(raw, cos, dq.shape[1], dk.shape[1])
+    found, sums = [], list[Tensor | None]()
+    *parts, own = _parts(raw, dq.shape[2], dq.shape[1], dk.shape[1])
     for grad, part, weight in zip((dq, dk), parts, weights, strict=True):
-        rows = part.flatten(0, 1)
-        turned = _turned(wide(grad), cos, -sin).flatten(0, 1)
-        drows, dweight = rms_norm_backward(
-            turned, rows, weight, rms_norm(rows, weight, eps)[1], None, weight_grad
-        )
-        found.append(drows.view(part.shape))
-        sums.append(dweight)
+        turned, (normed, rstd) = _turned(wide(grad), cos, -sin, neighbours), _normed(part, eps, layer)
+        scaled = turned * wide(weight)
+        if layer:
+            scaled = scaled - scaled.mean(-1, keepdim=True)
+        found.append(rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True)))
+        over = (0, 1) if weight.dim() == 1 else (0,)
+        sums.append((turned * normed).sum(over) if weight_grad else None)
     found.append(wide(dv))
     if values:
         rows, scale = (own if own.shape[1] else parts[1]).flatten(0, 1), cos.new_ones(cos.shape[1])
@@ -254,15 +259,26 @@ def norm_rope_backward(
     return torch.cat(found, 1).to(dq.dtype).flatten(1), sums[0], sums[1]
 
 
-def _parts(raw: Tensor, cos: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values [m, heads of each, d] of q | k | v."""
-    every = raw.unflatten(1, (-1, cos.shape[-1]))
+def _normed(heads: Tensor, eps: float, layer: bool) -> tuple[Tensor, Tensor]:
+    """(each row of [m, heads, d] over its root mean square, centred first of a LayerNorm; one over that)."""
+    values = wide(heads)
+    if layer:
+        values = values - values.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return values * rstd, rstd
+
+
+def _parts(raw: Tensor, width: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values [m, heads of each, width] of q | k | v."""
+    every = raw.unflatten(1, (-1, width))
     found: tuple[Tensor, ...] = every.split([heads, kv_heads, every.shape[1] - heads - kv_heads], 1)
     return found
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
-    """[m, heads, d] turned by the angles of [p, d]; m is a multiple of p."""
+    """[m, heads, width], the first d columns turned by the angles of [p, d]; m is a multiple of p."""
+    if (own := cos.shape[-1]) < heads.shape[-1]:
+        return torch.cat([_turned(heads[..., :own], cos, sin, neighbours), heads[..., own:]], -1)
     times = len(heads) // max(1, len(cos))
     cos, sin = (wide(part).to(heads.dtype).repeat(times, 1)[:, None] for part in (cos, sin))
     if neighbours:

@@ -38,14 +38,18 @@ FINE: tuple[Role, ...] = ("b", "a", "ba")
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of a block, by its path. offset: what is added to its weight; over: all features of a token, or
-    those of each head; scales: it has a weight."""
+    """A norm of a block, by its path. offset: what is added to its weight; over: all features of a token,
+    those of a head or, with a row of weights for each head, those of each; scales: it has a weight."""
 
     path: str
     kind: Literal["rms", "layer"] = "rms"
     offset: float = 0.0
-    over: Literal["features", "head"] = "features"
+    over: Literal["features", "head", "each"] = "features"
     scales: bool = True
+
+    def rows_below(self, at: str) -> dict[str, int]:
+        """The weight if it has a row for each head, by its path below `at`, and in which dim they are."""
+        return {f"{self.path.removeprefix(f'{at}.')}.weight": 0} if self.over == "each" else {}
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,9 @@ class Positions:
 
 
 # the columns of a head that a position turns as one complex number, d of them: i and i + d / 2, or 2i and
-# 2i + 1; the model's table of angles has each twice, in both halves or, for twins, side by side
-Pairs = Literal["halves", "neighbours", "twins"]
+# 2i + 1; the model's table of angles has each twice, in both halves or, for twins, side by side. d are all of
+# a head or, of leading ones, which are halves, and of neighbours, its first, as many as the table has
+Pairs = Literal["halves", "leading", "neighbours", "twins"]
 CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
 Columns = Literal["columns", "dense", "shared"]  # the field of Shape with those of an MLP
 
@@ -141,9 +146,10 @@ class Region:
 
     Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
     may be absent from a block. head_counts, kv_counts: attributes of that module with the number of heads,
-    and of those of keys; "config.x": of its config. gated: q has twice the features of its heads, see
-    Attention. columns: see Columns. mixture: whether it is one of experts. lacks: roles besides OPTIONAL that
-    a block may be without.
+    and of those of keys; "config.x": of its config. by_head, by_kv_head: tensors below that module with a
+    place for each head, or for each of keys, and in which dim. gated: q has twice the features of its heads,
+    see Attention. columns: see Columns. mixture: whether it is one of experts. lacks: roles besides OPTIONAL
+    that a block may be without.
     """
 
     kind: Literal["attention", "mlp", "mixer"]
@@ -154,6 +160,7 @@ class Region:
     head_counts: tuple[str, ...] = ()
     kv_counts: tuple[str, ...] = ()
     by_head: Mapping[str, int] = field(default_factory=dict)
+    by_kv_head: Mapping[str, int] = field(default_factory=dict)
     cross: bool = False
     gated: bool = False
     columns: Columns = "columns"

@@ -1,5 +1,5 @@
 """Phi-3 and 4: Llama's blocks with q, k and v in one linear and gate and up in another, and a dropout behind
-each sub-layer."""
+each sub-layer; positions turn the first columns of a head, by the config not all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ ATTENTION = replace(
     groups=(linears(qkv="self_attn.qkv_proj"),),
     q_norm=None,
     k_norm=None,
+    pairs="leading",
     head_counts=("config.num_attention_heads",),
     kv_counts=("num_key_value_heads",),
 )

@@ -97,6 +97,8 @@ class Attention:
         """Where it is entered and left."""
         groups = self.groups if self.positions is None else (*self.groups, self.positions.linears)
         by_head = {} if self.bias is None else {f"{self.bias}.weight": 1}
+        by_head |= {} if self.sinks is None else {self.sinks: 0}
+        rows = [{} if norm is None else norm.rows_below(self.at) for norm in (self.q_norm, self.k_norm)]
         return Region(
             kind="attention",
             enter=self.at,
@@ -105,7 +107,8 @@ class Attention:
             inputs=("hidden_states",) if self.memory is None else ("hidden_states", self.memory),
             head_counts=self.head_counts,
             kv_counts=self.kv_counts,
-            by_head=by_head if self.sinks is None else by_head | {self.sinks: 0},
+            by_head=by_head | rows[0],
+            by_kv_head=rows[1],
             cross=self.memory is not None,
             gated=self.gated,
             lacks=self.lacks,
@@ -198,12 +201,11 @@ class SubLayer:
     that of the sub-layer before it reads, of the same norm, so that both stand beside one another.
     norm_first: the attribute of the block by which the norm after the sum stands before the core. scale: a
     number, or the attribute of the block that it is. vector: the path of a parameter with a number for each
-    feature; learns: it trains. factor: the path of a buffer of one number, read in every pass.
-    bottleneck: features of the bottleneck that a method has put behind the core's last linear, 0 without
-    one; beside: it reads x; of_sum: it stands behind the sum, which it reads as the block would give it.
-    scaled, entries: the roles of linears whose results, or inputs, a method multiplies by a vector.
-    connection: how ranks that share the core hold what lies around it, None where it is whole. No table
-    says these.
+    feature; learns: it trains. factor: the path of a buffer of one number, read in every pass. bottleneck:
+    features of the bottleneck that a method has put behind the core's last linear, 0 without one; beside: it
+    reads x; of_sum: it stands behind the sum, as the block would give it. scaled, entries: the roles of
+    linears whose results, or inputs, a method multiplies by a vector. connection: how ranks that share the
+    core hold what lies around it, None where it is whole. No table says these.
     """
 
     core: Attention | Mlp | RoutedMlp
@@ -245,12 +247,12 @@ class StackRule:
 
     `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
-    in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells.
-    `counted`: positions are counted along the mask by the model, where they are not given. `hides`: without a
-    mask the model makes one of the tokens that are no padding. `uncut`: what blocks do that no sub-layer
-    tells, why they are not cut by heads and columns.
-    `between`: the field of the config by which tokens meet between two blocks, where it is above 0.
-    `tokens`: arguments of blocks that hold something of every token, as hidden states do.
+    in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells. `counted`:
+    positions are counted along the mask by the model, where they are not given. `hides`: without a mask the
+    model makes one of the tokens that are no padding. `uncut`: what blocks do that no sub-layer tells, why
+    they are not cut by heads and columns. `between`: the field of the config by which tokens meet between two
+    blocks, where it is above 0. `tokens`: arguments of blocks that hold something of every token, as hidden
+    states do.
     """
 
     blocks: str

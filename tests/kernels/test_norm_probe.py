@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -38,6 +39,7 @@ PROBED = {
     "a LayerNorm": (nn.LayerNorm(8), None),
     "a LayerNorm without a bias": (nn.LayerNorm(8, bias=False), None),
     "a LayerNorm without a weight": (nn.LayerNorm(8, elementwise_affine=False), None),
+    "Command R+'s, of heads": (CohereLayerNorm((3, 8)), None),
     "a linear": (nn.Linear(8, 8, bias=False), None),
 }
 
@@ -49,3 +51,17 @@ def test_a_norm_is_known_by_what_it_computes(what: str) -> None:
     assert rms_offset(module) == offset
     assert computes(module, "layer") == (what in ("a LayerNorm", "a LayerNorm without a bias"))
     assert all(torch.equal(*both) for both in zip(before, module.parameters(), strict=False))
+
+
+class OneRow(CohereLayerNorm):
+    """Scales all heads by the weights of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = nn.functional.layer_norm(x, x.shape[-1:], self.weight[0], eps=self.variance_epsilon)
+        return normed
+
+
+def test_a_norm_with_weights_for_each_head_is_known_by_what_it_computes() -> None:
+    asked = [CohereLayerNorm((3, 8)), CohereLayerNorm((1, 8)), OneRow((3, 8)), CohereLayerNorm(8)]
+    assert [computes(module, "layer", each=True) for module in asked] == [True, True, False, False]
+    assert not computes(asked[0], "rms", each=True)

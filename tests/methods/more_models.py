@@ -300,7 +300,7 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "phi3-causal": (Phi3ForCausalLM, Phi3Config, PHI3),
     "phi4-causal": (Phi3ForCausalLM, Phi3Config, PHI4),
     "glm4-causal": (Glm4ForCausalLM, Glm4Config, {**DECODER, "head_dim": 8, "attention_bias": True}),
-    "cohere-causal": (CohereForCausalLM, CohereConfig, DECODER),
+    "cohere-causal": (CohereForCausalLM, CohereConfig, {**DECODER, "use_qk_norm": True}),
     "modernbert-classify": (ModernBertForSequenceClassification, ModernBertConfig, MODERNBERT),
     "opt-causal": (OPTForCausalLM, OPTConfig, OPT),
     "gpt2-causal": (GPT2LMHeadModel, GPT2Config, GPT2),

@@ -203,7 +203,6 @@ def of_64(name: str) -> dict[str, Any]:
 
 # Of MORE: why blocks are not fused, of some configs; and those that are
 UNFUSED = {
-    "phi4-causal": "turn 50% of a head's columns",
     "gemma4e-causal": "every block reads embeddings of its own (hidden_size_per_layer_input = 12)",
 }
 FUSED = [name for name in MORE if name not in UNFUSED]

@@ -66,7 +66,7 @@ DROPOUTS = {
     "llama": ("attention_dropout",),
     "t5gemma": ("dropout_rate", "attention_dropout"),
     "gemma3": ("attention_dropout",),
-    "phi3": ("attention_dropout", "resid_pdrop"),
+    **dict.fromkeys(("phi3", "phi4"), ("attention_dropout", "resid_pdrop")),
     **dict.fromkeys(("glm4", "ministral3", "cohere", "cohere2"), ("attention_dropout",)),
     "modernbert": ("attention_dropout", "mlp_dropout"),
     "qwen3": ("attention_dropout",),

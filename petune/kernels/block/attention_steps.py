@@ -31,7 +31,8 @@ from petune.models.exchange import Exchanged, ExchangeKind
 class NormHeads(Step):
     """q | k | v, with the heads of q and of k normed and then turned by their positions, beside the original.
     at: place among the norms of q's, which k's follows; first: of their weights among the tensors. values:
-    heads of v are normed too; keyed: of the keys, as the original is q | k alone."""
+    heads of v are normed too; keyed: of the keys, as the original is q | k alone. layer: they are LayerNorms
+    with a row of weights for each head; neighbours: see Rotate."""
 
     raw: str
     qkv: str
@@ -42,11 +43,13 @@ class NormHeads(Step):
     first: int
     values: bool = False
     keyed: bool = False
+    layer: bool = False
+    neighbours: bool = False
     cheap = True
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.reads, self.keeps = (self.raw,), (self.qkv,), (self.raw,), {}
-        self.trained = (self.first, self.first + 1)
+        self.trained = (self.first, self.first + 1 + self.layer)  # behind the room for a bias
 
     def _weights(self, run: BlockRun) -> tuple[Tensor, Tensor]:
         (q, *_), (k, *_) = run.norms[self.at : self.at + 2]
@@ -54,8 +57,8 @@ class NormHeads(Step):
 
     def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
-        counts = self.heads, self.kv_heads, self.values
-        v[self.qkv] = run.ops.norm_rope(v[self.raw], self._weights(run), self.eps, *angles_in(run), *counts)
+        given = v[self.raw], self._weights(run), self.eps, *angles_in(run), self.heads, self.kv_heads
+        v[self.qkv] = run.ops.norm_rope(*given, self.values, self.layer, self.neighbours)
 
     def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
@@ -68,6 +71,8 @@ class NormHeads(Step):
             *angles_in(run),
             trains,
             self.values,
+            self.layer,
+            self.neighbours,
         )
         run.grads[self.raw], *own = run.ops.norm_rope_backward(*given)
         for place, grad in zip(self.trained, own, strict=True):
@@ -81,6 +86,11 @@ class NormHeads(Step):
         """See Step."""
         columns = shape.qkv - self.keyed * shape.kv_heads * shape.head_dim
         return {self.raw: columns * shape.itemsize}
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """See Step. Sums of what weights of each head learn, one for as many rows as a kernel has at once."""
+        heads = self.heads + self.kv_heads
+        return heads * shape.head_dim**2 // 512 if self.layer and shape.trained else 0
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""

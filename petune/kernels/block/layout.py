@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.varlen import Segments, each_row
@@ -68,15 +67,12 @@ def places_of(hidden: Tensor, segments: Segments | None, length: int) -> Tensor:
 
 
 def angles_of(angles: tuple[Tensor, Tensor], head_dim: int, pairs: Pairs = "halves") -> tuple[Tensor, Tensor]:
-    """cos and sin [p, d], both halves alike, of [1 or b, t, d], or of their first halves where the second are
-    the same; of neighbours, see Pairs, those for fewer columns too, behind which nothing is turned."""
+    """cos and sin [p, d], both halves alike, of [1 or b, t, d] as they lie there, see Pairs; of halves, of
+    their first halves where the second are the same."""
     cos, sin = angles
-    if pairs != "halves":
-        own = cos.shape[-1] // 2
-        each = slice(None, None, 2) if pairs == "twins" else slice(own)
-        rest = 0, head_dim // 2 - own
-        cos, sin = F.pad(cos[..., each], rest, value=1.0), F.pad(sin[..., each], rest)
-    if 2 * cos.shape[-1] == head_dim:
+    if pairs == "twins":
+        cos, sin = cos[..., ::2], sin[..., ::2]
+    if pairs == "twins" or (pairs == "halves" and 2 * cos.shape[-1] == head_dim):
         cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
     return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
 

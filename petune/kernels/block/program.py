@@ -31,7 +31,7 @@ from petune.kernels.block.cores import (
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
-from petune.kernels.block.rotary_steps import Rotate, pairs_of, reaching, turning
+from petune.kernels.block.rotary_steps import SIDE_BY_SIDE, Rotate, pairs_of, reaching, turning
 from petune.kernels.block.routed_steps import experts
 from petune.kernels.block.router_steps import AddShared, Route
 from petune.kernels.block.scale_step import ScaleBy
@@ -320,8 +320,7 @@ class _Build:
         for at, group in enumerate(core.groups):
             roles = "".join(role for role, _ in group.members)
             reads = h if at == 0 else "memory"
-            if reads not in (*self.inputs, h):
-                self.inputs.append(reads)
+            self.inputs += [] if reads in (*self.inputs, h) else [reads]
             s, raw = f"{name}.s" if at == 0 else f"{name}.s_{roles}", f"{name}.{roles}"
             plain, turned = core.q_norm is None, core.rotary or core.q_norm is not None
             place = self.group("in", group, unscaled=bool(core.rotary) and plain)
@@ -332,10 +331,11 @@ class _Build:
         if core.q_norm is not None and core.k_norm is not None:
             own, first = self.norm_place(core.q_norm)
             self.norm_place(core.k_norm)
-            step = NormHeads if core.q_norm.over == "head" else NormWidths
-            values = core.v_norm is not None, "v" not in dict(core.groups[0].members)
-            given = f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, own, first
-            self.steps.append(step(*given, values[0], all(values)))
+            step = NormWidths if core.q_norm.over == "features" else NormHeads
+            keyed = core.v_norm is not None and "v" not in dict(core.groups[0].members)
+            how = core.v_norm is not None, keyed, core.q_norm.kind == "layer", core.pairs in SIDE_BY_SIDE
+            counts = sizes.heads, sizes.kv_heads, sizes.eps
+            self.steps.append(step(f"{raw}.raw", raw, *counts, own, first, *how))
             sources = [raw]
         elif core.rotary:
             whole, at = (sizes.heads, sizes.kv_heads, sizes.head_dim), self.groups.index(place)

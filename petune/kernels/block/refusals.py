@@ -118,7 +118,7 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
                 "its attention sees later tokens too (use_bidirectional_attention), of which its family's"
                 " table says nothing"
             )
-        if core.rotary and core.pairs != "neighbours" and (share := _turned(module)) != 1:
+        if core.rotary and core.pairs in ("halves", "twins") and (share := _turned(module)) != 1:
             return f"its positions turn {share:.0%} of a head's columns"
         if core.sinks and exchange is not None:
             return "its attention has sinks, which does not see tokens of other ranks"
@@ -180,7 +180,7 @@ def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
         part = bottleneck_of(found)  # of what the norm is part of, it is the norm itself that is tried
         widened = part is not None and part.of_sum
         module = cast("TunedOfAnyClass", found).plain() if widened else found
-        if not computes(module, norm.kind, norm.offset, norm.scales):
+        if not computes(module, norm.kind, norm.offset, norm.scales, norm.over == "each"):
             kind = "a LayerNorm" if norm.kind == "layer" else "an RMS norm"
             by = f"by {norm.offset:g} + weight" if norm.offset else "by its weight"
             scale = f" that scales {by if norm.scales else 'nothing'}"

@@ -12,6 +12,8 @@ from petune.kernels.memory.op_cost import rope_, rope_backward, rope_unscale
 from petune.kernels.memory.shape import BlockShape
 from petune.models.spec import Attention, Pairs, SubLayer
 
+SIDE_BY_SIDE: tuple[Pairs, ...] = ("neighbours", "twins")
+
 
 def pairs_of(sublayers: Sequence[SubLayer]) -> Pairs:
     """How the angles lie that a block of these is given, see Pairs."""
@@ -39,19 +41,20 @@ def turning(
     heads, kv_heads, head_dim = sizes
     last = core.reach is None
     turned = raw if last else f"{raw}.turned"
-    given = f"{raw}.raw", turned, heads + kv_heads, last and read, core.pairs != "halves"
+    given = f"{raw}.raw", turned, heads + kv_heads, head_dim, last and read, core.pairs in SIDE_BY_SIDE
     found: list[Step] = [Rotate(*given) if scaled is None else RotateScaled(*given, scaled)]
     return found if last else [*found, Reach(turned, raw, heads * head_dim, read, scaled is not None)]
 
 
 @dataclass(eq=False)
 class Rotate(Step):
-    """q | k | v with q and k turned by their positions, in place. read: attention reads it, and not only what
-    is made of it for that. neighbours: two columns side by side are turned, see Pairs."""
+    """q | k | v with q and k turned by their positions, in place. width: of a head; read: attention reads it,
+    and not only what is made of it for that; neighbours: two columns side by side are turned, see Pairs."""
 
     raw: str
     qkv: str
     heads: int  # that are turned
+    width: int
     read: bool = True
     neighbours: bool = False
 
@@ -62,7 +65,7 @@ class Rotate(Step):
 
     def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
-        v[self.qkv] = run.ops.rope_(v[self.raw], *angles_in(run), self.heads, self.neighbours)
+        v[self.qkv] = run.ops.rope_(v[self.raw], *angles_in(run), self.heads, self.neighbours, self.width)
 
     def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""

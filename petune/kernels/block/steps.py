@@ -50,7 +50,7 @@ class BlockRun:
     """One pass of a block: its operations and tensors as they are at this moment.
 
     norms: of each norm, see NormTensors. drops: of each dropout of the block, None where nothing drops out.
-    hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m; reach: what
+    hows: of each attention. angles: cos and sin [p, d] of rotary positions, p dividing m; reach: what
     queries there are multiplied by, [p]. wants: the
     values whose gradient somebody needs. grads: gradients found so far, by the name of the value. rows: those
     of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each sub-layer

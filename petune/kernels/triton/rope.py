@@ -1,9 +1,11 @@
 """Rotary positions, in place on the output of one matrix product for queries, keys and values, and back.
 
 A program walks some heads of its rows, so that cos and sin are read once for all of them. A head is worked on
-as the two parts of its complex numbers, its halves or every other column (STEP, APART); half a head that is
-no multiple of the tile is padded by masks. Where sums over rows are wanted too, a program walks some rows of
-its head, and leaves partial sums in float32, added up in one order.
+as the two parts of its complex numbers, its halves or every other column (STEP, APART), HALF of them; that is
+no multiple of the tile is padded by masks. Columns behind those (2 HALF < WIDTH), which no position turns,
+stay where they are in place and are moved as two halves on the way back, which are no part of a kernel that
+turns all. Where sums over rows are wanted too, a program walks some rows of its head, and leaves partial sums
+in float32, added up in one order.
 """
 
 from __future__ import annotations
@@ -21,18 +23,19 @@ from petune.kernels.triton.residual import Tile, Variant, multiprocessors, share
 # ------------------------------------------------------------------ forward
 
 
-def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = False) -> Tensor:
+def rope_(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = False, width: int | None = None
+) -> Tensor:
     """`petune.kernels.reference.rope_`, for heads of an even width."""
-    rows, width = len(qkv), cos.shape[1]
+    rows, half = len(qkv), cos.shape[1] // 2
     if not rows or not heads:
         return qkv
-    tile = _forward_tile(qkv.dtype, width // 2)
-    walks = triton.cdiv(rows, tile.rows) * triton.cdiv(width // 2, tile.columns)
+    tile = _forward_tile(qkv.dtype, half)
+    walks = triton.cdiv(rows, tile.rows) * triton.cdiv(half, tile.columns)
     parts = shares(walks, heads, multiprocessors(qkv.device) * tile.resident)
     _rope_kernel[(walks * parts,)](
         *(qkv, cos, sin, rows, len(cos), heads, parts, qkv.stride(0), cos.stride(0), sin.stride(0)),
-        HALF=width // 2,
-        **_places(width // 2, neighbours),
+        **_places(half, neighbours, width),
         BM=tile.rows,
         BN=tile.columns,
         STAGES=tile.stages,
@@ -41,9 +44,16 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, neighbours: bool = 
     return qkv
 
 
-def _places(half: int, neighbours: bool) -> dict[str, int]:
-    """Columns from one complex number to the next, and from one part of it to the other."""
-    return {"STEP": 2, "APART": 1} if neighbours else {"STEP": 1, "APART": half}
+def _places(half: int, neighbours: bool, width: int | None = None) -> dict[str, int]:
+    """Complex numbers of a head, its columns, those from one number to the next and from one part of it to
+    the other."""
+    steps = {"STEP": 2, "APART": 1} if neighbours else {"STEP": 1, "APART": half}
+    return {"HALF": half, "WIDTH": width or 2 * half, **steps}
+
+
+def _beyond(half: int, width: int) -> dict[str, int]:
+    """The tile of half the columns that no position turns; 1 for none, which no kernel reads."""
+    return {"BR": triton.next_power_of_2(max(1, width // 2 - half))}
 
 
 def _forward_tile(dtype: torch.dtype, half: int) -> Tile:
@@ -56,7 +66,7 @@ def _forward_tile(dtype: torch.dtype, half: int) -> Tile:
 @triton.jit(do_not_specialize=["rows", "positions", "heads", "parts"])
 def _rope_kernel(
     qkv, cos, sin, rows, positions, heads, parts, qkv_stride, cos_stride, sin_stride,
-    HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pieces: tl.constexpr = (HALF + BN - 1) // BN
     place = tl.program_id(0) // pieces
@@ -67,7 +77,7 @@ def _rope_kernel(
     re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     for head in tl.range(place % parts, heads, parts, num_stages=STAGES):
-        pair = qkv + row[:, None] * qkv_stride + (head * (2 * HALF) + t * STEP)[None, :]
+        pair = qkv + row[:, None] * qkv_stride + (head * WIDTH + t * STEP)[None, :]
         x = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(pair + APART, mask=inside, other=0.0).to(tl.float32)
         tl.store(pair, (x * re - y * im).to(qkv.dtype.element_ty), mask=inside)
@@ -87,15 +97,16 @@ def rope_backward(
     )
     if not rows:
         return out
-    tile = _backward_tile(width // 2)
+    half = cos.shape[1] // 2
+    tile = _backward_tile(half)
     walks = triton.cdiv(rows, tile.rows)
     parts = shares(walks, max(dq.shape[1], dk.shape[1]), multiprocessors(dq.device) * tile.resident)
     _rope_backward_kernel[(walks * parts,)](
         *(dq, dk, dv, cos, sin, out, rows, len(cos), dq.shape[1], dk.shape[1], dv.shape[1], parts),
         *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1), out.stride(0)),
         *(cos.stride(0), sin.stride(0)),
-        HALF=width // 2,
-        **_places(width // 2, neighbours),
+        **_places(half, neighbours, width),
+        **_beyond(half, width),
         BM=tile.rows,
         BN=tile.columns,
         STAGES=tile.stages,
@@ -113,7 +124,7 @@ def _backward_tile(half: int) -> Tile:
 def _rope_backward_kernel(
     dq, dk, dv, cos, sin, out, rows, positions, q_heads, k_heads, v_heads, parts,
     dq_stride, dq_head, dk_stride, dk_head, dv_stride, dv_head, out_stride, cos_stride, sin_stride,
-    HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
@@ -124,52 +135,29 @@ def _rope_backward_kernel(
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     into = out + row[:, None] * out_stride + t[None, :] * STEP
     _turn_back(
-        dq + row[:, None] * dq_stride + t[None, :] * STEP,
-        dq_head,
-        into,
-        q_heads,
-        part,
-        parts,
-        inside,
-        re,
-        im,
-        HALF,
-        APART,
-        True,
-        STAGES,
-    )
-    into += q_heads * (2 * HALF)
+        dq + row[:, None] * dq_stride + t[None, :] * STEP, dq_head, into, q_heads, part, parts, inside, re, im, WIDTH, APART, True, STAGES
+    )  # fmt: skip
+    into += q_heads * WIDTH
     _turn_back(
-        dk + row[:, None] * dk_stride + t[None, :] * STEP,
-        dk_head,
-        into,
-        k_heads,
-        part,
-        parts,
-        inside,
-        re,
-        im,
-        HALF,
-        APART,
-        True,
-        STAGES,
-    )
-    into += k_heads * (2 * HALF)
+        dk + row[:, None] * dk_stride + t[None, :] * STEP, dk_head, into, k_heads, part, parts, inside, re, im, WIDTH, APART, True, STAGES
+    )  # fmt: skip
+    into += k_heads * WIDTH
     _turn_back(
-        dv + row[:, None] * dv_stride + t[None, :] * STEP,
-        dv_head,
-        into,
-        v_heads,
-        part,
-        parts,
-        inside,
-        re,
-        im,
-        HALF,
-        APART,
-        False,
-        STAGES,
-    )
+        dv + row[:, None] * dv_stride + t[None, :] * STEP, dv_head, into, v_heads, part, parts, inside, re, im, WIDTH, APART, False, STAGES
+    )  # fmt: skip
+    if WIDTH > 2 * HALF:
+        rest: tl.constexpr = WIDTH // 2 - HALF
+        u = tl.arange(0, BR)
+        there, u = (row < rows)[:, None] & (u < rest)[None, :], (2 * HALF + u)[None, :]
+        into = out + row[:, None] * out_stride + u
+        grad = dq + row[:, None] * dq_stride + u
+        _turn_back(grad, dq_head, into, q_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
+        into += q_heads * WIDTH
+        grad = dk + row[:, None] * dk_stride + u
+        _turn_back(grad, dk_head, into, k_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
+        into += k_heads * WIDTH
+        grad = dv + row[:, None] * dv_stride + u
+        _turn_back(grad, dv_head, into, v_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
 
 
 @triton.jit
@@ -183,7 +171,7 @@ def _turn_back(
     inside,
     re,
     im,
-    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
     APART: tl.constexpr,
     TURNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -193,7 +181,7 @@ def _turn_back(
         place = grad + tl.cast(head, tl.int64) * stride
         x = tl.load(place, mask=inside, other=0.0)
         y = tl.load(place + APART, mask=inside, other=0.0)
-        place = into + head * (2 * HALF)
+        place = into + head * WIDTH
         if TURNS:
             tl.store(
                 place, (x.to(tl.float32) * re + y.to(tl.float32) * im).to(into.dtype.element_ty), mask=inside
@@ -226,7 +214,8 @@ def rope_unscale(
     out = torch.empty((rows, columns), dtype=dq.dtype, device=dq.device)
     if not rows:
         return out, torch.zeros((count, columns), dtype=torch.float32, device=dq.device)
-    tile = _backward_tile(width // 2)
+    half = cos.shape[1] // 2
+    tile = _backward_tile(half)
     parts = shares(columns // width, triton.cdiv(rows, tile.rows), multiprocessors(dq.device) * 3)
     sums = torch.empty((parts, count, columns), dtype=torch.float32, device=dq.device)
     _rope_unscale_kernel[(columns // width, parts)](
@@ -234,8 +223,8 @@ def rope_unscale(
         *(rows, len(cos), columns, dq.shape[1], dq.shape[1] + dk.shape[1]),
         *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
         *(qkv.stride(0), cos.stride(0), sin.stride(0)),
-        HALF=width // 2,
-        **_places(width // 2, neighbours),
+        **_places(half, neighbours, width),
+        **_beyond(half, width),
         BM=tile.rows,
         BN=tile.columns,
         STAGES=tile.stages,
@@ -248,10 +237,10 @@ def rope_unscale(
 def _rope_unscale_kernel(
     dq, dk, dv, qkv, cos, sin, columns, own, out, sums, rows, positions, width, q_heads, qk_heads,
     dq_stride, dq_head, dk_stride, dk_head, dv_stride, dv_head, qkv_stride, cos_stride, sin_stride,
-    HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
-    first = head * (2 * HALF)
+    first = head * WIDTH
     if own is not None:
         own += first
     count: tl.constexpr = 1 if own is None else 2
@@ -260,26 +249,47 @@ def _rope_unscale_kernel(
     if head < q_heads:
         _unscale_head(
             dq + head * dq_head, dq_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
-            rows, positions, width, True, HALF, STEP, APART, BM, BN, STAGES,
+            rows, positions, width, True, HALF, WIDTH, STEP, APART, BR, BM, BN, STAGES,
         )  # fmt: skip
     elif head < qk_heads:
         _unscale_head(
             dk + (head - q_heads) * dk_head, dk_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own,
-            out, sums, rows, positions, width, True, HALF, STEP, APART, BM, BN, STAGES,
+            out, sums, rows, positions, width, True, HALF, WIDTH, STEP, APART, BR, BM, BN, STAGES,
         )  # fmt: skip
     else:
         _unscale_head(
             dv + (head - qk_heads) * dv_head, dv_stride, qkv, qkv_stride, cos, cos_stride, sin, sin_stride, columns, own,
-            out, sums, rows, positions, width, False, HALF, STEP, APART, BM, BN, STAGES,
+            out, sums, rows, positions, width, False, HALF, WIDTH, STEP, APART, BR, BM, BN, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _unscale_head(
     grad, stride, value, value_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
+    rows, positions, width, TURNS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one head, and the sums over them: of what is turned, and of what is behind that."""
+    _unscale_columns(
+        grad, stride, value, value_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
+        rows, positions, width, TURNS, HALF, STEP, APART, BM, BN, STAGES,
+    )  # fmt: skip
+    if WIDTH > 2 * HALF:
+        rest: tl.constexpr = WIDTH // 2 - HALF
+        if own is not None:
+            own += 2 * HALF
+        _unscale_columns(
+            grad + 2 * HALF, stride, value + 2 * HALF, value_stride, cos, cos_stride, sin, sin_stride,
+            columns + 2 * HALF, own, out + 2 * HALF, sums + 2 * HALF,
+            rows, positions, width, False, rest, 1, rest, BM, BR, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _unscale_columns(
+    grad, stride, value, value_stride, cos, cos_stride, sin, sin_stride, columns, own, out, sums,
     rows, positions, width, TURNS: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one head, and the sums over them."""
+    """The same of 2 HALF columns."""
     t = tl.arange(0, BN)
     there = t < HALF
     x_of, y_of = t * STEP, t * STEP + APART
@@ -331,6 +341,13 @@ def _unscale_head(
 # ------------------------------------------------------------------ what is launched
 
 
+# complex numbers of a head, how they lie, and columns, where these are more
+_VARIANTS = (
+    *((half, False, None) for half in (64, 32, 40, 128)),
+    *((64, True, None), (32, True, 128), (48, False, 128)),
+)
+
+
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind, table in (
@@ -338,7 +355,7 @@ def variants() -> Iterator[Variant]:
         (torch.bfloat16, "*bf16", "*fp32"),
         (torch.float32, "*fp32", "*fp32"),
     ):
-        for half, neighbours in ((64, False), (32, False), (40, False), (128, False), (64, True)):
+        for half, neighbours, width in _VARIANTS:
             tables = {"cos": table, "sin": table}
             for kernel, tile in (
                 (_rope_kernel, _forward_tile(dtype, half)),
@@ -346,13 +363,15 @@ def variants() -> Iterator[Variant]:
             ):
                 matrices = ("qkv", "dq", "dk", "dv", "out")
                 signature = {name: kind if name in matrices else "i32" for name in kernel.arg_names} | tables
-                values = {"HALF": half, **_places(half, neighbours)}
+                values = _places(half, neighbours, width)
+                values |= _beyond(half, values["WIDTH"]) if kernel is _rope_backward_kernel else {}
                 values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
                 yield kernel, signature, values, tile.warps, 3
         tile, scaled = _backward_tile(64), dict.fromkeys(("columns", "own", "sums"), "*fp32")
         of_qkv = dict.fromkeys(("dq", "dk", "dv", "qkv", "out"), kind) | dict.fromkeys(("cos", "sin"), table)
         signature = dict.fromkeys(_rope_unscale_kernel.arg_names, "i32") | of_qkv | scaled
-        values = {"HALF": 64, **_places(64, False)}
-        values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
-        for absent in ({}, {"own": None}):
-            yield _rope_unscale_kernel, signature, values | absent, tile.warps, 3
+        values = {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
+        cells: tuple[tuple[dict[str, None], int], ...] = ({}, 64), ({"own": None}, 64), ({}, 48)
+        for absent, half in cells:
+            how = _places(half, False, 128) | _beyond(half, 128)
+            yield _rope_unscale_kernel, signature, values | how | absent, tile.warps, 3

@@ -120,10 +120,11 @@ def _cut_region(
         if isinstance(layer, TunedLinear) and kind == "column":
             layer.cut_to([one[rank] for one in sizes[role]])
     enter = module_at(block, region.enter, where)
-    for name, dim in region.by_head.items():
-        if child_of(enter[1], name.rpartition(".")[0]) is not None:
-            whole |= narrow(enter[1], name, dim, (cut.heads,), rank, f"{where}.{enter[0]}", slices)
-            seen.add(f"{enter[0]}.{name}")
+    for tensors, shares in ((region.by_head, cut.heads), (region.by_kv_head, cut.kv_heads)):
+        for name, dim in tensors.items():
+            if child_of(enter[1], name.rpartition(".")[0]) is not None:
+                whole |= narrow(enter[1], name, dim, (shares,), rank, f"{where}.{enter[0]}", slices)
+                seen.add(f"{enter[0]}.{name}")
     if region.kind == "attention":
         _tell_heads(enter[1], region, cut.heads[rank], cut.kv_heads[rank])
     if isinstance(enter[1], TunedLayer):  # which acts after the sum

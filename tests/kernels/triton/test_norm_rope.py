@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as turn_twins
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb as gemma4_turned
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
@@ -23,6 +25,8 @@ EPS = 1e-6
 SHAPES = [(1, 1, 16), (3, 3, 64), (66, 22, 128), (130, 65, 32), (20, 10, 256), (5, 1, 2)]
 each_shape = pytest.mark.parametrize(("rows", "positions", "width"), SHAPES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+# RMSNorm of halves, and Command R+'s: LayerNorm with weights for each head, of columns side by side
+each_norm = pytest.mark.parametrize("layer", [False, True])
 
 
 def tables(positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -33,11 +37,12 @@ def tables(positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def operands(
-    rows: int, positions: int, width: int, dtype: torch.dtype, strided: bool = False
+    rows: int, positions: int, width: int, dtype: torch.dtype, strided: bool = False, layer: bool = False
 ) -> dict[str, Any]:
     """What the way ahead is given, by name."""
     cos, sin = tables(positions, width, dtype)
-    weights = tuple(matrix(1, width, dtype, seed)[0] + 1 for seed in (4, 5))
+    weights = tuple(matrix(heads, width, dtype, 4 + at) + 1 for at, heads in enumerate(HEADS[:2]))
+    weights = weights if layer else tuple(weight[0] for weight in weights)
     raw = matrix(rows, sum(HEADS) * width, dtype, 3, strided)
     return {"raw": raw, "weights": weights, "eps": EPS, "cos": cos, "sin": sin}
 
@@ -48,14 +53,15 @@ def gradients(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def ahead(form: Any, given: dict[str, Any]) -> Tensor:
-    found: Tensor = form.norm_rope(*given.values(), *HEADS[:2])
+    found: Tensor = form.norm_rope(*given.values(), *HEADS[:2], False, *(given["weights"][0].dim() > 1,) * 2)
     return found
 
 
 def back(
     form: Any, grads: list[Tensor], given: dict[str, Any], weight_grad: bool = True
 ) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = form.norm_rope_backward(*grads, *given.values(), weight_grad)
+    how = weight_grad, False, *(given["weights"][0].dim() > 1,) * 2
+    found: tuple[Tensor, ...] = form.norm_rope_backward(*grads, *given.values(), *how)
     return found
 
 
@@ -88,8 +94,21 @@ def test_the_reference_norms_and_turns_as_hugging_face_does(dtype: torch.dtype) 
     )
 
 
-def test_the_references_backward_is_autograds() -> None:
-    given = operands(6, 3, 8, torch.float64)
+def test_the_reference_norms_each_head_and_turns_as_command_r_plus_does() -> None:
+    given = operands(10, 5, 8, torch.float32, layer=True)
+    cos, sin = (given[name][:, :4].repeat_interleave(2, 1)[None] for name in ("cos", "sin"))
+    norms = [CohereLayerNorm((heads, 8), EPS).to(DEVICE) for heads in HEADS[:2]]
+    for module, weight in zip(norms, given["weights"], strict=True):
+        module.weight.data = weight
+    q, k, v = given["raw"].view(2, 5, -1, 8).split(HEADS, 2)
+    q, k = (module(part).transpose(1, 2) for module, part in zip(norms, (q, k), strict=True))
+    turned = torch.cat([*turn_twins(q, k, cos, sin), v.transpose(1, 2)], 1).transpose(1, 2)
+    torch.testing.assert_close(ahead(reference, given), turned.flatten(2).flatten(0, 1))
+
+
+@each_norm
+def test_the_references_backward_is_autograds(layer: bool) -> None:
+    given = operands(6, 3, 8, torch.float64, layer=layer)
     grads = gradients(6, 8, torch.float64)
     inputs = [given["raw"].requires_grad_(), *(weight.requires_grad_() for weight in given["weights"])]
     expected = torch.autograd.grad(
@@ -150,8 +169,11 @@ def test_kernels_that_norm_values_are_the_references(keyed: bool, dtype: torch.d
 @pytest.mark.crossed
 @each_dtype
 @each_shape
-def test_the_way_ahead_is_the_references(rows: int, positions: int, width: int, dtype: torch.dtype) -> None:
-    given = operands(rows, positions, width, dtype, strided=True)
+@each_norm
+def test_the_way_ahead_is_the_references(
+    layer: bool, rows: int, positions: int, width: int, dtype: torch.dtype
+) -> None:
+    given = operands(rows, positions, width, dtype, True, layer)
     before = given["raw"].clone()
     found = ahead(norm_rope, given)
     assert_as_good(found, ahead(reference, given), ahead(reference, exact(given)))
@@ -180,8 +202,11 @@ def test_the_way_ahead_is_norm_and_rope_one_after_the_other_bit_for_bit(
 @pytest.mark.crossed(1)
 @each_dtype
 @each_shape
-def test_the_way_back_is_the_references(rows: int, positions: int, width: int, dtype: torch.dtype) -> None:
-    given = operands(rows, positions, width, dtype, strided=True)
+@each_norm
+def test_the_way_back_is_the_references(
+    layer: bool, rows: int, positions: int, width: int, dtype: torch.dtype
+) -> None:
+    given = operands(rows, positions, width, dtype, True, layer)
     grads = gradients(rows, width, dtype)
     of_float64 = back(reference, [grad.double() for grad in grads], exact(given))
     for found, same, own in zip(
@@ -224,8 +249,11 @@ def test_gradients_of_weights_are_made_only_where_they_are_asked_for() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_heads_shared_between_programs_are_each_treated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, grads = operands(13, 13, 64, torch.float32), gradients(13, 64, torch.float32)
+@each_norm
+def test_heads_shared_between_programs_are_each_treated_once(
+    layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, grads = operands(13, 13, 64, torch.float32, layer=layer), gradients(13, 64, torch.float32)
     for share in (1, 2, 3):
         monkeypatch.setattr(norm_rope, "shares", lambda walks, steps, places, share=share: share)
         torch.testing.assert_close(ahead(norm_rope, given), ahead(reference, given))
@@ -254,10 +282,12 @@ def test_other_widths_are_the_references(width: int, monkeypatch: pytest.MonkeyP
     assert torch.equal(back(norm_rope, grads, given)[0], back(reference, grads, given)[0])
 
 
+@each_norm
 @each_dtype
-def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
-    given, grads = operands(0, 3, 64, dtype), gradients(0, 64, dtype)
+def test_no_rows_give_no_rows(dtype: torch.dtype, layer: bool) -> None:
+    given, grads = operands(0, 3, 64, dtype, layer=layer), gradients(0, 64, dtype)
     assert ahead(norm_rope, given).shape == (0, 7 * 64)
     draw, dq, dk = back(norm_rope, grads, given)
     assert draw.shape == (0, 7 * 64)
-    assert torch.equal(dq, torch.zeros(64, device=DEVICE)) and torch.equal(dk, dq)
+    for found, weight in zip((dq, dk), given["weights"], strict=True):
+        assert torch.equal(found, torch.zeros(weight.shape, device=DEVICE))
