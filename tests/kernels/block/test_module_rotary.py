@@ -196,7 +196,13 @@ def test_ranks_of_a_plan_train_as_one_process_with_dropout(plan: str, name: str)
     check(case(name, KINDS[turn % 3], PLANS[plan](name), steps=1, dropout=0.1, blocks=KEPT[turn % 4]))
 
 
-@pytest.mark.parametrize("name", [name for name in (*NAMES, "smollm3-causal") if name != "ministral3-causal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("glm4-causal", "cohere-causal", "cohere2-causal", "smollm3-causal"),
+        pytest.param("phi4-causal", marks=pytest.mark.long),
+    ],
+)
 def test_blocks_are_replayed_though_the_first_has_no_positions(name: str) -> None:
     none = {"cohere2-causal": {"layer_types": ["full_attention", "sliding_attention"]}}
     none["smollm3-causal"] = {"no_rope_layers": [0, 1] * 2}
