@@ -375,7 +375,8 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
         sys.path.insert(0, str(before))
     import petune
 
-    settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else "auto"}
+    fused = "reference" if next(model.parameters()).is_meta else "auto"  # which nothing runs
+    settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else fused}
     if case.base:
         settings["base_dtype"] = case.base
     if memory := {name: gib for name in ("budget", "host") if (gib := getattr(case, name))}:

@@ -23,15 +23,15 @@ from petune.kernels.configs import Level, MemoryConfig, Rung
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
-from petune.kernels.memory.policy import GIB, Policy, choose, levels_of
+from petune.kernels.memory.outside import once, resident_bytes, vocabulary_of
+from petune.kernels.memory.policy import GIB, Alike, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
+    kinds_of,
     pinnable,
-    resident_bytes,
     rounded,
     shape_of,
     typical,
     usable,
-    vocabulary_of,
 )
 from petune.kernels.memory.shape import BlockShape
 from petune.methods.configs import method_of
@@ -216,6 +216,7 @@ def policy_for(
     config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
     # of all stacks, with blocks as those of the last one, which are no smaller
     longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
+    rates = rates_of(device)
     itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
     shape = replace(shape_of(typical(alike), longest=rounded(longest, 128)), itemsize=itemsize)
     tokens = rounded(rows * longest)
@@ -233,13 +234,26 @@ def policy_for(
             vocabulary=max(vocabulary_of(one) if hasattr(one, "lm_head") else 0 for one in fused),
             budget=_budget(config, memory, fixed, plan.sharding is not None),
             host=_host(config, memory, device),
-            rates=rates_of(device),
+            rates=rates,
             config=config,
             streamed=streams(recipe),
             passes=passes if passes * len(fused) > 1 else 1,
+            kinds=_kinds(drawn, fused, rows),
+            once=once(nn.ModuleList(fused), rates) / plan.microbatches,
         )
     except UsageError as error:
         raise placed(error, recipe) from None
+
+
+def _kinds(drawn: Sketch, fused: Sequence[nn.Module], rows: int) -> list[Alike]:
+    """The blocks of all stacks, each over the tokens of its own, a decoder's beside those of the encoder."""
+    dtype, found = torch.bfloat16 if drawn.work.itemsize == 2 else torch.float32, list[Alike]()
+    for stack in (one for model in fused for one in model.modules() if isinstance(one, Stack)):
+        own, encoder = drawn.work.tokens[stack.name], drawn.work.tokens.get("encoder", 0)
+        memory = (encoder / own, rounded(encoder, 128)) if encoder and stack.name != "encoder" else None
+        specs = [block.spec for block in fused_blocks(stack)]
+        found += kinds_of(specs, dtype, rounded(rows * own), rounded(own, 128), memory)
+    return found
 
 
 def block_shapes(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]) -> list[BlockShape]:

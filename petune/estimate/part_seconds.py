@@ -18,6 +18,7 @@ from petune.kernels.memory.op_cost import (
     adamw,
     attention,
     attention_backward,
+    cast,
     costing,
     cross_entropy_,
     grouped,
@@ -28,6 +29,7 @@ from petune.kernels.memory.op_cost import (
     stepwise_rms_norm,
 )
 
+WIDE = 4  # bytes of a number that trains, of its gradient and of each of its states
 Straight = tuple[float, float]  # seconds that are there for any share, and those of the whole beside
 
 
@@ -51,7 +53,7 @@ def line(rates: Rates, part: WorkPart, rows: float) -> LinearTime:
     def way(work: tuple[KernelCost, ...]) -> Straight:
         return rates.launch * sum(one.times for one in work), without.seconds(work, length)
 
-    update = without.seconds(costing(KernelCost("update", "memory", adamw(part.tuned))), length)
+    update = without.seconds(costing(KernelCost("update", "memory", adamw(part.tuned, WIDE))), length)
     return LinearTime(way(ahead), way(back), update)
 
 
@@ -70,6 +72,7 @@ def seconds_at(one: Straight, share: float) -> float:
 def _forward(part: WorkPart, rows: float) -> tuple[KernelCost, ...]:
     tokens, size = rows * part.tokens * part.copies, part.itemsize
     found = [_product(one, rows * part.keys if one.across else tokens, size) for one in part.products]
+    found += [("memory", cast(one.numbers, WIDE, size)) for one in part.products if one.trained]
     if part.heads:
         keys = None if part.keys == part.tokens else part.keys
         found.append(("attention", attention(tokens, part.tokens, *part.heads, part.causal, size, keys)))
@@ -91,7 +94,11 @@ def _backward(part: WorkPart, rows: float) -> tuple[KernelCost, ...]:
     tokens, size = rows * part.tokens * part.copies, part.itemsize
     found: list[tuple[Kind, Cost]] = []
     for one in part.products:
-        found += [_product(one, rows * part.keys if one.across else tokens, size)] * (1 + one.trained)
+        kind, cost = _product(one, rows * part.keys if one.across else tokens, size)
+        found.append((kind, cost))
+        if one.trained:  # rounded anew; its gradient is wide
+            found.append(("memory", cast(one.numbers, WIDE, size)))
+            found.append((kind, cost + Cost(0, (WIDE - size) * one.numbers)))
     if part.heads:
         keys = None if part.keys == part.tokens else part.keys
         cost = attention_backward(tokens, part.tokens, *part.heads, part.causal, size, keys)

@@ -53,6 +53,7 @@ class Clock:
         self.groups: dict[range, RankGroup] = {}
         rates = [device.rates for device in cluster.devices]
         self.rates = list(dict.fromkeys(rates))
+        self.begins = max(one.begins for one in rates)
         numbers = {one: number for number, one in enumerate(self.rates)}
         self.kinds = [numbers[one] for one in rates]  # of devices, by rank
         ends = (*cluster.hosts, len(rates))
@@ -219,7 +220,7 @@ class Clock:
         slowest = max(passes, key=lambda one: one.total)
         once, times = self._update(plan), self.work.accumulate
         return StepTime(
-            slowest.compute * times + once.compute,
+            slowest.compute * times + once.compute + self.begins,
             slowest.communication * times + once.communication,
             slowest.waiting * times,
         )
@@ -230,7 +231,7 @@ class Clock:
         rows = apportion(self.work.rows, plan.shares)
         if plan.ep > 1:
             every = [self._together(plan, first, rows, whole=False) for first in range(0, plan.dp, plan.ep)]
-            return self.work.accumulate * min(one.total for one in every)
+            return self.begins + self.work.accumulate * min(one.total for one in every)
         pace = 0.0
         for dp, count in self.replicas(plan).items():
             for pp in range(plan.pp):
@@ -238,7 +239,7 @@ class Clock:
                 for kind, times in Counter(group.kinds).items():
                     alike = replace(group, kinds=(kind,) * plan.tp)
                     pace += count * times / self._busy(plan, alike, pp, rows[dp])
-        return self.work.accumulate * plan.world / pace / (1 - bubble(plan))
+        return self.begins + self.work.accumulate * plan.world / pace / (1 - bubble(plan))
 
     def busy(self, plan: ParallelPlan, dp: int, rows: float) -> list[float]:
         """Seconds of each rank of a replica's pipeline, computing and talking."""

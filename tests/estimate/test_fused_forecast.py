@@ -428,7 +428,7 @@ def test_a_mixture_holds_all_of_its_experts_and_pays_for_those_that_are_chosen(t
     arithmetic = 12 * 8192 * 4 * active / 684e12  # both passes with weights that are frozen
     assert arithmetic < two.seconds - one.seconds < 2.5 * arithmetic
     assert {rung.keep for rung in one.rungs} == {"all"}
-    assert one.seconds == pytest.approx(0.0968, rel=0.05)  # as measured
+    assert one.seconds == pytest.approx(0.102, rel=0.05)  # the median of four machines
 
 
 @pytest.mark.parametrize("base_dtype", ["nf4", "int8"])

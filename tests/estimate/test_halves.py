@@ -140,7 +140,7 @@ def test_a_search_tries_overlap_where_halves_go_through_fused_blocks(tmp_path: P
 def test_what_is_proposed_is_overlapped_where_that_is_faster(tmp_path: Path) -> None:
     drawn = sketch(recipe_of("llama-causal", tmp_path, device="cuda", dtype="bf16", batch_size=8))
     for launch, hides in ((0.0, True), (1e-3, False)):
-        device = Device("a", replace(H100, launch=launch, matmul=1e10))
+        device = Device("a", replace(H100, launch=launch, matmul=1e10, processors=1))
         link = LinkSpeed(0.0, 1e9)
         planner = Planner(drawn, Cluster((device, device), link, link))
         best = planner.search([cut_by("tp", 2, False)]).choices[0]

@@ -21,7 +21,8 @@ from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.head.lazy_logits import Unmade
-from petune.kernels.memory.policy_hook import STATES, fixed_bytes, shape_of
+from petune.kernels.memory.outside import STATES, fixed_bytes
+from petune.kernels.memory.policy_hook import shape_of
 from petune.methods import tuned_parameters
 from petune.models import family_of
 from petune.models.quantise import quantise_blocks

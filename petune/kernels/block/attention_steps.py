@@ -19,8 +19,12 @@ from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.memory.op_cost import (
     attention,
     attention_backward,
+    copy,
     norm_rope,
     norm_rope_backward,
+    rms_norm,
+    rms_norm_backward,
+    rope_,
     rope_backward,
 )
 from petune.kernels.memory.shape import BlockShape
@@ -138,6 +142,33 @@ class NormWidths(NormHeads):
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step."""
         return 3 * shape.qkv * shape.itemsize
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step. Taken apart, normed, put together, turned."""
+        yield from self._apart(shape, rows)
+        for columns in self._normed(shape):
+            yield "memory", rms_norm(rows, columns, shape.itemsize)
+        yield "memory", copy(rows, shape.qkv, shape.itemsize)
+        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step. Both what was normed and its gradients are taken apart; norms give their roots again."""
+        yield "memory", rope_backward(rows, shape.qkv, shape.itemsize)
+        for _ in range(2):
+            yield from self._apart(shape, rows)
+        for columns in self._normed(shape):
+            yield "memory", rms_norm(rows, columns, shape.itemsize)
+            yield "memory", rms_norm_backward(rows, columns, shape.itemsize)
+        yield "memory", copy(rows, shape.qkv, shape.itemsize)
+
+    def _normed(self, shape: BlockShape) -> tuple[int, int]:
+        """Columns of q and of k."""
+        return shape.queries, shape.kv_heads * shape.head_dim
+
+    def _apart(self, shape: BlockShape, rows: float) -> Iterator[Charge]:
+        queries, keys = self._normed(shape)
+        for columns in (queries, keys, keys):
+            yield "memory", copy(rows, columns, shape.itemsize)
 
 
 @dataclass(eq=False)
@@ -296,13 +327,13 @@ class Attend(Step):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        cost = attention(*self._work(rows, sequence), self.causal, shape.itemsize, **self._kernel)
-        yield "attention", cost
+        given = self._kernel | self._keys(shape)
+        yield "attention", attention(*self._work(rows, sequence), self.causal, shape.itemsize, **given)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        work = self._work(rows, sequence)
-        yield "attention_backward", attention_backward(*work, self.causal, shape.itemsize, **self._kernel)
+        work, given = self._work(rows, sequence), self._kernel | self._keys(shape)
+        yield "attention_backward", attention_backward(*work, self.causal, shape.itemsize, **given)
         if not self.turned:
             yield "memory", rope_backward(rows, sum(self._columns()), shape.itemsize)
 
@@ -311,6 +342,10 @@ class Attend(Step):
         """What decides which kernels compute it."""
         own = self.softcap is not None or self.bias is not None or self.sinks is not None
         return {"window": self.window, "own": own}
+
+    def _keys(self, shape: BlockShape) -> dict[str, Any]:
+        """Of each text of an encoder, those that queries see."""
+        return {"keys": shape.memory[1]} if self.crosses and shape.memory is not None else {}
 
     def _work(self, rows: float, sequence: float) -> tuple[float, float, int, int, int]:
         """Tokens, those of a sequence, heads, and columns of one."""

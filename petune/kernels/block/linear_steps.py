@@ -26,6 +26,8 @@ from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.kernels.reference import Act
 
+MEMORY = "memory"  # the value that is an encoder's states
+
 
 @dataclass(eq=False)
 class Low(Step):
@@ -47,11 +49,12 @@ class Low(Step):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.s: shape.linears(self.place)[2] * shape.itemsize}
+        rank = shape.linears(self.place)[2]
+        return {self.s: int(of_rows(shape, self.x, rank * shape.itemsize))}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        yield low_input(shape, self.place, rows)
+        yield low_input(shape, self.place, of_rows(shape, self.x, rows))
 
 
 @dataclass(eq=False)
@@ -102,7 +105,7 @@ class Product(Step):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.y: result_bytes(shape, self.place, self.behind)}
+        return {self.y: int(of_rows(shape, self.x, result_bytes(shape, self.place, self.behind)))}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. What no norm wrote into the room before s is copied there."""
@@ -112,7 +115,7 @@ class Product(Step):
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.x: shape.linears(self.place)[0] * shape.itemsize}
+        return {self.x: int(of_rows(shape, self.x, shape.linears(self.place)[0] * shape.itemsize))}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step."""
@@ -128,15 +131,15 @@ class Product(Step):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        yield from updated(shape, self.place, rows)
+        yield from updated(shape, self.place, of_rows(shape, self.x, rows))
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
-        inputs = shape.linears(self.place)[0]
+        """See Step. The gradient of an encoder's states is added to that of the blocks above."""
+        inputs, rows = shape.linears(self.place)[0], of_rows(shape, self.x, rows)
         yield from returned(shape, self.place, rows)
         yield low_input(shape, self.place, rows)
         yield added_back(shape, self.place, rows)
-        if found:
+        if found or self.x == MEMORY:
             yield "memory", add(rows, inputs, shape.itemsize)
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
@@ -284,6 +287,11 @@ class Activated(Step):
         """See Step."""
         if shape.makes_m_again or self.place.enters:
             yield self._activated(shape, rows)
+
+
+def of_rows(shape: BlockShape, x: str, own: float) -> float:
+    """Of the rows of x what `own` is of own tokens: more where x is an encoder's states."""
+    return own * shape.across if x == MEMORY else own
 
 
 def _product(

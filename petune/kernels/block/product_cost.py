@@ -12,6 +12,7 @@ from petune.kernels.memory.op_cost import (
     Cost,
     add_dropped_low_,
     add_low,
+    cast,
     dense_into,
     dropped_low,
     low_rank,
@@ -90,8 +91,15 @@ def _lengths(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
         yield "memory", SMALL
 
 
-def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
-    """A product with a weight, which in eight bits quantises what it reads first, or is made dense."""
+def _pieces(shape: BlockShape, place: GroupPlace) -> int:
+    """Products of a group: one of frozen weights, which lie side by side, one each of those that train."""
+    return len(place.paths) if shape.trained else 1
+
+
+def _weighted(shape: BlockShape, rows: float, inner: float, columns: float) -> Iterator[Charge]:
+    """A product with a weight, which in eight bits quantises what it reads first, or is made dense; a wider
+    one is rounded first."""
+    yield "memory", cast(inner * columns, shape.weight_bytes, shape.itemsize)
     if shape.made:
         yield "memory", dense_into(columns, inner, shape.made, shape.itemsize)
     if shape.fp8:
@@ -105,7 +113,9 @@ def updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charg
     yield from _factors(shape, place)
     yield from _lengths(shape, place)
     yield from _entry(shape, place, rows)
-    yield from _weighted(shape, rows, inputs + shape.room(place), outputs)
+    pieces = _pieces(shape, place)
+    for _ in range(pieces):
+        yield from _weighted(shape, rows, inputs + shape.room(place), outputs / pieces)
     if _sums(shape, place):
         yield (
             "memory",
@@ -131,9 +141,21 @@ def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Char
         yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
     if shape.fp8:  # turned first
         yield "memory", Cost(0, 2 * inputs * outputs)
-    yield from _weighted(shape, rows, outputs, inputs + rank * both)
+    pieces = _pieces(shape, place)
+    for _ in range(pieces):
+        yield from _weighted(shape, rows, outputs / pieces, inputs + rank * both)
     if shape.trained:
-        yield "matmul", matmul(outputs, rows, inputs, shape.itemsize)
+        yield from learned(shape, place, rows)
+
+
+def learned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
+    """The gradients of the weights, each a product in float32, rounded where the weight is narrower."""
+    inputs, outputs, _ = shape.linears(place)
+    for _ in place.paths:
+        each = outputs / len(place.paths)
+        wider = Cost(0, (4 - shape.itemsize) * inputs * each)
+        yield "matmul", matmul(each, rows, inputs, shape.itemsize) + wider
+        yield "memory", cast(inputs * each, 4, shape.weight_bytes)
 
 
 def added_back(shape: BlockShape, place: GroupPlace, rows: float) -> Charge:

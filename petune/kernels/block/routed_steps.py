@@ -25,16 +25,21 @@ from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.grouped import combined, dgated, gated, product
 from petune.kernels.memory.op_cost import (
+    SMALL,
     Cost,
     activate,
     activate_backward,
+    cast,
+    copy,
     dense_into,
     grouped,
 )
-from petune.kernels.memory.shape import BlockShape, ExpertSizes
+from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import Act
 from petune.models.routes import Routes
 from petune.models.spec import RoutedMlp
+
+SORTED = 2  # small kernels that a product asks of the routes: tokens of sorted rows, what these count
 
 
 @dataclass(eq=False)
@@ -106,13 +111,13 @@ class Dispatched(OfMixture):
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
-        yield from _ahead(experts, m, shape.width, 2 * experts.columns, experts.up, shape.itemsize)
+        yield from _ahead(shape, m, shape.width, 2 * experts.columns, experts.up)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         sizes = shape.width, 2 * experts.columns, experts.up
-        yield from _back(experts, m, *sizes, shape.trained, shape.itemsize)
+        yield from _back(shape, m, *sizes)
         # put together, and added
         yield "memory", Cost(0, (m + 2 * self.come * rows) * shape.width * shape.itemsize)
 
@@ -206,7 +211,7 @@ class Combined(OfMixture):
         """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         yield "memory", activate(m, experts.columns, True, shape.itemsize)
-        yield from _ahead(experts, m, experts.columns, shape.width, experts.down, shape.itemsize)
+        yield from _ahead(shape, m, experts.columns, shape.width, experts.down)
         summed = (m + self.come * rows) * shape.width * shape.itemsize
         yield "memory", Cost(m * shape.width, summed)
 
@@ -214,7 +219,7 @@ class Combined(OfMixture):
         """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         sizes = experts.columns, shape.width, experts.down
-        yield from _back(experts, m, *sizes, shape.trained, shape.itemsize)
+        yield from _back(shape, m, *sizes)
         again = Cost(4 * m * experts.columns, m * experts.columns * shape.itemsize)  # m, and of shares
         yield "memory", activate_backward(m, experts.columns, True, shape.itemsize) + again
 
@@ -257,31 +262,40 @@ def _dense_bytes(shape: BlockShape) -> int:
     return experts.number * experts.columns * shape.width * shape.itemsize * bool(experts.made)
 
 
-def _ahead(
-    experts: ExpertSizes, m: float, inputs: int, outputs: int, rank: int, itemsize: int
-) -> Iterator[Charge]:
+def _ahead(shape: BlockShape, m: float, inputs: int, outputs: int, rank: int) -> Iterator[Charge]:
     """A product of `m` sorted rows with its low-rank update."""
-    yield from _made(experts, inputs * outputs, itemsize)
+    experts, itemsize = shape.routed, shape.itemsize
+    yield from _made(shape, inputs, outputs, rank)
     if rank:
         yield "narrow", grouped(m, inputs, rank, experts.number, itemsize)
     yield "grouped", grouped(m, inputs + rank, outputs, experts.number, itemsize)
 
 
-def _made(experts: ExpertSizes, each: int, itemsize: int) -> Iterator[Charge]:
-    """Quantised weights, of `each` numbers an expert, made dense for a product."""
+def _made(shape: BlockShape, inputs: int, outputs: int, rank: int) -> Iterator[Charge]:
+    """What is made of tensors for a product and dropped: sorted places and what each row counts; quantised
+    weights made dense, wider ones rounded; both factors scaled and rounded."""
+    experts = shape.routed
+    for _ in range(SORTED):
+        yield "memory", SMALL
     if experts.made:
-        yield "memory", dense_into(experts.number, each, experts.made, itemsize)
+        yield "memory", dense_into(experts.number, inputs * outputs, experts.made, shape.itemsize)
+    elif shape.weight_bytes != shape.itemsize:
+        yield "memory", cast(experts.number * inputs * outputs, shape.weight_bytes, shape.itemsize)
+    for columns in (inputs, outputs) if rank else ():
+        yield "memory", cast(experts.number * columns * rank, 4, shape.itemsize)
 
 
-def _back(
-    experts: ExpertSizes, m: float, inputs: int, outputs: int, rank: int, trained: bool, itemsize: int
-) -> Iterator[Charge]:
-    """The way back through it, with the gradients of what trains."""
-    yield from _made(experts, inputs * outputs, itemsize)
+def _back(shape: BlockShape, m: float, inputs: int, outputs: int, rank: int) -> Iterator[Charge]:
+    """The way back through it, with the gradients of what trains, those of factors in float32 in the end."""
+    experts, itemsize = shape.routed, shape.itemsize
+    yield from _made(shape, inputs, outputs, rank)
     yield "grouped", grouped(m, outputs + rank, inputs, experts.number, itemsize)
     if rank:
         yield "narrow", grouped(m, outputs, rank, experts.number, itemsize)
+        yield "memory", copy(experts.number * rank, inputs, itemsize)  # scaled
         for columns in (inputs, outputs):
             yield "narrow", grouped(m, columns, rank, experts.number, itemsize)
-    if trained:
+            yield "memory", cast(experts.number * columns * rank, itemsize, 4)
+    if shape.trained:
         yield "grouped", grouped(m, outputs, inputs, experts.number, itemsize)
+        yield "memory", cast(experts.number * inputs * outputs, itemsize, shape.weight_bytes)

@@ -21,7 +21,10 @@ from petune.models.routes import routes_of
 
 # of a mixture's steps: what enters it, its number, the place of its first tensor, the norm that gave it
 OwnOf = tuple[str, int, int, Normalize | None]
-ROUTING = 8  # kernels that sort tokens by expert and choose them, small beside the products
+# Kernels small beside the products. Ahead: the experts of each token and their shares, 5; the copies sorted
+# by expert, whose keys of 64 bits take 8 passes, with what is counted and filled before them, 12; their
+# inverse and the ends of groups, 5. Back through shares and softmax.
+ROUTING, UNROUTING = 22, 8
 
 
 @dataclass(eq=False)
@@ -151,6 +154,8 @@ class Route(OfMixture):
         """See Step."""
         experts = shape.routed
         yield "memory", Cost(0, 8 * rows * experts.number)
+        for _ in range(UNROUTING):
+            yield "memory", SMALL
         for _ in range(1 + shape.trained):
             yield "matmul", matmul(rows, shape.width, experts.number, shape.itemsize)
         yield "memory", add(rows, shape.width, shape.itemsize)

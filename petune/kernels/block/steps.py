@@ -24,6 +24,7 @@ from petune.kernels.block.turns import Turns
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.op_cost import (
+    SMALL,
     Cost,
     Kind,
     add,
@@ -253,6 +254,9 @@ class Normalize(Step):
                 rows, shape.width, shape.itemsize, found
             ),
         )
+        if shape.trained:  # sums of what each program has found, rounded
+            for _ in range(2 * len(self.trained)):
+                yield "memory", SMALL
 
 
 @dataclass(eq=False)

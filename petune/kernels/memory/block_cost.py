@@ -17,15 +17,25 @@ from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Action, Section
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
-from petune.kernels.memory.op_cost import Cost, KernelCost, Work, adamw, costing, cross_entropy_, matmul
+from petune.kernels.memory.op_cost import (
+    Cost,
+    KernelCost,
+    Work,
+    adamw,
+    cast,
+    costing,
+    cross_entropy_,
+    matmul,
+)
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import needs_of, of_shape
 
 Keep = Level
 Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length
 NARROW = 0.75  # the share of the memory's rate that a product with few ranks reaches
-# the share of the matmuls' rate that those of 128 experts reach, about 512 rows each (benchmarks/grouped.py)
-GROUPED = 0.68
+# The share of the matmuls' rate that grouped products reach. Those of 128 experts, about 512 rows each, reach
+# 0.68 of it (benchmarks/grouped.py), though the last tile of each is but half full.
+GROUPED = 0.68 * (1 + 64 / 512)
 # Seconds of a block's forward pass, below which the host launches it no faster than the device computes it:
 # both passes of one of 8B take 6.1 ms to launch, and a forward pass is 0.46 of both.
 LAUNCH_BOUND = 2.5e-3
@@ -37,7 +47,9 @@ LAUNCH_BOUND = 2.5e-3
 class Rates:
     """What a device sustains. FLOP/s of matmuls and, by sequence length, of attention; bytes/s of its memory
     and, each way, of the link to pinned host memory; elements a second of which it is computed whether they
-    drop out; seconds that a kernel takes to begin and to end. measured: on such a device, not assumed."""
+    drop out; seconds that a kernel takes to begin and to end. processors: each of which computes a tile of a
+    product at a time. begins: seconds for which an idle device waits for the host at the beginning of a
+    step, until its first block is launched. measured: on such a device, not assumed."""
 
     name: str
     matmul: float
@@ -48,6 +60,8 @@ class Rates:
     link: float
     hashes: float = 1e12
     launch: float = 2.5e-6
+    processors: int = 1
+    begins: float = 0.0
     measured: bool = False
 
     def seconds(self, work: Iterable[KernelCost], sequence: float) -> float:
@@ -64,9 +78,8 @@ class Rates:
     def _alone(self, one: KernelCost, rate: float) -> float:
         """Seconds of one launch, whose arithmetic runs at `rate`."""
         cost, memory = one.cost, self.memory * (NARROW if one.kind == "narrow" else 1)
-        return self.launch + max(
-            (cost.flop + cost.beside) / rate, cost.bytes / memory, cost.hashes / self.hashes
-        )
+        busy = (cost.flop + cost.beside) * cost.idle(self.processors)
+        return self.launch + max(busy / rate, cost.bytes / memory, cost.hashes / self.hashes)
 
 
 def _interpolated(curve: Curve, length: float) -> float:
@@ -90,6 +103,8 @@ H200 = Rates(
     memory=4.25e12,
     link=55.4e9,
     hashes=2e12,
+    processors=132,
+    begins=4e-3,
     measured=True,
 )
 H100 = Rates(
@@ -101,6 +116,8 @@ H100 = Rates(
     memory=2.99e12,
     link=53.7e9,
     hashes=2e12,  # those of an H200, whose processors it has
+    processors=132,
+    begins=4e-3,
     measured=True,
 )
 # Assumed, on the low side of what the vendors promise.
@@ -182,24 +199,40 @@ def _actions(
 
 
 def linear_cross_entropy(
-    tokens: int, width: int, vocabulary: int, trained: bool = False, itemsize: int = 2
+    tokens: int, width: int, vocabulary: int, trained: int = 0, itemsize: int = 2
 ) -> Work:
     """The loss head in chunks, its gradients made in the forward pass: two matmuls, three where the head
-    trains."""
+    trains. trained: bytes of a weight of the head that does, else 0. Its gradient is a sum over chunks in
+    float32, which is scaled by what comes back, and rounded where the weight is narrower."""
     times, rows = _tiles(tokens, chunk_rows(vocabulary, itemsize))
-    product = matmul(rows, width, vocabulary, itemsize)
+    product, numbers = matmul(rows, width, vocabulary, itemsize), width * vocabulary * (trained > 0)
+    summed = matmul(vocabulary, rows, width, itemsize) + Cost(0, (8 - itemsize) * numbers)
     return costing(
+        KernelCost("logits", "memory", cast(numbers, trained, itemsize)),
         KernelCost("logits", "matmul", product, times),
         KernelCost("loss", "memory", cross_entropy_(rows, vocabulary, itemsize), times),
         KernelCost("dhidden", "matmul", product, times),
-        KernelCost("dweight", "matmul", product if trained else Cost(), times),
+        KernelCost("dweight", "matmul", summed if trained else Cost(), times),
+        KernelCost("dweight", "memory", Cost(0, (4 + 8) * numbers)),
+        KernelCost("dweight", "memory", cast(numbers, 4, trained)),
     )
 
 
-def update(shape: BlockShape) -> Work:
-    """AdamW on what trains in a block: weights in their own dtype, low-rank factors in float32."""
-    of_weights = adamw(shape.parameters, shape.itemsize) if shape.trained else Cost()
-    return costing(KernelCost("update", "memory", of_weights + adamw(shape.adapters)))
+def update(shape: BlockShape, recorded: bool = False) -> Work:
+    """AdamW on what trains in a block, in the dtype of that: its weights, low-rank factors in float32.
+    recorded: gradients are those of a CUDA graph, which gives a copy away."""
+    weights, found = shape.parameters * shape.trained, shape.weight_bytes
+    copies = Cost(0, 2 * (found * weights + 4 * shape.adapters) * recorded)
+    of_weights = adamw(weights, found) if weights else Cost()
+    return costing(
+        KernelCost("gradients", "memory", copies),
+        KernelCost("update", "memory", of_weights + adamw(shape.adapters)),
+    )
+
+
+def launch_bound(shape: BlockShape, tokens: int, sequence: int, rates: Rates) -> bool:
+    """Whether launches are what such a block costs, so that blocks are recorded as CUDA graphs."""
+    return rates.seconds(forward(shape, tokens, sequence), sequence) < LAUNCH_BOUND
 
 
 def _tiles(tokens: int, tile: int | None) -> tuple[int, float]:

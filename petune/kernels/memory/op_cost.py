@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from typing import Literal
 
 # Of operation: which rate bounds it. Narrow: a product that reads or writes a large matrix and has few ranks,
@@ -21,28 +21,38 @@ Kind = Literal["matmul", "matmul_fp8", "grouped", "attention", "attention_backwa
 class Cost:
     """Floating-point operations, and bytes read from and written to device memory.
 
-    hashes: elements of which it is computed whether they drop out. beside: what attention takes longer than
-    cuDNN's with heads of `HEAD`, of which rates are measured, in FLOP at those rates.
+    hashes: elements of which it is computed whether they drop out. beside: in FLOP at the rates that are
+    measured, what is computed for nobody (rows that fill the last tile of a group), and what attention takes
+    longer than cuDNN's with heads of `HEAD`, of which those rates are. tiles: of a product's result; pieces:
+    of them at most, where few are cut along the sum.
     """
 
     flop: float = 0.0
     bytes: float = 0.0
     hashes: float = 0.0
     beside: float = 0.0
+    tiles: float = 0.0
+    pieces: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        sums = (
-            self.flop + other.flop,
-            self.bytes + other.bytes,
-            self.hashes + other.hashes,
-            self.beside + other.beside,
-        )
-        return Cost(*sums)
+        return Cost(*map(sum, zip(self._parts, other._parts, strict=True)))
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(self.flop * times, self.bytes * times, self.hashes * times, self.beside * times)
+        return Cost(*(times * one for one in self._parts))
 
     __rmul__ = __mul__
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        return self.flop, self.bytes, self.hashes, self.beside, self.tiles, self.pieces
+
+    def idle(self, processors: int) -> float:
+        """Times as long as with all processors busy, where each has a tile at a time."""
+        if not self.tiles:
+            return 1.0
+        few = max(1.0, min(self.pieces / self.tiles, processors // self.tiles))
+        each = self.tiles * few / processors
+        return ceil(each) / each
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ HEAD = 128
 WIDE = 0.45
 OWN = 0.6
 NARROW = 64
+TILE = 128  # rows, and columns, of a result that one processor computes at a time
+PIECE = 1024  # numbers of each sum at least, where a result of few tiles is cut along it
 SMALL = Cost(0, 1)  # a kernel that takes no more than its launch
 
 
@@ -81,15 +93,19 @@ def total(work: Iterable[KernelCost]) -> Cost:
 
 def matmul(rows: float, inner: float, columns: float, itemsize: int = 2) -> Cost:
     """[rows, inner] times [inner, columns]."""
-    return Cost(2 * rows * inner * columns, itemsize * (rows * inner + inner * columns + rows * columns))
+    moved = itemsize * (rows * inner + inner * columns + rows * columns)
+    tiles = ceil(rows / TILE) * ceil(columns / TILE)
+    return Cost(2 * rows * inner * columns, moved, tiles=tiles, pieces=tiles * max(1, inner // PIECE))
 
 
 def grouped(rows: float, inner: float, columns: float, groups: float, itemsize: int = 2) -> Cost:
     """Rows in so many groups, each times a matrix [inner, columns] of its own; or the products of the rows of
-    each group, which give such matrices. Of more groups than rows some are empty."""
+    each group, which give such matrices. Of more groups than rows some are empty; the last tile of each
+    other is half full on average."""
     active = min(groups, rows)
     moved = rows * inner + active * inner * columns + rows * columns
-    return Cost(2 * rows * inner * columns, itemsize * moved)
+    filling = 2 * active * (TILE / 2) * inner * columns
+    return Cost(2 * rows * inner * columns, itemsize * moved, beside=filling)
 
 
 def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
@@ -216,6 +232,11 @@ def add(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(rows * columns, 3 * itemsize * rows * columns)
 
 
+def copy(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """A matrix read and written elsewhere."""
+    return Cost(0, 2 * itemsize * rows * columns)
+
+
 def mix(rows: float, columns: float, itemsize: int = 2) -> Cost:
     """A ladder's state and what its gate mixes in read, the mixture written."""
     return Cost(3 * rows * columns, 3 * itemsize * rows * columns)
@@ -330,5 +351,11 @@ def _seen(sequence: float, causal: bool, keys: float | None, window: float | Non
 
 
 def adamw(parameters: float, itemsize: int = 4) -> Cost:
-    """One step of AdamW: parameter, gradient and two states read, all but the gradient written."""
+    """One step of AdamW: parameter, gradient and two states read, all but the gradient written. itemsize: of
+    what trains, in whose dtype are gradient and states, however narrow an activation is."""
     return Cost(14 * parameters, 7 * itemsize * parameters)
+
+
+def cast(numbers: float, before: int, after: int) -> Cost:
+    """So many numbers read, and written in other bytes; nothing where the bytes are the same."""
+    return Cost(0, (before + after) * numbers * (before != after))

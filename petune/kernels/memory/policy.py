@@ -85,6 +85,26 @@ class Policy:
         )
 
 
+@dataclass(frozen=True)
+class Alike:
+    """Blocks of one shape: how many, and how many tokens each has, in sequences of how many."""
+
+    shape: BlockShape
+    number: int
+    tokens: int
+    sequence: int
+
+    def both(self) -> Work:
+        """A forward and a backward pass of one of them, nothing computed again."""
+        given = self.shape, self.tokens, self.sequence
+        return block_cost.forward(*given) + block_cost.backward(*given)
+
+    def update(self, rates: Rates) -> Work:
+        """Of one of them, whose gradients come from a recording where that is worth while."""
+        recorded = block_cost.launch_bound(self.shape, self.tokens, self.sequence, rates)
+        return block_cost.update(self.shape, recorded)
+
+
 def levels_of(policy: Policy) -> list[int]:
     """The rung of each block by its place on the ladder, and the rows of a tile."""
     return [*(LADDER.index(rung.keep) for rung in policy.rungs), policy.tile or sys.maxsize]
@@ -108,6 +128,8 @@ def choose(
     config: MemoryConfig,
     streamed: bool = False,
     passes: float = 1,
+    kinds: Sequence[Alike] = (),
+    once: float = 0.0,
 ) -> Policy:
     """The best policy for `depth` blocks over `tokens` in sequences of `sequence` within `budget` bytes of
     device memory.
@@ -126,7 +148,7 @@ def choose(
         )
     refuse_contradiction(config)
     wide = config.stream == "fp32" if streamed else None
-    step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, wide, passes)
+    step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, wide, passes, kinds, once)
     plan = _best(step, config, budget, host)
     if plan is None:
         raise _does_not_fit(step, config, budget, host)
@@ -157,7 +179,8 @@ class _Step:
     """What all plans of a step have in common. wide: whether states that stream are float32, None where none
     do. passes: on the way at once; all but flop, roofline and seconds, which are of one. fixed: bytes on the
     device throughout; pinned: on the host; head: alive in the loss head; flop, roofline: of a step without
-    recomputation, FLOP and seconds, of which `other` outside the blocks; worth: see WORTH."""
+    recomputation, FLOP and seconds, of which `other` outside the blocks; kinds: of blocks, all `depth` of
+    them; worth: see WORTH."""
 
     shape: BlockShape
     depth: int
@@ -172,6 +195,7 @@ class _Step:
     flop: float
     other: float
     roofline: float
+    kinds: tuple[Alike, ...]
     worth: float = field(default=WORTH, compare=False)  # of plans: options are priced without it
 
     @property
@@ -180,9 +204,10 @@ class _Step:
         of a single pass."""
         return int(self.passes == 1)
 
-    def seconds(self, work: Work) -> float:
-        """Of `work` on this step's device."""
-        return self.rates.seconds(work, self.sequence)
+    def seconds(self, work: Callable[[Alike], Work]) -> float:
+        """Of what `work` says of a kind, on this step's device: the mean over its blocks."""
+        each = (one.number * self.rates.seconds(work(one), one.sequence) for one in self.kinds)
+        return sum(each) / self.depth
 
     def price(self, seconds: float, peak: int) -> float:
         """What the best plan has least of."""
@@ -226,15 +251,16 @@ def _step(
     rates: Rates,
     wide: bool | None,
     passes: float = 1,
+    kinds: Sequence[Alike] = (),
+    once: float = 0.0,
 ) -> _Step:
-    head = (
-        block_cost.linear_cross_entropy(tokens, shape.width, vocabulary, shape.trained, shape.itemsize)
-        if vocabulary
-        else ()
-    )
+    sizes = tokens, shape.width, vocabulary, shape.weight_bytes * shape.trained, shape.itemsize
+    head = block_cost.linear_cross_entropy(*sizes) if vocabulary else ()
     own = shape.own(tokens)
-    both = block_cost.forward(shape, own, sequence) + block_cost.backward(shape, own, sequence)
-    other = rates.seconds(head, sequence) + depth * rates.seconds(block_cost.update(shape), sequence)
+    kinds = tuple(kinds) or (Alike(shape, depth, own, sequence),)
+    passing = [(one.number, one.both(), one.sequence) for one in kinds]
+    other = once + rates.seconds(head, sequence)
+    other += sum(one.number * rates.seconds(one.update(rates), one.sequence) for one in kinds)
     streaming = 0 if wide is None else buffers.streamed_device_bytes(shape, wide)
     return _Step(
         shape=shape,
@@ -247,9 +273,10 @@ def _step(
         fixed=fixed + WORKSPACE + depth * buffers.standing_bytes(shape) + streaming,
         pinned=0 if wide is None else depth * buffers.streamed_host_bytes(shape, wide),
         head=buffers.head_bytes(tokens, shape.width, vocabulary, shape.itemsize),
-        flop=total(head).flop + depth * total(both).flop,
+        flop=total(head).flop + sum(number * total(both).flop for number, both, _ in passing),
         other=other,
-        roofline=other + depth * rates.seconds(both, sequence),
+        roofline=other + sum(number * rates.seconds(both, length) for number, both, length in passing),
+        kinds=kinds,
     )
 
 
@@ -275,11 +302,13 @@ def _options(
 ) -> tuple[_Option, ...]:
     """A rung's options by what is offloaded; the attention output can be where it is kept. Kept, for a step
     is searched again where a budget holds nothing, or for another budget."""
-    shape, tokens, sequence = step.shape, step.tokens, step.sequence
-    ahead = step.seconds(block_cost.forward(shape, tokens, sequence, tile))
+    shape, tokens = step.shape, step.tokens
+    ahead = step.seconds(lambda one: block_cost.forward(one.shape, one.tokens, one.sequence, tile))
     back = step.seconds(
-        block_cost.backward(shape, tokens, sequence, tile)
-        + block_cost.recomputed(shape, keep, tokens, sequence, tile)
+        lambda one: (
+            block_cost.backward(one.shape, one.tokens, one.sequence, tile)
+            + block_cost.recomputed(one.shape, keep, one.tokens, one.sequence, tile)
+        )
     )
     alone = ahead + back + _waiting(step, 0, ahead, back)
     working, kept, every = (
@@ -431,7 +460,11 @@ def _smallest(step: _Step, config: MemoryConfig, host: int) -> _Plan | None:
 def _policy(step: _Step, plan: _Plan, budget: int) -> Policy:
     rungs = _rungs(step, plan)
     again = {
-        keep: total(block_cost.recomputed(step.shape, keep, step.tokens, step.sequence)).flop
+        keep: sum(
+            one.number * total(block_cost.recomputed(one.shape, keep, one.tokens, one.sequence)).flop
+            for one in step.kinds
+        )
+        / step.depth
         for keep in {rung.keep for rung in rungs}
     }
     return Policy(

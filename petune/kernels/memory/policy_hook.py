@@ -24,7 +24,8 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.core_shape import core_shape
-from petune.kernels.memory.policy import Policy, choose, least_bytes
+from petune.kernels.memory.outside import fixed_bytes, once, resident_bytes, vocabulary_of
+from petune.kernels.memory.policy import Alike, Policy, choose, least_bytes
 from petune.kernels.memory.private_pools import private_bytes
 from petune.kernels.memory.shape import FIRST, BlockShape, ExpertSizes, Ranks
 from petune.log import say
@@ -35,7 +36,6 @@ from petune.models.stack import Call, Stack
 from petune.rng.context import running
 
 GIB = 2**30
-STATES = 12  # bytes beside a trained number: its gradient and AdamW's two states, in float32
 ROUND = 1024
 
 
@@ -56,15 +56,15 @@ class Governor:
     def __init__(self, config: MemoryConfig, passes: float = 1, beside: Sequence[nn.Module] = ()) -> None:
         self.config, self.passes = config, passes
         self.besides = [weakref.ref(model) for model in beside]
-        self.policies: dict[tuple[int, int, int, torch.dtype], Policy] = {}
+        self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype], Policy] = {}
         self.unhalved: set[str] = set()  # why rows did not go in halves
         # a weak reference to the one that is running: a copy of a model copies its hooks
         self.model: Any = None
         self.said: tuple[str, ...] = ()
+        # of the memory that the last call read, rounded: its tokens, as what an encoder keeps is in the way,
+        # and those of its longest text
+        self.beside = (0, 0)
         # the last call: its tokens, and those of its longest row or segment
-        self.beside = (
-            0  # tokens of the memory that the last call read, rounded: what an encoder keeps is in the way
-        )
         self.entered: tuple[int, int] | None = None
 
     def register(self, model: nn.Module, stack: Stack) -> tuple[RemovableHandle, RemovableHandle]:
@@ -98,7 +98,7 @@ class Governor:
             if found is None
             else (found.total, found.longest)
         )
-        self.entered, self.beside = (tokens, longest), rounded(_memory_tokens(kwargs.get(MEMORY)))
+        self.entered, self.beside = (tokens, longest), _memory_size(kwargs.get(MEMORY))
         for spec, (rung, tile) in zip(
             _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
         ):
@@ -187,7 +187,10 @@ class Governor:
             _least(other, (tokens, longest), vocabulary_of(model), rates, self.config, device)
             for other in later
         )
-        shape = shape_of(typical(specs), specs[0].computes_in(device.type), longest)
+        dtype, (read, longest_read) = specs[0].computes_in(device.type), self.beside
+        memory = (read / tokens, longest_read) if read else None
+        shape = shape_of(typical(specs), dtype, longest, memory)
+        begins = self.passes == 1 and next(iter(_fused_stacks(model)), stack) is stack
         rooms = _room_bytes(specs[0], shape, tokens)
         streamed = self.config.stream != "none"
         pinned = (
@@ -211,6 +214,8 @@ class Governor:
             self.config,
             streamed=streamed,
             passes=self.passes,
+            kinds=kinds_of(specs, dtype, tokens, longest, memory),
+            once=once(model, rates) if begins else 0.0,
         )
 
     def _standing(self, device: torch.device) -> int:
@@ -233,20 +238,24 @@ def _room_bytes(spec: Spec, shape: BlockShape, tokens: int) -> tuple[int, int]:
 def _later(model: nn.Module, stack: Stack) -> list[Stack]:
     """The fused stacks that run after this one and keep something beside what it keeps: a decoder after its
     encoder."""
-    stacks = [
-        module
-        for module in model.modules()
-        if isinstance(module, Stack) and isinstance(module.blocks[0], FusedBlock)
-    ]
+    stacks = _fused_stacks(model)
     return stacks[stacks.index(stack) + 1 :] if stack in stacks else []
 
 
-def _memory_tokens(memory: Tensor | None) -> int:
-    """Tokens of the encoder's states that a decoder is handed, padding left out where it is."""
+def _fused_stacks(model: nn.Module) -> list[Stack]:
+    """In the order in which they run."""
+    stacks = (module for module in model.modules() if isinstance(module, Stack))
+    return [stack for stack in stacks if isinstance(stack.blocks[0], FusedBlock)]
+
+
+def _memory_size(memory: Tensor | None) -> tuple[int, int]:
+    """Tokens of the encoder's states that a decoder is handed, padding left out where it is, and those of the
+    longest text; rounded."""
     if memory is None:
-        return 0
+        return 0, 0
     kept = running().memory
-    return memory.shape[0] * memory.shape[1] if kept is None else int(kept.total)
+    found = memory.shape[:2].numel() if kept is None else int(kept.total)
+    return rounded(found), rounded(memory.shape[1] if kept is None else int(kept.longest), 128)
 
 
 def _least(
@@ -292,48 +301,6 @@ def rounded(tokens: int, step: int = ROUND) -> int:
     return -(-tokens // step) * step
 
 
-def vocabulary_of(model: nn.Module) -> int:
-    """The columns of a language model's head whose logits are never whole, 0 for other models."""
-    head = _head(model)
-    return 0 if head is None else len(head.weight)
-
-
-def _head(model: nn.Module) -> Any:
-    """The head over a vocabulary, or None: not on every stage of a pipeline."""
-    ask = getattr(model, "get_output_embeddings", None)
-    try:
-        head = ask() if callable(ask) else None
-    except AttributeError:  # of a module inside one that is given away
-        return None
-    return None if getattr(head, "weight", None) is None else head
-
-
-def resident_bytes(model: nn.Module) -> int:
-    """Bytes on the device beside fused blocks that stream: what else there is, and its gradients; its states
-    stream too."""
-    inside = {
-        id(value)
-        for block in model.modules()
-        if isinstance(block, FusedBlock)
-        for value in block.parameters()
-    }
-    values = {
-        id(value): value for value in (*model.parameters(), *model.buffers()) if id(value) not in inside
-    }.values()
-    return sum(value.nbytes * (1 + value.requires_grad) for value in values)
-
-
-def fixed_bytes(*models: nn.Module) -> int:
-    """Bytes on the device whatever is kept: tensors of the models, gradients and states of what trains; where
-    a model is sharded, of this process' part, and what is gathered while it runs."""
-    if (shards := shards_of(models[0])) is not None:
-        return shards.own + STATES * shards.trained + shards.gathered
-    tensors = (value for model in models for value in (*model.parameters(), *model.buffers()))
-    values = {id(value): value for value in tensors}.values()
-    trained = sum(value.numel() for value in values if value.requires_grad)
-    return sum(value.nbytes for value in values) + STATES * trained
-
-
 def pinnable(config: MemoryConfig) -> int:
     """Bytes of this host's memory that may be pinned."""
     if config.host is not None:
@@ -346,9 +313,27 @@ def pinnable(config: MemoryConfig) -> int:
     return int(available * 1024 * 0.8)
 
 
-def shape_of(spec: Spec, dtype: torch.dtype | None = None, longest: int = 0) -> BlockShape:
+def kinds_of(
+    specs: Sequence[Spec],
+    dtype: torch.dtype,
+    tokens: int,
+    longest: int,
+    memory: tuple[float, int] | None = None,
+) -> tuple[Alike, ...]:
+    """The blocks of a stack by what they are: some have a sliding window, say, or a mixer. See `shape_of`."""
+    numbers, first = Counter(spec.program for spec in specs), {spec.program: spec for spec in reversed(specs)}
+    shapes = [(shape_of(first[one], dtype, longest, memory), number) for one, number in numbers.items()]
+    return tuple(Alike(shape, number, shape.own(tokens), min(longest, tokens)) for shape, number in shapes)
+
+
+def shape_of(
+    spec: Spec,
+    dtype: torch.dtype | None = None,
+    longest: int = 0,
+    memory: tuple[float, int] | None = None,
+) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights; longest:
-    tokens of a row, of which a core that is called may keep scores."""
+    tokens of a row, of which a core that is called may keep scores; memory: see BlockShape."""
     program, sizes = spec.program, spec.program.sizes
     roles = (role for group in program.groups for role in group.roles)
     linears = (known_part(layer).each for layer in chain(*spec.layers))
@@ -379,6 +364,8 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None, longest: int = 0) -> 
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks)
         or any(isinstance(form, Fp8) for form in sharded if not leave.transposed),
         made=max(0, *(0 if bank is None else bank.base.made for bank in spec.banks), *unbanked),
+        weight=spec.dtype.itemsize if spec.casts else 0,
+        memory=memory,
         drops=any(part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
         roomless=leave.transposed,

@@ -119,7 +119,10 @@ class BlockShape:
     multiply in eight bits; made: bytes a number in which they are held that are made dense for each product,
     0 where they are dense. drops: the inputs of its updates drop out; dropouts: so do its own values.
     share: the part of all tokens that a rank has between sub-layers that are cut and connected by sequence.
-    described: its sub-layers, where they are others than these. experts: of its mixture, None without one;
+    weight: bytes of a weight that autocast may round anew in every pass, 0 where it may not. memory: of the
+    tokens of an encoder, how many there are for each own one, and how many the longest text has; None: as of
+    own ones. described: its sub-layers, where they are others than these. experts: of its mixture, None
+    without one;
     gated and columns are then the shared expert's. roomless: behind its weights, which are transposed, is no
     room for factors. called: its core that is called as it is, None where steps
     compute all; heads are 0 then where it makes all of what it gives."""
@@ -140,6 +143,8 @@ class BlockShape:
     drops: bool = False
     dropouts: bool = False
     share: float = 1.0
+    weight: int = 0
+    memory: tuple[float, int] | None = None
     described: tuple[SubLayer, ...] | None = None
     experts: ExpertSizes | None = None
     roomless: bool = False
@@ -224,13 +229,28 @@ class BlockShape:
         return self.columns * (1 + self.gated)
 
     @property
+    def across(self) -> float:
+        """An encoder's tokens for each own one."""
+        return 1.0 if self.memory is None else self.memory[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a dense weight."""
+        return self.weight or self.itemsize
+
+    @property
+    def attentions(self) -> int:
+        """How many of its sub-layers attend, so that their linears are of these sizes: two of a decoder's."""
+        return max(1, sum(isinstance(one.core, Attention) for one in self.sublayers))
+
+    @property
     def parameters(self) -> int:
         """Weights of the block's matrices."""
         kinds = [one.core for one in self.sublayers if isinstance(one.core, Attention)]
         keyed = any(core.v_norm and "v" not in core.region.sites for core in kinds)
         qkv = self.qkv - keyed * self.kv_heads * self.head_dim
         qkv = 0 if self.called is not None else qkv  # which are the core's
-        own = self.width * (qkv + self.queries + self.gu + self.columns)
+        own = self.width * (self.attentions * (qkv + self.queries) + self.gu + self.columns)
         own += 0 if self.called is None else self.called.weights
         return own + (0 if self.experts is None else self.experts.weights(self.width))
 
@@ -263,8 +283,7 @@ class BlockShape:
         ranks, mlp, keys = self.ranks, self.width + self.columns, self.kv_heads * self.head_dim
         from_width = ranks.q * (self.width + self.queries) + (ranks.k + ranks.v) * (self.width + keys)
         return (
-            from_width
-            + ranks.o * (self.queries + self.width)
+            self.attentions * (from_width + ranks.o * (self.queries + self.width))
             + (ranks.gu + ranks.down) * mlp
             + self.bottlenecks
             + self.expert_factors

@@ -31,8 +31,9 @@ from petune.kernels.fuse import fuse_stages
 from petune.kernels.memory import buffers, policy_hook
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.offload import Passing
+from petune.kernels.memory.outside import STATES, fixed_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
-from petune.kernels.memory.policy_hook import STATES, Governor, fixed_bytes, shape_of
+from petune.kernels.memory.policy_hook import Governor, shape_of
 from petune.models import family_of
 from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack, own_stacks
@@ -590,7 +591,7 @@ def test_a_stack_needs_something_whatever_goes_to_the_host(settings: dict[str, A
 
 def test_a_decoder_plans_anew_when_its_encoder_keeps_more(device: Device, asked: list[Any]) -> None:
     made = governor()
-    for beside in (1024, 1024, 65536):
+    for beside in ((1024, 512), (1024, 512), (65536, 512)):
         made.governor.beside = beside
         made.kept(CUDA, 4096, 512)
     assert len(asked) == 2
