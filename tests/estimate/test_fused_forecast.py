@@ -14,9 +14,13 @@ import torch
 
 from petune.errors import UsageError
 from petune.estimate import fused_forecast
+from petune.estimate.cluster import Cluster, Device, LinkSpeed
 from petune.estimate.forecast import PROCESS, Forecast, forecast, sketch
 from petune.estimate.fused_forecast import CARDS, Outlook, on_device, outlook, policy_for
+from petune.estimate.step_time import Clock
+from petune.estimate.workload import workload
 from petune.kernels.configs import Rung
+from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, LADDER, Policy
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE
@@ -81,6 +85,17 @@ def chosen(recipe: Recipe, device: str = "H200", memory: int = H200) -> Policy:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     """What all 32 blocks keep of four rows of 2048 tokens, for all tests that ask."""
     return chosen(large(tmp_path_factory.mktemp("plain"), 4, 2048))
+
+
+@pytest.mark.parametrize("card", ["H200", pytest.param("H100", marks=pytest.mark.long)])
+@pytest.mark.parametrize("work", ["mixture", pytest.param("lora", marks=pytest.mark.long), "full"])
+def test_a_planner_tells_the_time_of_one_device_as_its_policy_does(
+    work: str, card: str, tmp_path: Path
+) -> None:
+    recipe = mixture(tmp_path, 12) if work == "mixture" else large(tmp_path, 4, 2048, 8, method=work)
+    free, drawn = LinkSpeed(0.0, 1e15), sketch(recipe)
+    told = Clock(workload(drawn), Cluster((Device(card, rates_of(card)),), free, free)).of(ALONE)
+    assert told.total == pytest.approx(chosen(recipe, card, 1000 * GIB).seconds, rel=0.08)
 
 
 def seen(recipe: Recipe, memory: int = H200, device: str | None = "H200", **options: Any) -> Outlook:

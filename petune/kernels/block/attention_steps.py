@@ -304,11 +304,13 @@ class Attend(Step):
         """Of as many as there are for each token of which this rank has heads."""
         return own if self.exchange is None or self.traded is None else self.exchange.whole(own)
 
-    def _columns(self) -> list[int]:
+    def _columns(self, shape: BlockShape) -> list[int]:
         """Of each source, for each own token."""
         queries, keys = self._rows(self._queries), self._rows(2 * self.kv_heads * self.head_dim)
         if len(self.sources) == 1:
             return [queries + keys]
+        if self.crosses:
+            return [queries, int(keys * shape.across)]
         gathered = self.exchange if self.gathered else None
         return [queries, keys if gathered is None else gathered.whole(keys)]
 
@@ -316,7 +318,7 @@ class Attend(Step):
         """See Step."""
         return {
             name: columns * shape.itemsize
-            for name, columns in zip(self.sources, self._columns(), strict=True)
+            for name, columns in zip(self.sources, self._columns(shape), strict=True)
         }
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -335,7 +337,7 @@ class Attend(Step):
         work, given = self._work(rows, sequence), self._kernel | self._keys(shape)
         yield "attention_backward", attention_backward(*work, self.causal, shape.itemsize, **given)
         if not self.turned:
-            yield "memory", rope_backward(rows, sum(self._columns()), shape.itemsize)
+            yield "memory", rope_backward(rows, sum(self._columns(shape)), shape.itemsize)
 
     @property
     def _kernel(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Product(Step):
         """See Step. What no norm wrote into the room before s is copied there."""
         inputs, _, rank = shape.linears(self.place)
         copied = (inputs + rank) * shape.itemsize if not self.filled and shape.room(self.place) else 0
-        return copied + bytes_within(shape, self.place)
+        return int(of_rows(shape, self.x, copied + bytes_within(shape, self.place)))
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -121,7 +121,8 @@ class Product(Step):
         """See Step."""
         inputs, outputs, _ = shape.linears(self.place)
         made = inputs * shape.itemsize * self._makes_x_again(shape, there)
-        return outputs * shape.fp8 + made + bytes_within_back(shape, self.place)
+        own = outputs * shape.fp8 + made + bytes_within_back(shape, self.place)
+        return int(of_rows(shape, self.x, own))
 
     def _makes_x_again(self, shape: BlockShape, there: bool) -> bool:
         """Whether the gradients of what trains need x, which is gone: those of A alone do not where an RMS

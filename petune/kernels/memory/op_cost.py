@@ -35,16 +35,20 @@ class Cost:
     pieces: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*map(sum, zip(self._parts, other._parts, strict=True)))
+        return Cost(
+            self.flop + other.flop,
+            self.bytes + other.bytes,
+            self.hashes + other.hashes,
+            self.beside + other.beside,
+            self.tiles + other.tiles,
+            self.pieces + other.pieces,
+        )
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(*(times * one for one in self._parts))
+        own = self.flop, self.bytes, self.hashes, self.beside, self.tiles, self.pieces
+        return Cost(*(times * one for one in own))
 
     __rmul__ = __mul__
-
-    @property
-    def _parts(self) -> tuple[float, ...]:
-        return self.flop, self.bytes, self.hashes, self.beside, self.tiles, self.pieces
 
     def idle(self, processors: int) -> float:
         """Times as long as with all processors busy, where each has a tile at a time."""

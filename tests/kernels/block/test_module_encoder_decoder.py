@@ -18,6 +18,8 @@ from petune.errors import UsageError
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.memory.buffers import kept_bytes
+from petune.kernels.memory.policy_hook import shape_of
 from petune.models import attention, family_of
 from petune.models.stack import own_stacks
 from petune.rng.context import Running
@@ -65,6 +67,24 @@ def pair(
     done = fuse(fused, family_of(fused), "reference")
     assert done.blocks and not done.reasons and len(blocks(fused)) == (8 if method == "side" else 4)
     return fused.train(), plain.train()
+
+
+def test_a_decoders_block_keeps_what_is_foretold_of_longer_texts() -> None:
+    fused, _ = pair("bart-seq2seq", dtype=torch.float32)
+    block = blocks(fused)[-1]
+    x, memory = (torch.randn(2, tokens, block.embed_dim, requires_grad=True) for tokens in (8, 24))
+    own, found = {one.untyped_storage().data_ptr() for one in (*fused.parameters(), memory)}, dict[int, int]()
+
+    def pack(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own and value.shape[0] in (2 * 8, 2 * 24):
+            found[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        block(x, encoder_hidden_states=memory)
+    heads = 2 * 8 * 4  # of both log-sum-exps, which lie by rows of heads
+    assert sum(found.values()) / 16 + heads == kept_bytes(shape_of(block.spec, memory=(3.0, 24)), "all")
 
 
 def padded(name: str, rows: str = "both") -> dict[str, Tensor]:

@@ -8,9 +8,14 @@ import pytest
 
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.block_cost import A100, CPU, CUDA, H100, H200, Keep
+from petune.kernels.memory.buffers import kept_bytes
 from petune.kernels.memory.op_cost import Cost, KernelCost, attention, matmul, total
 from petune.kernels.memory.shape import BlockShape, Ranks
+from petune.models import llama, olmo2, t5
+from petune.models.spec import SubLayer
 from tests.kernels.shapes import BERT, DEPTH, KEEPS, LLAMA, ROUTED, VOCABULARY
+
+PASSES = (block_cost.forward, block_cost.backward)
 
 
 def step_flop(shape: BlockShape, tokens: int) -> float:
@@ -95,7 +100,67 @@ def test_what_a_mixture_runs_again_is_its_first_product_and_never_its_second() -
     assert "mlp.s" in stages and not {"mlp.routes", "mlp.s_down"} & stages
 
 
+def test_what_trains_is_updated_in_its_own_bytes_and_rounded_where_it_is_wider() -> None:
+    """Parameter, gradient and two states: 14 bytes of bf16, 28 of float32, which is cast in both passes and
+    whose gradient is not."""
+    full = replace(LLAMA, trained=True, ranks=Ranks())
+    narrow, wide = ([one, replace(one, weight=4)] for one in (full, LLAMA))
+    numbers = full.parameters
+    bytes_of = [total(block_cost.update(one)).bytes for one in narrow]
+    assert bytes_of == [14 * numbers, 28 * numbers]
+    assert total(block_cost.update(full, recorded=True)).bytes == 18 * numbers
+    assert total(block_cost.update(LLAMA)).bytes == 28 * LLAMA.adapters
+    passes = [[total(way(one, 64, 64)).bytes for one in narrow] for way in PASSES]
+    assert [two - one for one, two in passes] == [6 * numbers, 0]  # back the cast of each, no gradient's
+    frozen = [[total(way(one, 64, 64)).bytes for one in wide] for way in PASSES]
+    assert [two - one for one, two in frozen] == pytest.approx([6 * numbers] * 2, rel=0.005)
+
+
+def test_a_decoder_reads_all_that_its_encoder_gives() -> None:
+    own = BlockShape(64, 4, 4, 16, 256, ranks=Ranks(*[4] * 7), described=t5.DECODER)
+    longer = replace(own, memory=(3.0, 96))
+    for way, times in zip(PASSES, (1, 2.5), strict=True):
+        one, two = (total(part for part in way(shape, 128, 32)) for shape in (own, longer))
+        read = ("cross.kv", "cross.s_kv", "d memory")
+        products = total(part for part in way(own, 128, 32) if part.stage in read).flop
+        scores = times * 4 * 4 * 16 * 128
+        assert two.flop - one.flop == pytest.approx(2 * products + scores * (96 - 32), rel=0.02)
+    assert kept_bytes(longer, "all") - kept_bytes(own, "all") == 2 * 2 * (
+        2 * 64 + 8
+    )  # k, v and their updates'
+
+
+def test_norms_over_whole_widths_take_them_apart() -> None:
+    """q, k and v are copied, normed, put together and turned; in one kernel where each head is normed."""
+    heads, widths = (
+        replace(LLAMA, described=(SubLayer(replace(core, scale=1.0)),))
+        for core in (llama.ATTENTION, olmo2.ATTENTION)
+    )
+    moved = [total(block_cost.forward(one, 64, 64)).bytes for one in (heads, widths)]
+    qkv = 2 * 64 * 6144
+    assert moved[1] - moved[0] == pytest.approx((2 + 2 + 2 - 1 / 3) * qkv, rel=0.01)
+
+
 # ------------------------------------------------------------------ rates
+
+
+@pytest.mark.parametrize(
+    ("sizes", "idle"),
+    [
+        ((8192, 4096, 14336), 55 * 132 / (64 * 112)),
+        ((5120, 1024, 1024), 3 * 132 / (40 * 8)),
+        ((1024, 1024, 1024), 132 / 64),
+        ((1024, 3072, 1024), 132 / 128),  # cut in two along the sum, which is long
+        ((100, 1024, 100), 132),
+    ],
+)
+def test_processors_without_a_tile_wait_for_the_others(sizes: tuple[int, int, int], idle: float) -> None:
+    cost = matmul(*sizes)
+    assert cost.idle(132) == pytest.approx(idle)
+    assert cost.idle(1) == 1.0 == Cost(1, 1).idle(132)
+    rates = replace(CPU, matmul=1e12, memory=1e30, launch=0.0, processors=132)
+    seconds = rates.seconds((KernelCost("u", "matmul", cost),), 1)
+    assert seconds == pytest.approx(idle * cost.flop / 1e12)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,26 @@ def test_blocks_that_do_not_train_do_not_stream() -> None:
         llama(8192, 80, streamed=True)
 
 
+def test_blocks_of_several_kinds_take_the_time_of_each_and_a_step_what_is_once() -> None:
+    """A quarter of the blocks have a window of 128; which is typical decides about their bytes alone."""
+    attention, mlp = LLAMA.sublayers
+    narrow = replace(LLAMA, described=(replace(attention, core=replace(attention.core, window=128)), mlp))
+    given = (8192, 8192, int(FIXED * GIB), 0, 139 * GIB, 0, H200, MemoryConfig())
+
+    def found(shape: BlockShape, *numbers: int, once: float = 0.0) -> Policy:
+        kinds = zip((LLAMA, narrow), numbers, strict=False)
+        several = [policy.Alike(one, number, 8192, 8192) for one, number in kinds if number]
+        return choose(shape, 32, *given, kinds=several, once=once)
+
+    whole, windows = found(LLAMA), found(narrow)
+    mixed, typical = found(LLAMA, 24, 8), found(narrow, 24, 8, once=0.5)
+    assert windows.seconds < 0.9 * whole.seconds
+    assert mixed.seconds == pytest.approx(0.75 * whole.seconds + 0.25 * windows.seconds)
+    assert mixed.roofline == pytest.approx(0.75 * whole.roofline + 0.25 * windows.roofline)
+    assert typical.seconds == pytest.approx(mixed.seconds + 0.5)
+    assert mixed.peak == whole.peak
+
+
 # ------------------------------------------------------------------ settings
 
 
