@@ -15,6 +15,8 @@ MEASURED = {
         "bert-large:lora:32x512:fill=0.3": 26.0,
         "t5-large:lora:16x512:fill=0.4": 45.5,
         "llama-8b:lora:4x2048": 461.0,
+        "llama-8b:lora:1x8192": 546.0,
+        "llama-8b:lora:1x131072:budget=80:host=80": 38012.0,
         "bert-large:adapter:32x512:fill=0.3": 26.1,
         "bert-large:lora:32x512:fill=0.3:base=nf4": 27.2,
         "bert-large:lora:32x512:fill=0.3:base=fp8": 27.5,
