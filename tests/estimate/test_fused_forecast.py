@@ -22,6 +22,7 @@ from petune.estimate.workload import workload
 from petune.kernels.configs import Rung
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, LADDER, Policy
+from petune.kernels.memory.policy_hook import rounded
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE
 from petune.recipe import Recipe, load_recipe
@@ -409,6 +410,20 @@ def test_nothing_is_changed_in_the_model_that_is_looked_at(tmp_path: Path) -> No
     before = str(drawn.model)
     policy_for(drawn, ALONE, 8, "H200", H200)
     assert str(drawn.model) == before
+
+
+def test_each_stack_is_priced_over_tokens_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(fused_forecast, "choose", lambda *given, **more: asked.append(more))
+    drawn = sketch(recipe_of("t5-seq2seq", tmp_path, device="cuda", dtype="bf16", batch_size=512))
+    read, written = 32, 8
+    drawn = replace(drawn, work=replace(drawn.work, tokens={"encoder": read, "decoder": written}))
+    policy_for(drawn, ALONE, 512, "H200", H200)
+    encoder, decoder = asked[0]["kinds"]
+    assert encoder.shape.memory is None and (encoder.number, decoder.number) == (2, 2)
+    assert (encoder.tokens, decoder.tokens) == (512 * read, 512 * written)
+    assert decoder.shape.memory == (read / written, rounded(read, 128))
+    assert asked[0]["once"] >= rates_of("H200").begins
 
 
 # ------------------------------------------------------------------ devices by name

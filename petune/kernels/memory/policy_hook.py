@@ -364,7 +364,7 @@ def shape_of(
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks)
         or any(isinstance(form, Fp8) for form in sharded if not leave.transposed),
         made=max(0, *(0 if bank is None else bank.base.made for bank in spec.banks), *unbanked),
-        weight=spec.dtype.itemsize if spec.casts else 0,
+        weight=spec.dtype.itemsize if spec.casts and spec.dtype.itemsize != itemsize else 0,
         memory=memory,
         drops=any(part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
