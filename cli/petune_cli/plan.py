@@ -283,7 +283,7 @@ def _cache(found: Forecast) -> str:
     from petune.estimate.forecast import cached_row
     from petune.log import human
 
-    drawn, row = found.drawn, cached_row(found.drawn)
+    drawn, row = found.drawn, cached_row(found.drawn, found.plan)
     tokens = " + ".join(map(str, drawn.work.tokens.values()))
     line = f"cache    {human(row)} for a row of {tokens} tokens"
     room = [rank.held for rank in found.ranks if rank.limit is not None and rank.room]

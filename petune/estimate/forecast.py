@@ -33,7 +33,7 @@ from petune.estimate.footprint import (
 from petune.log import human
 from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import method_of
-from petune.methods.stack_levels import Stored, token_bytes
+from petune.methods.stack_levels import Stored, stack_bytes
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
 from petune.models.experts import is_experts
@@ -245,15 +245,14 @@ def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackNam
     return {stack: target if stack == "decoder" and len(stacks) > 1 else limit for stack in stacks}
 
 
-def cached_row(drawn: Sketch) -> int:
-    """Bytes of a longest row in the activation cache of a recipe that has one."""
-    recipe, family, work = drawn.recipe, drawn.family, drawn.work
-    assert family is not None
-    stored: Stored = "auto" if recipe.cache is True else cast("Stored", recipe.cache)
-    dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
+def cached_row(drawn: Sketch, plan: ParallelPlan) -> int:
+    """Bytes of a longest row in the activation cache of a recipe that has one, on all ranks."""
+    stored: Stored = "auto" if drawn.recipe.cache is True else cast("Stored", drawn.recipe.cache)
+    dtype = torch.bfloat16 if drawn.work.itemsize == 2 else torch.float32
     return sum(
-        work.tokens[stack.name]
-        * token_bytes(stack, stored, dtype, family.shape(family.part(drawn.config, stack.name)).width)
+        stack_bytes(
+            drawn.model, stack, stored, dtype, drawn.work.tokens[stack.name], 1, plan.lasts(stack.name)
+        )
         for stack in stacks_in(drawn.model).values()
     )
 

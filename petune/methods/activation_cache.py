@@ -9,8 +9,9 @@ gradients are those of an uncached run: to the bit where rows were padded alike 
 computed one; a bf16 backbone rounds otherwise in a batch of another width, which an uncached run shows just
 as much.
 
-A head of one's own behind a frozen model needs what the last block gives alone, h_L, and that is stored. The
-blocks are in eval mode then: dropout would make them another model in every step.
+A head of one's own behind a frozen model needs what the last block gives alone, h_L, and that is stored: of
+transformers' heads of classes the token, or the sum, that they read, see petune.methods.head_rows. The blocks
+are in eval mode then: dropout would make them another model in every step.
 
 A row is known by its tokens (and types, positions, and how far from the left it begins), so any loop, any
 order, any batch and any plan meets it again; one of a decoder also by its encoder's. Padding is not stored.
@@ -22,7 +23,7 @@ all of them fit its room; where they do not, threads read them ahead of the pass
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,10 +37,11 @@ from petune.errors import UsageError
 from petune.files.given import path_of
 from petune.methods.cached_backbone import identity_of, refuse_moving
 from petune.methods.configs import ROOM
+from petune.methods.head_rows import ends_here, head_rows, reads_one_stack
 from petune.methods.held_levels import CacheRoom
 from petune.methods.level_reader import AHEAD, Request, Threads
 from petune.methods.row_keys import alike, sources_of
-from petune.methods.stack_levels import StackLevels, form_of, sizes_of, token_bytes
+from petune.methods.stack_levels import StackLevels, form_of, sizes_of
 from petune.methods.stack_levels import Stored as Stored
 from petune.methods.wrapped import is_wrapped
 from petune.models import family_of
@@ -127,6 +129,7 @@ class ActivationCache:
         self.levels: dict[nn.Module, dict[Stack, StackLevels]] = {}
         self._hooks: list[RemovableHandle] = []
         self._still: list[nn.Module] = []
+        self._behind: dict[nn.Module, StackLevels] = {}  # whose head reads a sum of what this base gives
         self._owned: set[Stack] = set()
         for one in self.models:
             family, before = cast("Family", family_of(one)), set(stacks_in(one).values())
@@ -135,12 +138,20 @@ class ActivationCache:
             stacks = [stack for stack in stacks_in(one).values() if stack.numbered]
             self._owned |= set(stacks) - before
             self.levels[one] = {}
-            for stack in stacks:
+            leader: StackLevels | None = None
+            for stack in reversed(stacks):
                 width = family.shape(family.part(cast("Any", one).config, stack.name)).width
+                picks = head_rows(one, family) if ends_here(stack, family) else None
                 stack.levels = level = StackLevels(
-                    stack, self.folder, dtype, writes, width, self.room, self._threads
+                    stack, self.folder, dtype, writes, width, self.room, self._threads, picks, leader
                 )
                 self.levels[one][stack] = level
+                if picks is not None and picks.summed:
+                    base = cast("nn.Module", cast("Any", one).base_model)
+                    self._behind[base] = level
+                    self._hooks.append(base.register_forward_hook(self._pooled))
+                whole = stack.wire is None and reads_one_stack(one, family)
+                leader = level if whole else None
             self._hooks += [
                 one.register_forward_pre_hook(self._begin, with_kwargs=True),
                 one.register_forward_hook(self._end, always_call=True),
@@ -165,10 +176,19 @@ class ActivationCache:
                 level.begin((), (0, 0), torch.device("cpu"))
                 continue
             rows, ids = sources[_kind(stack, sources)]
-            level.begin(rows, (ids.shape[0], ids.shape[1]), _device_of(call))
+            level.begin(rows, (ids.shape[0], ids.shape[1]), _device_of(call), call)
             self.counts.read += len(rows) * (level.known is not None)
             self.counts.computed += len(rows) * (level.known is None)
         self._meet(alike(sources))
+
+    def _pooled(self, base: nn.Module, args: Any, output: Any) -> Any:
+        """What a base gives to a head that reads a sum of it."""
+        if (level := self._behind.get(base)) is None:  # a copy
+            return None
+        if isinstance(output, tuple):
+            return (level.behind(output[0]), *output[1:])
+        output.last_hidden_state = level.behind(output.last_hidden_state)
+        return output
 
     def _meet(self, rows: object) -> None:
         """Expect a call no more that begins, nor those before it, which never came. One that nobody expected,
@@ -304,17 +324,15 @@ class ActivationCache:
         """Bytes of rows that stay on the device; 0 where they are read from their files."""
         return self.room.taken
 
-    def token_bytes(self, stack: Stack, dtype: torch.dtype, lasts: Collection[int] = ()) -> int:
-        """See petune.methods.stack_levels.token_bytes."""
-        width = next(levels[stack].width for levels in self.levels.values() if stack in levels)
-        return token_bytes(stack, self.dtype, dtype, width, lasts)
-
-    def own_bytes(self, tokens: Mapping[StackName, int], dtype: torch.dtype) -> int:
-        """Bytes of so many tokens of the stacks of this process, whose blocks compute in `dtype`."""
-        form = form_of(self.dtype, dtype)
-        return sum(
-            tokens[level.stack] * len(level.numbers) * sum(sizes_of(form, level.width)) for level in self._all
-        )
+    def own_bytes(self, amounts: Mapping[StackName, tuple[int, int]], dtype: torch.dtype) -> int:
+        """Bytes of so many tokens of so many rows of the stacks of this process, whose blocks compute in
+        `dtype`."""
+        form, size = form_of(self.dtype, dtype), 0
+        for level in self._all:
+            tokens, rows = amounts[level.stack]
+            count = tokens if level.picks is None else rows * level.picks.count
+            size += count * len(level.kept) * sum(sizes_of(form, level.width))
+        return size
 
     def __enter__(self) -> ActivationCache:
         return self
@@ -334,6 +352,7 @@ class ActivationCache:
                     level.store.close()
             disown_stacks(model, self._owned.__contains__)
         self.levels.clear()
+        self._behind.clear()
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

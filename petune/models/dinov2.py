@@ -56,4 +56,5 @@ FAMILY = replace(
     narrow=narrow,
     # positions are interpolated for pictures of another size
     signal=replace(vit.SIGNAL, fixed=False),
+    pools=lambda config: "first and mean",
 )

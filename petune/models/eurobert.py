@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from petune.models import bert, llama
+from petune.models import bert, llama, modernbert
 
 ATTENTION = replace(llama.BLOCK[0], core=replace(llama.ATTENTION, causal=False))
 FAMILY = replace(
@@ -15,4 +15,5 @@ FAMILY = replace(
     shape=llama.shape,
     narrow=llama.narrow,
     fresh=(),
+    pools=modernbert.pools,
 )

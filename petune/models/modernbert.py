@@ -3,10 +3,11 @@ attention to all, or to a window both ways, each with rotary angles of its own."
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from petune.models import bert
-from petune.models.spec import Attention, Mlp, Norm, StackRule, SubLayer, linears
+from petune.models.spec import Attention, Config, Mlp, Norm, Pooling, StackRule, SubLayer, linears
 
 BLOCK = (
     SubLayer(
@@ -32,4 +33,12 @@ RULE = StackRule(
     tail="final_norm",
     rotary="rotary_emb",
 )
-FAMILY = replace(bert.FAMILY, name="modernbert", stacks={"encoder": RULE}, fresh=("head",))
+
+
+def pools(config: Config) -> Pooling:
+    """By the config; what is averaged behind a head, as EuroBERT's "late", needs every token."""
+    kinds: Mapping[str, Pooling] = {"cls": "first", "bos": "first", "mean": "mean"}
+    return kinds.get(config.classifier_pooling, "every")
+
+
+FAMILY = replace(bert.FAMILY, name="modernbert", stacks={"encoder": RULE}, fresh=("head",), pools=pools)

@@ -88,8 +88,9 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Found:
-    """What the blocks `numbers` give, the last of a stack among them: values [numbers, batch, seq, width], as
-    it is read. computed: what the last gave before that was rounded, where blocks elsewhere go on from it."""
+    """What the blocks `numbers` give, the last of a stack among them unless nobody reads any: values
+    [numbers, batch, seq, width], as it is read. computed: what the last gave before that was rounded, where
+    blocks elsewhere go on from it."""
 
     numbers: list[int]
     values: Tensor

@@ -36,6 +36,7 @@ from petune.models.signal import Signal as Signal
 
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
+Pooling = Literal["every", "first", "last", "end", "mean", "first and mean"]
 Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
 
@@ -308,9 +309,8 @@ class StackRule:
     @cached_property
     def positions(self) -> Positions | None:
         """The positions that attention scores itself, None where no attention does."""
-        return next(
-            (core.positions for core in self.cores if isinstance(core, Attention) and core.positions), None
-        )
+        scored = (core for core in self.cores if isinstance(core, Attention) and core.positions)
+        return next((core.positions for core in scored), None)
 
     @cached_property
     def linear(self) -> LinearAttention | None:
@@ -327,18 +327,18 @@ class StackRule:
 class Family:
     """A model family: its stacks, its task heads, and its sizes as functions of the config.
 
-    `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack,
-    which then train too. `fixed` are parameters that no method trains, as Hugging Face's own model does
-    not, by the ends of their names. `narrow(config, reduction)` returns a copy of the config whose blocks
-    have every width divided by `reduction` and as many heads. `depth(config)` is the number of blocks of
-    each stack, in the order data passes them. `caches`: whether a forward pass makes keys and values for
-    the next one unless it is told not to. `bounded`: whether positions end, so that a sequence can be too
-    long. `packs`: whether the model tells samples that are packed in a row apart by their positions.
-    `tied`: the field of the config that is false where a head over the vocabulary asks the embedding for
-    its table. `signal`: how it reads pictures or sounds; None for a model of text. `part(config, stack)`:
-    the config that blocks of a stack are made of; it and `shape` take such a one too. `refused(config)`:
-    what models of this config do not go with, `tuning`, `packing`, `fused` or the name of an axis, and
-    why."""
+    `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which
+    then train too. `fixed` are parameters that no method trains, as Hugging Face's own model does not, by the
+    ends of their names. `narrow(config, reduction)` returns a copy of the config whose blocks have every
+    width divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in
+    the order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless
+    it is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
+    the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
+    that is false where a head over the vocabulary asks the embedding for its table. `signal`: how it reads
+    pictures or sounds; None for a model of text. `part(config, stack)`: the config that blocks of a stack are
+    made of; it and `shape` take such a one too. `pools(config)`: what its head of classes reads, where that
+    is not as in most of its kind. `refused(config)`: what models of this config do not go with, `tuning`,
+    `packing`, `fused` or the name of an axis, and why."""
 
     name: str
     kind: Kind
@@ -355,6 +355,7 @@ class Family:
     tied: str | None = None
     part: Callable[[Config, StackName], Config] = lambda config, stack: config
     signal: Signal | None = None
+    pools: Callable[[Config], Pooling] | None = None
     refused: Callable[[Config], Mapping[str, str]] = lambda config: {}
 
     @property
@@ -377,10 +378,8 @@ def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:
             found[stack] = min(matches, key=len)
     if not found:
         rules = ", ".join(repr(rule.blocks) for rule in family.stacks.values())
-        raise UsageError(
-            f"the {family.name} table does not fit {type(model).__name__}: no module list named {rules}",
-            found=", ".join(lists) or "no module list at all",
-        )
+        what = f"the {family.name} table does not fit {type(model).__name__}: no module list named {rules}"
+        raise UsageError(what, found=", ".join(lists) or "no module list at all")
     return found
 
 

@@ -282,7 +282,7 @@ class Stack(nn.ModuleList):
         levels, now.level = self.levels, None
         if now.found is not None:  # what nobody reads is handed on as it came
             now.level = found = now.found.of(one.number)
-            leaves = now.found.computed if one.number == now.found.numbers[-1] else None
+            leaves = now.found.computed if now.found.numbers[-1:] == [one.number] else None
             hidden = found if leaves is None else leaves
             return self._handed_on(call if hidden is None else call | {"hidden_states": hidden})
         output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)

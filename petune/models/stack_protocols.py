@@ -167,8 +167,9 @@ class Levels(Protocol):
     """What the blocks of a stack give for rows that were seen before (see methods/activation_cache.py).
 
     numbers: of the blocks that are here and whose answers somebody reads: those that a level of the ladder
-    reads, and the last. known: what they give for the rows of this pass, [numbers, batch, seq, width], and
-    then no block runs; None where it has to be computed."""
+    reads, and the last; none below a head that reads nothing of this stack, or a sum behind it. known: what
+    they give for the rows of this pass, [numbers, batch, seq, width], and then no block runs; None where it
+    has to be computed."""
 
     numbers: Sequence[int]
     known: Tensor | None

@@ -86,4 +86,5 @@ FAMILY = Family(
     depth=depth,
     part=part,
     packs=False,
+    pools=lambda config: "every",  # the place that its head reads depends on the rows beside
 )

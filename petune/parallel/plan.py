@@ -109,6 +109,11 @@ class ParallelPlan:
         counts = (sum(end - first for first, end in stage.blocks.values()) for stage in self.stages)
         return tuple(pairwise(accumulate(counts, initial=0)))
 
+    def lasts(self, stack: StackName) -> set[int]:
+        """The last block of each stage that has some of a stack; none without stages."""
+        ends = (stage.blocks[stack][1] for stage in self.stages if stack in stage.blocks)
+        return {end - 1 for end in ends if end}
+
     @property
     def edp(self) -> int:
         """Replicas that hold the same experts."""

@@ -14,7 +14,9 @@ from petune.files.lock import RunLock
 from petune.log import human
 from petune.methods.activation_cache import ActivationCache, Stored
 from petune.methods.held_levels import free_bytes, passing_bytes
-from petune.models.stack import Stack
+from petune.methods.stack_levels import stack_bytes
+from petune.models.spec import StackName
+from petune.models.stack import Stack, stacks_in
 from petune.run.backbone import Backbone
 from petune.run.folder import ACTIVATIONS
 from petune.run.step import OptimizerStep
@@ -80,28 +82,24 @@ def caching(step: OptimizerStep, out: Path, say: Callable[[str], None]) -> Itera
 
 def most_bytes(step: OptimizerStep, cache: ActivationCache) -> int:
     """Of all rows of the run, trained and held out, on all ranks."""
-    spans = [(name, span) for one in step.runner.plan.stages for name, span in one.blocks.items()]
+    amounts, plan, dtype = _amounts(step), step.runner.plan, step.place.dtype
     return sum(
-        tokens
-        * cache.token_bytes(
-            stack,
-            step.place.dtype,
-            {end - 1 for name, (_, end) in spans if name == stack.name and end},
-        )
-        for stack, tokens in _tokens(step)
+        stack_bytes(step.model, stack, cache.dtype, dtype, *amounts[stack.name], plan.lasts(stack.name))
+        for stack in stacks_in(step.model).values()
     )
 
 
-def _tokens(step: OptimizerStep) -> list[tuple[Stack, int]]:
-    """Each stack of the model, and the tokens of all rows of the run that go through it."""
-    rows = (*step.prepared.encoded.train, *step.prepared.encoded.eval)
+def _amounts(step: OptimizerStep) -> dict[StackName, tuple[int, int]]:
+    """Of each stack of the model, the tokens of all rows of the run that go through it, and the rows."""
+    examples = (*step.prepared.encoded.train, *step.prepared.encoded.eval)
+    rows = [text for example in examples for text in (example, *example.others)]
     tokens = sum(row.size for row in rows)
     targets = sum(len(row.labels) for row in rows if row.has_target and isinstance(row.labels, list))
-    stacks = [module for module in step.model.modules() if isinstance(module, Stack)]
-    return [
-        (stack, (targets or tokens) if stack.name == "decoder" and len(stacks) > 1 else tokens)
-        for stack in stacks
-    ]
+    stacks = [module.name for module in step.model.modules() if isinstance(module, Stack)]
+    return {
+        name: ((targets or tokens) if name == "decoder" and len(stacks) > 1 else tokens, len(rows))
+        for name in stacks
+    }
 
 
 def _say_room(step: OptimizerStep, say: Callable[[str], None], stepped: bool) -> None:
@@ -121,7 +119,7 @@ def find_room(step: OptimizerStep, cache: ActivationCache, stepped: bool) -> str
     if (free := free_bytes(device)) is None or stepped > room.waits:
         return None
     passing = int(passing_bytes(device) * _longest(step)) if stepped else 0
-    own = cache.own_bytes({stack.name: tokens for stack, tokens in _tokens(step)}, step.place.dtype)
+    own = cache.own_bytes(_amounts(step), step.place.dtype)
     fits, left = own <= room.share * (free - passing), max(0, free - passing)
     of = f"{human(own)} of {human(left)} that {'a step leaves' if stepped else 'are'} free on the device"
     if room.share and fits and not stepped:

@@ -288,7 +288,7 @@ class OptimizerStep:
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
         state.set_rate(self.optimizer, lr)
-        for module in runner.modules:
+        for module in (one for one in runner.modules if not one.training):  # a still base stays in eval mode
             module.train()
         with self.explain_memory("forward and backward pass"):
             own = self._passes(micro, number, total, whole=False)

@@ -95,7 +95,7 @@ def test_rows_wait_for_a_step_and_leave_it_its_memory(
     monkeypatch.setattr(activations, "free_bytes", lambda device: 400)
     monkeypatch.setattr(activations, "passing_bytes", lambda device: passing)
     cache: Any = SimpleNamespace(room=CacheRoom(0.5), own_bytes=lambda *_: 100, reads_ahead=True)
-    rows = [SimpleNamespace(size=size, has_target=False) for size in (4, 8)]
+    rows = [SimpleNamespace(size=size, has_target=False, others=()) for size in (4, 8)]
     step: Any = SimpleNamespace(
         place=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32),
         progress=SimpleNamespace(step=1),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from petune.errors import RecipeError, Stopped, UsageError
+from petune.log import human
 from petune.recipe import load_recipe
 from petune.run.summary import ways_out
 from tests.picture_runs import write_pictures, write_vit
@@ -59,6 +60,11 @@ def test_a_run_with_a_cache_ends_bit_by_bit_as_without_and_runs_each_row_once(
     assert_same_run(found.folder, run(recipe).folder)
     (told,) = (line for line in listener.notes if "blocks ran for" in line)
     assert f"blocks ran for {rows} rows" in told
+    (asked,) = (line.partition("at most ")[2] for line in listener.notes if "at most" in line)
+    width = 32 if task != "tokens" else 0  # a vector for each row; of tokens as many as there are
+    assert not width or asked.startswith(f"{human(rows * width * 4)} in ")
+    distinct = human(59 * width * 4) if task == "rerank" else asked.partition(" in ")[0]
+    assert told.startswith(f"cache: {distinct};"), "the room that is asked for is what all rows take"
     assert any("of the backbone's blocks leave memory" in line for line in listener.notes)
     assert found.summary["head_only"] is None, "the control would be the run itself"
     (head,) = {name.partition(".")[0] for name in load_file(found.folder / "tuned/tuned.safetensors")}
