@@ -288,8 +288,8 @@ class OptimizerStep:
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
         state.set_rate(self.optimizer, lr)
-        for module in (one for one in runner.modules if not one.training):  # a still base stays in eval mode
-            module.train()
+        for module in (one for one in runner.modules if self.cache is None or not one.training):
+            module.train()  # beside a cache the base stands still, in eval mode from step to step
         with self.explain_memory("forward and backward pass"):
             own = self._passes(micro, number, total, whole=False)
         norm, loss = runner.clip_with_loss(self.recipe.clip, own)

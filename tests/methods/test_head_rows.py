@@ -17,7 +17,7 @@ from transformers import (
     OPTForSequenceClassification,
 )
 
-from petune.methods import tuned_parameters, wrap
+from petune.methods import held_levels, tuned_parameters, wrap
 from petune.methods.activation_cache import ActivationCache
 from petune.methods.head_rows import Picked, head_rows
 from petune.methods.stack_levels import stack_bytes
@@ -218,3 +218,17 @@ def test_no_row_of_an_encoder_is_kept_that_is_not_read_below_a_head(tmp_path: Pa
         assert not list(tmp_path.glob("*/encoder*"))
     assert all(map(torch.equal, found, adamw_steps(twin, name, 4)))
     assert cache.counts.read == cache.counts.computed > 0
+
+
+@pytest.mark.parametrize("name", ["bert-classify", "dinov2-classify"])
+def test_rows_that_stay_on_a_device_are_those_of_the_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_levels, "free_bytes", lambda device: 2**30)
+    model, inputs = headed(name), batch(name)
+    expected = model(**inputs).logits
+    with ActivationCache(model, tmp_path) as cache:
+        for _ in range(2):
+            assert torch.equal(model(**inputs).logits, expected)
+        assert cache.held_bytes == cache.nbytes > 0
+        assert cache.counts.read == cache.counts.computed == 3

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from petune.errors import RecipeError, Stopped, UsageError
 from petune.log import human
+from petune.models.stack import Stack
 from petune.recipe import load_recipe
 from petune.run.summary import ways_out
 from tests.picture_runs import write_pictures, write_vit
@@ -104,6 +105,22 @@ def test_ranks_train_a_cached_head_as_one_process_trains_it(plan: str, family: s
     for name in names:
         torch.testing.assert_close(tensors[name], others[name], rtol=1e-4, atol=1e-5)
     assert "and were read for 0" not in (found / "run.log").read_text()
+
+
+def test_a_base_beside_a_cache_is_not_told_its_mode_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To go through all its modules twice is a good part of a step that runs no block."""
+    told, train = list[bool](), Stack.train
+
+    def counted(self: Stack, mode: bool = True) -> Stack:
+        told.append(mode)
+        return train(self, mode)
+
+    recipe = settings(tmp_path, "bert", HEAD, cache=True, batch_size=2, accumulate=1, max_steps=9)
+    monkeypatch.setattr(Stack, "train", counted)
+    run(recipe | {"save_every": 9, "warmup": 0})
+    assert told.count(True) == 2, "before the first step, and as the last evaluation has found it"
 
 
 def test_a_pooler_that_the_checkpoint_lacks_trains_with_the_head(tmp_path: Path) -> None:
