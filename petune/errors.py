@@ -114,6 +114,12 @@ class Stopped(PetuneError):
     code = 75
 
 
+def told_apart(one: str, other: str) -> tuple[str, str]:
+    """Two digests that differ, as a message shows them: 16 digits, or as many as it takes to see where."""
+    end = next((at for at in range(16, len(one)) if one[:at] != other[:at]), len(one))
+    return f"{one[:end]}…", f"{other[:end]}…"
+
+
 def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
     """The `count` valid names most like `name`, best first; empty when nothing is near.
 

@@ -7,6 +7,7 @@ runs/<recipe>-<time>.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ Metrics = Annotated[
 
 Json = Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")]
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write over the file that is there.")]
+
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
@@ -67,12 +70,13 @@ class Given:
                 found=" ".join(targets),
                 remedy="settings are written key=value",
             )
-        return cls(targets[0] if targets else None, tuple(word for word in words or () if is_setting(word)))
+        target = os.path.expanduser(targets[0]) if targets else None
+        return cls(target, tuple(word for word in words or () if is_setting(word)))
 
     @property
     def folder(self) -> Path | None:
         """The folder that was named, None when a recipe was."""
-        path = Path(self.target).expanduser() if self.target is not None else None
+        path = Path(self.target) if self.target is not None else None
         return path if path is not None and path.is_dir() else None
 
     def recipe(self) -> Recipe:
@@ -85,6 +89,7 @@ class Given:
 
         if self.folder is None:
             self._refuse_data_file()
+            self._refuse_run_as_model()
             return load_recipe(self.target, self.overrides)
         # as petune.run.train.settle does, but `petune check` must not wait for torch
         resolved = self.folder / "resolved.yaml"
@@ -97,7 +102,7 @@ class Given:
     def _refuse_data_file(self) -> None:
         from petune.tasks.read import READERS
 
-        path = Path(self.target or "").expanduser()
+        path = Path(self.target or "")
         if path.suffix.lower() in READERS and path.is_file():
             remedy = (
                 f"name the data beside a recipe: petune data RECIPE data={self.target}   (`petune ls` lists"
@@ -108,6 +113,17 @@ class Given:
                 where=self.target,
                 expected="a .yaml recipe or a run folder",
                 remedy=remedy,
+            )
+
+    def _refuse_run_as_model(self) -> None:
+        """A run is no model, and with neither a recipe nor data it is what is meant."""
+        settings = dict(word.split("=", 1) for word in self.overrides)
+        model = Path(settings.get("model", ""))
+        if self.target is None and "data" not in settings and (model / "resolved.yaml").is_file():
+            raise UsageError(
+                "is the folder of a run, not a model",
+                where=str(model),
+                remedy=f"name it alone, without model=: {model}",
             )
 
     def run(self, *, verify_base: bool = False) -> Run:
@@ -138,9 +154,7 @@ class Given:
 
     def _made_by_recipe(self) -> Path:
         recipe = self.recipe()
-        found = (
-            [Path(recipe.out).expanduser()] if recipe.out else sorted(Path("runs").glob(f"{recipe.name}-*"))
-        )
+        found = [Path(recipe.out)] if recipe.out else sorted(Path("runs").glob(f"{recipe.name}-*"))
         found = [folder for folder in found if (folder / "resolved.yaml").is_file()]
         if not found:
             words = " ".join(word for word in ("petune train", self.target) if word)
@@ -151,6 +165,25 @@ class Given:
                 remedy=words,
             )
         return found[-1]
+
+
+def refuse_place(file: Path, overwrite: bool, another: str) -> None:
+    """Raise UsageError, before any work, for a place where no file can be written, or shall not be. another:
+    how the command names one."""
+    if file.is_dir():
+        raise UsageError(
+            "this is a folder", where=str(file), expected="a file", remedy=f"give another name: {another}"
+        )
+    if file.is_file() and not overwrite:
+        raise UsageError(
+            "this file is there already",
+            where=str(file),
+            remedy=f"say --overwrite, or give another name: {another}",
+        )
+    if not file.parent.is_dir():
+        raise UsageError(
+            "there is no such folder", where=str(file.parent), remedy=f"make it first: mkdir -p {file.parent}"
+        )
 
 
 def is_setting(word: str) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from petune_cli.arguments import Given, Json, Words
+from petune_cli.arguments import Given, Json, Overwrite, Words, refuse_place
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -51,9 +51,12 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw speed over memory as a PNG.")
     ] = None,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Measure the training step: speed, use of the device, memory."""
+    if plot is not None:
+        refuse_place(plot, overwrite, "--plot FILE")
     recipe = Given.of(words).recipe()
     from petune.profiling import throughput as room
     from petune_cli.display import show_json, show_table

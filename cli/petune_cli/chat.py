@@ -26,7 +26,7 @@ def chat(
     """Talk to a run; /base shows the untouched model."""
     session = Given.of(words).run(verify_base=verify_base).chat(**sampling(max_new_tokens, temperature))
     take_any_bytes()
-    by_hand, refused = sys.stdin.isatty(), 0
+    by_hand, refused, line = sys.stdin.isatty(), 0, None
     if by_hand:
         echo("/base: the untouched model and back   /reset: forget   /quit: end")
     for line in _said(by_hand):
@@ -37,6 +37,9 @@ def chat(
         except (UsageError, DataError) as error:  # of this line alone
             echo(str(error), err=True)
             refused = error.code
+    if line is None and not by_hand:
+        remedy = "pipe a line for each turn, or start it in a terminal"
+        raise UsageError("nobody has said anything", where="standard input", remedy=remedy)
     if refused and not by_hand:
         raise typer.Exit(refused)
 

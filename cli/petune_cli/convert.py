@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from petune_cli.arguments import Given, Json
+from petune_cli.arguments import Given, Json, Overwrite
 from petune_cli.echo import echo
-from petune_cli.init import Overwrite, refuse_place
+from petune_cli.init import refuse_recipe
 
 
 class ConvertFrom(StrEnum):
@@ -45,8 +45,8 @@ def convert(
     given = Given.of(words)
     if given.target is None:
         raise UsageError("which file?", where="command line", remedy="petune convert config.yml")
-    refuse_place(out, "petune convert FILE -o NAME.yaml", overwrite)
-    file = Path(given.target).expanduser()
+    refuse_recipe(out, overwrite, "petune convert FILE -o NAME.yaml")
+    file = Path(given.target)
     converted = convert(file, given.overrides, source.value if source else None)
     out.write_text(recipe_text(converted, file, out), encoding="utf-8")
     left = [(one.key, str(one.value), one.why) for one in converted.left]

@@ -84,12 +84,11 @@ def _for_strangers(run: Path | None) -> Iterator[str]:
         return
     from petune.run.checkup import check_up
 
-    folder = run.expanduser()
-    found = check_up(folder)
+    found = check_up(run)
     yield ""
     yield from (anonymous(f"{name:14}{state}") for name, state in found.facts)
     yield from (anonymous(str(problem)) for problem in found.problems)
-    log = folder / "run.log"
+    log = run / "run.log"
     if log.is_file():
         yield f"\nthe last lines of its log, {SHOWN_OF_LOG} at most"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -134,7 +133,7 @@ def _check_up(run: Path, *, json: bool) -> None:
     from petune.errors import FileError
     from petune.run.checkup import check_up
 
-    found = check_up(run.expanduser())
+    found = check_up(run)
     if json:
         _show_json(found.facts, [str(problem) for problem in found.problems])
     else:

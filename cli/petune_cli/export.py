@@ -41,9 +41,9 @@ def export(
         typer.Option(
             "--to",
             help=(
-                "peft: lora as peft reads it; adapters: adapter as AdapterHub's library reads it; hf: a"
-                " merged model; bitsandbytes: the base of a run in nf4, in four bits; else lora as a server"
-                " loads it."
+                "peft: lora, dora, ia3, miss as peft reads them; adapters: adapter as AdapterHub's library"
+                " reads it; hf: a merged model; bitsandbytes: the base of a run in nf4, in four bits; else"
+                " lora as a server loads it."
             ),
         ),
     ] = ...,  # type: ignore[assignment]

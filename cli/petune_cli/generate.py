@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from petune_cli.arguments import Given, VerifyBase
+from petune_cli.arguments import Given, Overwrite, VerifyBase, refuse_place
 from petune_cli.echo import echo, echo_answer
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def generate(
         Path | None,
         typer.Option("--out", metavar="OUT", help="JSONL of prompt and output; default: the terminal."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file OUT.")] = False,
+    overwrite: Overwrite = False,
     max_new_tokens: Tokens = None,
     temperature: Temperature = None,
     verify_base: VerifyBase = False,
@@ -71,25 +71,11 @@ def _check_out(file: Path | None, out: Path | None, overwrite: bool) -> None:
         return
     if file is None:
         raise UsageError("--out goes with --file", where="command line", remedy="redirect one answer with >")
-    if out.is_dir():
-        raise UsageError(
-            "this is a folder",
-            where=str(out),
-            expected="a file for the answers",
-            remedy=f"--out {out / 'answers.jsonl'}",
-        )
-    if not out.parent.is_dir():
-        raise UsageError(
-            "there is no such folder", where=str(out.parent), remedy=f"make it first: mkdir -p {out.parent}"
-        )
     if out.exists() and file.exists() and out.samefile(file):
         raise UsageError(
             "the answers would replace the prompts", where=str(out), remedy="choose another --out"
         )
-    if out.is_file() and not overwrite:
-        raise UsageError(
-            "this file is there already", where=str(out), remedy="choose another --out, or say --overwrite"
-        )
+    refuse_place(out, overwrite, "--out OUT")
 
 
 def sampling(max_new_tokens: int | None, temperature: float | None) -> dict[str, Any]:

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from petune_cli.arguments import Given
+from petune_cli.arguments import Given, Overwrite, refuse_place
 from petune_cli.echo import echo
-
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write over the file that is there.")]
 
 
 def init(
@@ -29,8 +27,8 @@ def init(
     from petune.recipe import load_recipe
 
     given = Given.of(words)
-    file = Path(given.target or "recipe.yaml").expanduser()
-    refuse_place(file, "petune init ... NAME.yaml", overwrite)
+    file = Path(given.target or "recipe.yaml")
+    refuse_recipe(file, overwrite, "petune init ... NAME.yaml")
     keys = {word.partition("=")[0].split(".")[0] for word in given.overrides}
     if missing := [key for key in ("model", "data") if key not in keys]:
         example = "petune init model=/path/to/model data=rows.csv"
@@ -53,26 +51,16 @@ def init(
         echo(f"   {line}")
 
 
-def refuse_place(file: Path, another: str, overwrite: bool) -> None:
+def refuse_recipe(file: Path, overwrite: bool, another: str) -> None:
     """Raise UsageError for a place where no recipe can be written, or shall not be. another: how the command
     names one."""
+    refuse_other(file, "settings are written key=value, the file NAME.yaml")
+    refuse_place(file, overwrite, another)
+
+
+def refuse_other(file: Path, remedy: str) -> None:
+    """Raise UsageError for a file that has no recipe's name."""
     from petune.errors import UsageError
 
     if file.suffix not in (".yaml", ".yml"):
-        raise UsageError(
-            "a recipe is a .yaml file",
-            where=str(file),
-            remedy="settings are written key=value, the file NAME.yaml",
-        )
-    if file.is_dir():
-        raise UsageError("this is a folder", where=str(file), remedy=f"give another name: {another}")
-    if file.exists() and not overwrite:
-        raise UsageError(
-            "this file is there already",
-            where=str(file),
-            remedy=f"say --overwrite, or give another name: {another}",
-        )
-    if not file.parent.is_dir():
-        raise UsageError(
-            "there is no such folder", where=str(file.parent), remedy=f"make it first: mkdir -p {file.parent}"
-        )
+        raise UsageError("a recipe is a .yaml file", where=str(file), remedy=remedy)

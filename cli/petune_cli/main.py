@@ -15,12 +15,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from petune import __version__
 from petune.errors import MachineError, PetuneError, UsageError
+from petune.files.given import path_of
 from petune.log import open_closed_streams
 from petune_cli import (
     bench,
@@ -70,9 +73,28 @@ _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Check": (check.check, plan.plan, profile.profile, bench.bench, data.data, scoring.evaluate),
     "Ship": (merge.merge, export.export, generate.generate),
 }
+
+
+def _in_homes(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb, which is given its paths with the homes that ~ stands for: shells leave it behind an equals
+    sign, and there is none where another program calls."""
+
+    @wraps(verb)
+    def called(**given: Any) -> None:
+        for name, value in given.items():
+            if isinstance(value, Path):
+                given[name] = path_of(value)
+            elif isinstance(value, list | tuple):
+                given[name] = [path_of(one) if isinstance(one, Path) else one for one in value]
+        verb(**given)
+
+    return called
+
+
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
-        commands.command("eval" if _verb is scoring.evaluate else None, rich_help_panel=_panel)(_verb)
+        _name = "eval" if _verb is scoring.evaluate else None
+        commands.command(_name, rich_help_panel=_panel)(_in_homes(_verb))
 
 _OTHER_VERBS = {  # what other tools call it
     **dict.fromkeys(("predict", "infer", "inference", "ask"), "generate"),
@@ -159,7 +181,7 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]
-    words = [_in_home(word) for word in words[:end] if word != "--debug"] + words[end:]
+    words = [word for word in words[:end] if word != "--debug"] + words[end:]
     try:
         command = command_line()
         _refuse_other_verbs(command, words[:end])
@@ -185,14 +207,6 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.exit(141)
         _end(error)
     sys.exit(0)
-
-
-def _in_home(word: str) -> str:
-    """`--out=~/x` with the home that shells leave out behind an equals sign, where a folder named ~ would be
-    made."""
-    option, equals, value = word.partition("=")
-    known = option.startswith("--") and value.startswith("~")
-    return option + equals + os.path.expanduser(value) if known else word
 
 
 def _end(error: Exception) -> NoReturn:
@@ -280,10 +294,6 @@ def _known(error: Exception) -> PetuneError | None:
         )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return MachineError("too many open files", remedy="raise the limit: ulimit -n 4096")
-    if isinstance(error, RuntimeError) and "determine home directory" in str(error):  # pathlib's words
-        return UsageError(
-            "a path begins with ~ and a user whose home is not known", remedy="write the folder in full"
-        )
     if named := _unusable_name(error):
         return UsageError(
             "no file can have this name", found=named, remedy="give a shorter one, of UTF-8 without NUL"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from petune.errors import UsageError
-from petune_cli.arguments import Given, Json, Words
+from petune_cli.arguments import Given, Json, Overwrite, Words, refuse_place
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def plan(
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the schedule as a picture, too.")
     ] = None,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Plan layout, memory, traffic, schedule, speed; reads no weights."""
@@ -64,9 +65,8 @@ def plan(
         others = {"--memory": memory, "--speeds": speeds, "--device": device, "--svg": svg}
         _search(recipe, world, cluster, simulate, json, [name for name, value in others.items() if value])
         return
-    if svg is not None and (svg.exists() or not svg.parent.is_dir()):
-        what = "this file is there already" if svg.exists() else "its folder is not there"
-        raise UsageError(what, where=f"--svg {svg}", remedy="choose another --svg")
+    if svg is not None:
+        refuse_place(svg, overwrite, "--svg FILE")
     sizes: Sequence[int] | None = _sizes(memory) if memory is not None else None
     from petune.estimate import advice as shares
     from petune.estimate import forecast

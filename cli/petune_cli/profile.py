@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from petune_cli.arguments import Given, Json, Words
+from petune_cli.arguments import Given, Json, Overwrite, Words, refuse_place
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE.json", help="Write a Chrome trace of one step.")
     ] = None,
+    overwrite: Overwrite = False,
     depth: Annotated[
         int, typer.Option("--depth", min=0, metavar="D", help="Levels of the module tree to show.")
     ] = 3,
@@ -42,6 +43,8 @@ def profile(
     json: Json = False,
 ) -> None:
     """Profile a step: FLOP, time, memory by module and kind."""
+    if trace is not None:
+        refuse_place(trace, overwrite, "--trace FILE.json")
     recipe = Given.of(words).recipe()
     # else torch's profiler tells stderr when it starts and stops
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from petune_cli.arguments import Json
+from petune_cli.arguments import Json, Overwrite
 from petune_cli.echo import echo
 
 
@@ -43,21 +42,24 @@ def ls(json: Json = False) -> None:
 def cp(
     name: Annotated[str, typer.Argument(help="Name of a shipped recipe (petune ls), or a recipe file.")],
     dest: Annotated[str, typer.Argument(help="File, or folder with a / at its end.")] = "./",
+    overwrite: Overwrite = False,
 ) -> None:
     """Copy a recipe, to make it your own."""
     import shutil
 
     from petune.errors import UsageError
+    from petune.files.given import path_of
     from petune.recipe import find_recipe
+    from petune_cli.init import refuse_other, refuse_recipe
 
     source = find_recipe(name)
-    place = Path(dest).expanduser()
+    refuse_other(source, "for a recipe of your rows: petune init model=MODEL data=DATA")
+    place = path_of(dest)
     place = place / source.name if place.is_dir() or dest.endswith("/") else place
-    if place.exists():
+    if place.is_file() and place.samefile(source):
         raise UsageError(
-            "this file is there already", where=str(place), remedy="give another name: petune cp NAME DEST"
+            "this is the recipe itself", where=str(place), remedy="name another file: petune cp NAME DEST"
         )
-    if not place.parent.is_dir():
-        raise UsageError("there is no such folder", where=str(place.parent))
+    refuse_recipe(place, overwrite, "petune cp NAME DEST")
     shutil.copyfile(source, place)
     echo(f"{place}\n   train it with: petune train {place}")

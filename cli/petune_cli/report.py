@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from petune_cli.arguments import Metrics
+from petune_cli.arguments import Metrics, Overwrite, refuse_place
 from petune_cli.echo import echo
 
 
@@ -28,13 +28,18 @@ def report(
         ),
     ] = 0,
     metric: Metrics = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a page about a run, or about several side by side."""
     from petune.report.files import RunFiles, is_run, no_run
     from petune.report.page import NAME, write_report
 
-    folders = [run.expanduser() for run in runs]
-    for folder in folders:
+    if out is None and len(runs) == 1:
+        place = runs[0] / NAME  # a run's own page, which is written anew
+    else:
+        place = out or Path(NAME)
+        refuse_place(place, overwrite, "-o FILE")
+    for folder in runs:
         if not is_run(folder):
             raise no_run(folder)
         if forecast:
@@ -44,8 +49,7 @@ def report(
             from petune.run.train import load_run
 
             keep_answers(folder, load_run(folder), answers, metric or ())
-    place = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
-    write_report([RunFiles(folder) for folder in folders], place)
+    write_report([RunFiles(folder) for folder in runs], place)
     echo(str(place))
 
 

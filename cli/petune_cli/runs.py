@@ -27,15 +27,14 @@ def runs(
     from petune.report.files import find_runs
     from petune_cli.display import show_json, show_table
 
-    place = folder.expanduser()
     if sort not in listing.KEYS:
         raise UsageError(
             "there is no such column", where="--sort", expected=", ".join(listing.KEYS), found=sort
         )
-    if not place.is_dir():
-        what = "this is a file, not a folder of runs" if place.exists() else "there is no such folder"
+    if not folder.is_dir():
+        what = "this is a file, not a folder of runs" if folder.exists() else "there is no such folder"
         raise UsageError(what, where=str(folder), remedy="petune runs FOLDER")
-    found = listing.rows(find_runs(place), place)
+    found = listing.rows(find_runs(folder), folder)
     if verify:
         found = [one | {"folder": _verdict(Path(one["path"]))} for one in found]
     found = listing.ordered(found, sort)

@@ -18,12 +18,11 @@ def watch(
     from petune.errors import MachineError, UsageError
     from petune.report.watch import Watch
 
-    place = folder.expanduser()
-    if not place.is_dir():
-        wrong = "this is a file, not a folder of runs" if place.exists() else "there is no such folder"
+    if not folder.is_dir():
+        wrong = "this is a file, not a folder of runs" if folder.exists() else "there is no such folder"
         raise UsageError(wrong, where=str(folder), remedy="petune watch FOLDER")
     try:
-        server = Watch(place, port)
+        server = Watch(folder, port)
     except OSError as error:
         what = f"port {port} cannot be used: {error.strerror}"
         raise MachineError(what, where="--port", remedy="leave it out") from None

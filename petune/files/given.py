@@ -1,4 +1,4 @@
-"""Paths as callers from Python give them."""
+"""Paths as users give them, in recipes and from Python."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import os
 from pathlib import Path
 
 from petune.errors import UsageError
+
+
+def in_home(text: str) -> str:
+    """A path of a recipe, config:FILE among them, with the home that ~ stands for; as it is where no such
+    home is known."""
+    prefix = "config:" if text.startswith("config:") else ""
+    return prefix + os.path.expanduser(text.removeprefix(prefix))
+
+
+def home_known(text: str) -> bool:
+    """Whether a path of a recipe begins with no ~, or with one whose home is known."""
+    return not in_home(text).removeprefix("config:").startswith("~")
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:

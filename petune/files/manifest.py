@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from petune.errors import FileError, Problem
+from petune.errors import FileError, Problem, told_apart
 from petune.files.hashes import FileHashes, differing
 from petune.files.json_fields import Digest, Fields, IntegerValue, Kind, MapOf, check_fields, check_version
 from petune.files.safetensors import read_json, reading, write_json
@@ -57,8 +57,10 @@ def check_folder(folder: Path) -> None:
         expected = {name: str(entry["sha256"]) for name, entry in listed.items()}
         found = differing({name: folder / name for name in listed}, expected)
         for name, value in found.items():
-            sides = (f"sha256 {expected[name][:16]}…", f"{value[:16]}…")
-            problems.append(Problem("has been changed or damaged", str(folder / name), *sides))
+            noted, own = told_apart(expected[name], value)
+            problems.append(
+                Problem("has been changed or damaged", str(folder / name), f"sha256 {noted}", own)
+            )
     if problems:
         first = Problem("these files are not what petune wrote", str(folder), remedy=_REMEDY)
         raise FileError([first, *problems[:MOST]])

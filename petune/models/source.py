@@ -16,9 +16,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from petune import demo
 from petune.errors import FileError
-from petune.files.manifest import name_fault
+from petune.files.manifest import RECORD, name_fault
 from petune.files.safetensors import read_json
-from petune.models.trust import refuse_outside
+from petune.models.trust import refuse_adapter, refuse_outside
 
 # How well-known names of the hub begin that once were whole ids, and the organisation they have now.
 _ORGS = {
@@ -78,7 +78,7 @@ def resolve_model(spec: str, folder: Path) -> ModelSource:
             None,
             f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality",
         )
-    tried = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
+    tried = [base / spec for base in (folder, Path.cwd())]
     if (
         not spec.isprintable()
         or len(spec.encode()) > 4000
@@ -91,6 +91,7 @@ def resolve_model(spec: str, folder: Path) -> ModelSource:
         )
     for place in tried:
         if place.is_dir():
+            _refuse_no_model(place)
             return ModelSource(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
         if place.is_file():
             raise FileError(
@@ -99,13 +100,29 @@ def resolve_model(spec: str, folder: Path) -> ModelSource:
                 remedy="give the folder that holds config.json",
             )
     name, _, revision = spec.partition("@")
-    if spec.startswith((".", "/", "~")) or name.count("/") != 1:
+    if spec.startswith((".", "/")) or name.count("/") != 1:
         raise _not_there(spec, tried)
     return ModelSource(spec, "hub", name, revision or None, f"{spec}: from the hub or its local cache")
 
 
+def _refuse_no_model(folder: Path) -> None:
+    """Raise FileError for the folder of a run and for that of an adapter, in the place of a model's."""
+    if (folder / "config.json").is_file():
+        return
+    refuse_adapter(folder)
+    if (folder / RECORD).is_file():
+        remedy = "give the base as `model` and this folder as init_adapter"
+        raise FileError("is a tuning, not a model", where=str(folder), remedy=remedy)
+    if (folder / "resolved.yaml").is_file():
+        tuned = folder / "tuned"
+        remedy = f"give its base as `model` and {tuned} as init_adapter"
+        if (tuned / "config.json").is_file():
+            remedy = f"give {tuned}, the model that it tuned"
+        raise FileError("is the folder of a run, not a model", where=str(folder), remedy=remedy)
+
+
 def _find(text: str, folder: Path) -> Path:
-    tried = [base / Path(text).expanduser() for base in (folder, Path.cwd())]
+    tried = [base / text for base in (folder, Path.cwd())]
     for place in tried:
         if place.is_file():
             return place.resolve()

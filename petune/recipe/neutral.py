@@ -56,19 +56,21 @@ def demo_note(
     name = (as_mapping(("method",), before.get("method")) or {}).get("name")
     replaced = [key for key in ("model", "data") if _source(key, before) != _source(key, written.tree)]
     replaced += ["method"] if name != recipe.method_name else []
-    kept = [key for key in _CHOSEN_FOR_DEMO if key in before and key not in fresh]
+    usual = {key: Recipe.model_fields[key].default for key in _CHOSEN_FOR_DEMO} | neutral_settings()
+    usual["lr"] = method_of(recipe.method).usual_lr
+    kept = [key for key in _CHOSEN_FOR_DEMO if key not in fresh and before.get(key, usual[key]) != usual[key]]
     if not replaced or not set(kept) & set(_DECIDE):
         return None
-    usual = method_of(recipe.method).usual_lr
     said = [
-        f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {usual:g})" if key == "lr" else "")
+        f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {usual[key]:g})" if key == "lr" else "")
         for key in kept
     ]
     nulls = " ".join(
         f"{key}={'none' if key == 'class_weights' else 'null'}" for key in kept if key in _DECIDE
     )
+    what = " and ".join(", ".join(part) for part in (replaced[:-1], replaced[-1:]) if part)
     return (
-        f"{' and '.join(replaced)} replaced, but chosen for the demo and still in force: {', '.join(said)}; "
+        f"{what} replaced, but chosen for the demo and still in force: {', '.join(said)}; "
         f"give {nulls} for the usual values, or write a recipe of your own with petune init"
     )
 

@@ -178,18 +178,16 @@ def find_recipe(text: str | Path) -> Path:
     path = Path(os.path.expanduser(os.fspath(text)))
     shown = short(os.fspath(text), 300)
     try:
-        if path.is_dir():
-            raise RecipeError(
-                "is a folder, not a recipe file",
-                where=shown,
-                remedy="give the .yaml file; a run folder holds recipe.yaml",
-            )
-        if path.exists():
-            return path
+        there, folder = path.exists(), path.is_dir()
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}", where=shown
         ) from None
+    if folder:
+        remedy = "give the .yaml file; a run folder holds recipe.yaml"
+        raise RecipeError("is a folder, not a recipe file", where=shown, remedy=remedy)
+    if there:
+        return path
     shipped = {file.stem: file for file in shipped_recipes()}
     if (
         path.parent in (Path(), Path("recipes"))

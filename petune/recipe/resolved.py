@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from petune.errors import FileError
+from petune.errors import FileError, told_apart
 from petune.recipe.read import load_recipe
 from petune.recipe.schema import Recipe
 
@@ -77,7 +77,8 @@ def _check_seal(file: Path) -> None:
     if (seal := _SEAL.match(whole)) is None:
         raise _changed(file, "the run and the SHA-256 of what follows in its first two lines", "others")
     if (found := hashlib.sha256(whole[seal.end() :]).hexdigest()) != (noted := seal[1].decode()):
-        raise _changed(file, f"a sha256 of {noted[:16]}…", f"{found[:16]}…")
+        noted, found = told_apart(noted, found)
+        raise _changed(file, f"a sha256 of {noted}", found)
 
 
 def _changed(file: Path, expected: str, found: str) -> FileError:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from petune.errors import Problem, UsageError
+from petune.files.given import home_known
 from petune.files.patterns import compile_pattern
 from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import ROOM, method_of
@@ -20,7 +21,7 @@ from petune.parallel.configs import (
 )
 from petune.parallel.contradictions import axis_contradictions, beside_experts, too_many_cuts
 from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
-from petune.recipe.schema import Recipe
+from petune.recipe.schema import PATHS, Recipe
 from petune.recipe.stream_rules import STREAM_RULES
 from petune.recipe.task_rules import TASK_RULES, Rule
 from petune.recipe.yaml_lines import KeyPath
@@ -229,6 +230,15 @@ RULES = (
             f'write the value; or leave it to the shell: {key}="$NAME" on the command line',
         )
         for key in ("model", "data.path", "data.eval", "init_adapter", "out")
+    ),
+    *(
+        Rule(
+            (key,),
+            lambda recipe, key=key: home_known(_text_at(recipe, key)),  # type: ignore[misc]  # mypy: a default
+            "it begins with ~ and a user whose home is not known",
+            "write the path in full",
+        )
+        for key in PATHS
     ),
     Rule(
         ("method.targets",),

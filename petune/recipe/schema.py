@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
 
 from petune.errors import FileError
+from petune.files.given import in_home
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import METHODS, ROOM, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
@@ -27,12 +27,20 @@ from petune.tasks.configs import DataConfig, EmbedConfig, PreferConfig, RerankCo
 # What the recipe names as input; a relative one is looked for beside the recipe, then in the working
 # directory.
 INPUTS: tuple[KeyPath, ...] = (("model",), ("data", "path"), ("data", "eval"), ("init_adapter",))
+PATHS = (*map(dotted, INPUTS), "cache_folder", "rows_cache", "out")
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 _WHOLE_LIMIT = 2**31  # a setting without an upper bound of its own stays below these
 _NUMBER_LIMIT = 1e9
 
+
+def _data_in_home(data: DataConfig | None) -> DataConfig | None:
+    """The same of what data names; None where it is wrong, which is told already."""
+    return data and dataclasses.replace(data, path=in_home(data.path), eval=data.eval and in_home(data.eval))
+
+
 Count = Annotated[int, Field(ge=1, lt=_WHOLE_LIMIT)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(in_home)]  # a file, a folder, or a name
 Trackers = Literal[
     "tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
 ]
@@ -48,10 +56,10 @@ class Recipe(BaseModel):
     name: Annotated[str, Field(min_length=1)] = Field(
         "run", description="name of the run, in its folder and README; the file's name"
     )
-    model: str = Field(
-        min_length=1, description="folder, hub id[@revision], demo:NAME, or config:FILE for random weights"
+    model: PathText = Field(
+        description="folder, hub id[@revision], demo:NAME, or config:FILE for random weights"
     )
-    data: SkipValidation[DataConfig] = Field(
+    data: Annotated[SkipValidation[DataConfig], AfterValidator(_data_in_home)] = Field(
         description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more"
     )
     task: (
@@ -156,14 +164,14 @@ class Recipe(BaseModel):
         False,
         description="side, head: run the frozen backbone once for each row; true, or a dtype to store",
     )
-    cache_folder: Annotated[str, Field(min_length=1)] | None = Field(
+    cache_folder: PathText | None = Field(
         None, description="cache: folder that keeps it for other runs; null: in the run folder until its end"
     )
     cache_room: Annotated[float, Field(ge=0, le=1)] = Field(
         ROOM,
         description="cache: share of GPU memory left by a step that rows may take, where all fit; 0: none",
     )
-    rows_cache: Annotated[str, Field(min_length=1)] = Field(
+    rows_cache: PathText = Field(
         "auto",
         description=(
             "folder that keeps tokenized rows for all ranks of a host and for later runs; auto: the user's"
@@ -216,12 +224,10 @@ class Recipe(BaseModel):
         (), description="also log to these, through accelerate; metrics.jsonl is always written"
     )
     report: bool = Field(True, description="also leave report.html: the run as one page, without a network")
-    init_adapter: Annotated[str, Field(min_length=1)] | None = Field(
+    init_adapter: PathText | None = Field(
         None, description="folder of tuned weights to start from, petune's or peft's"
     )
-    out: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="run folder; null: runs/<recipe>-<time>"
-    )
+    out: PathText | None = Field(None, description="run folder; null: runs/<recipe>-<time>")
 
     _source: Path | None = PrivateAttr(None)
     _folder: Path = PrivateAttr(default_factory=Path)
@@ -277,9 +283,8 @@ class Recipe(BaseModel):
     def resolve_path(self, text: str) -> Path | None:
         """The existing file or folder `text` means: beside the recipe, else from the working directory; None
         when neither is there."""
-        given = Path(os.path.expanduser(text))
         try:
-            return next((path for path in (self._folder / given, given) if path.exists()), None)
+            return next((path for path in (self._folder / text, Path(text)) if path.exists()), None)
         except (
             OSError,
             ValueError,

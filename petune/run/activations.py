@@ -44,7 +44,7 @@ def caching(step: OptimizerStep, out: Path, say: Callable[[str], None]) -> Itera
             remedy="remove cache, or use one machine",
         )
     kept = recipe.cache_folder is not None
-    folder = Path(recipe.cache_folder).expanduser() if recipe.cache_folder is not None else out / ACTIVATIONS
+    folder = Path(recipe.cache_folder) if recipe.cache_folder is not None else out / ACTIVATIONS
     stored: Stored = "auto" if recipe.cache is True else recipe.cache
     with ExitStack() as stack:
         if runner.mesh.main:

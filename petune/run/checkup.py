@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from petune.errors import FileError, PetuneError, Problem
+from petune.errors import FileError, PetuneError, Problem, told_apart
 from petune.files.safetensors import read_json
 from petune.log import human
 from petune.recipe import is_sealed, load_recipe, load_resolved
@@ -162,12 +162,13 @@ def _refuse_other_id(path: Path, known: str | None) -> None:
 def _refuse_other_tuned(folder: RunFolder) -> None:
     noted = read_json(folder.path / "summary.json").get("tuned_sha256")
     if noted is not None and noted != (own := export.identity(folder.tuned)):  # an earlier petune noted none
-        sides = {"expected": f"a manifest of sha256 {str(noted)[:16]}…", "found": f"{own[:16]}…"}
+        expected, found = told_apart(str(noted), own)
         raise FileError(
             "is not what this run wrote",
             where=str(folder.tuned),
+            expected=f"a manifest of sha256 {expected}",
+            found=found,
             remedy="use another copy of the run",
-            **sides,
         )
 
 

@@ -303,10 +303,10 @@ class Run:
         return sentence_files(config, int(model.config.hidden_size), limit)
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write what another library reads: `peft` (lora), `adapters` (adapter), `hf` (what merges),
-        `bitsandbytes` (the base of a run with base_dtype: nf4, as it was trained beside), or a server of
-        SERVERS (lora); `serve_report` then says what to type there. Raises UsageError for other formats and
-        methods, and for what a server refuses."""
+        """Write what another library reads: `peft` (lora and its kin), `adapters` (adapter), `hf` (what
+        merges), `bitsandbytes` (the base of a run with base_dtype: nf4, as it was trained beside), or a
+        server of SERVERS (lora); `serve_report` then says what to type there. Raises UsageError for others,
+        for other methods, and for what a server refuses."""
         if to == "hf":
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
         if to == "bitsandbytes":
@@ -323,7 +323,7 @@ class Run:
         if to == "peft" and files != "peft":
             merges = method_of(self.recipe.method).mergeable
             remedy = "use --to hf" if merges else "petune.load(base, folder) reads it"
-            raise UsageError(f"peft reads LoRA, not {name}", remedy=remedy)
+            raise UsageError(f"peft has no file for {name}", expected=export.in_peft(), remedy=remedy)
         if to == "adapters" and name != "adapter":
             raise UsageError(f"adapters' layout is for bottleneck adapters, not {name}")
         speaker = self.speaker

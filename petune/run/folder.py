@@ -68,7 +68,7 @@ class RunFolder:
     def of(recipe: Recipe) -> RunFolder:
         """The folder a recipe writes to, from the working directory; without `out`, runs/<recipe>-<time>."""
         out = recipe.out or f"runs/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return RunFolder(Path(out).expanduser(), recipe)
+        return RunFolder(Path(out), recipe)
 
     @property
     def checkpoints(self) -> Path:

@@ -62,7 +62,7 @@ def shelf_of(recipe: Recipe) -> Shelf | None:
     if said == "off":
         return None
     if said != "auto":
-        return Shelf(Path(said).expanduser(), most, all=True)
+        return Shelf(Path(said), most, all=True)
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return Shelf(home / "petune" / "rows", most)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from petune.errors import FileError, Problem
+from petune.errors import FileError, Problem, told_apart
 from petune.files.json_fields import (
     Anything,
     Fields,
@@ -293,10 +293,9 @@ def refuse_foreign(
     problems = [
         Problem(
             f"{reason} since this checkpoint was saved",
-            where=str(path),
-            expected=str(saved[key])[:16],
-            found=str(now[key])[:16],
-            remedy=remedy,
+            str(path),
+            *told_apart(str(saved[key]), str(now[key])),
+            remedy,
         )
         for key, (reason, remedy) in reasons.items()
         if saved[key] != now[key]

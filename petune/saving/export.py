@@ -155,6 +155,11 @@ def _refuse_rooms(work: Path, rooms: Rooms) -> None:
         raise PetuneError("tensors of this model are nowhere; this is a fault of petune", where=str(work))
 
 
+def in_peft() -> str:
+    """The methods that peft has too, and a file for."""
+    return ", ".join(name for name, method in METHODS.items() if method.files == "peft")
+
+
 def write_peft(
     model: nn.Module,
     folder: str | Path,
@@ -163,8 +168,8 @@ def write_peft(
     base_name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a lora tuning as peft's two files, and the manifest of the folder beside them, which peft
-    ignores.
+    """Write a tuning by lora or its kin as peft's two files, and the manifest of the folder beside them,
+    which peft ignores.
 
     Raises as `save`, and UsageError for another method.
     """
@@ -172,12 +177,8 @@ def write_peft(
     record = sole_tuning(model)
     refuse_merged(model)
     if method_of(record.config).files != "peft":
-        known = ", ".join(name for name, method in METHODS.items() if method.files == "peft")
-        raise UsageError(
-            f"peft has no file for {record.method}",
-            expected=known,
-            remedy="use petune.save, and petune.load to read it",
-        )
+        remedy = "use petune.save, and petune.load to read it"
+        raise UsageError(f"peft has no file for {record.method}", expected=in_peft(), remedy=remedy)
 
     def fill(work: Path) -> None:
         _write_model(model, record.config, base_name or origin(model), work, _refuse_rooms)

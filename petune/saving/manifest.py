@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from petune.errors import FileError, Problem
+from petune.errors import FileError, Problem, told_apart
 from petune.files.hashes import leaf_hashes, number_of_blocks
 from petune.files.manifest import name_fault
 from petune.files.range_writer import ALONE, Crew
@@ -66,9 +66,8 @@ def _changed(file: Path, fields: Mapping[str, Any]) -> Problem | None:
     for at, (one, other) in enumerate(zip_longest(expected, found, fillvalue=""), 1):
         if one != other:
             block = "" if len(expected) == 1 else f", in block {at} of {len(expected)}"
-            return _damaged(
-                f"has been changed or damaged{block}", file, f"sha256 {one[:16]}…", f"{other[:16]}…"
-            )
+            noted, own = told_apart(one, other)
+            return _damaged(f"has been changed or damaged{block}", file, f"sha256 {noted}", own)
     return None
 
 

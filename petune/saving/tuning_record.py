@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from petune.errors import FileError, Problem, UsageError
+from petune.errors import FileError, Problem, UsageError, told_apart
 from petune.files.hashes import differing
 from petune.files.json_fields import (
     Anything,
@@ -118,9 +118,14 @@ class Record:
             and (digest := full_hash(model, self.also_train)) != base["sha256"]
             and full_hash(model) != base["sha256"]  # taken before the model was wrapped
         ):
-            sides = {"expected": f"{base['sha256'][:16]}…", "found": f"{digest[:16]}…"}
-            remedy = "load the base it was made on, in the dtype it was hashed in"
-            raise FileError("the base's SHA-256 differs", where=str(self.file), remedy=remedy, **sides)
+            expected, found = told_apart(base["sha256"], digest)
+            raise FileError(
+                "the base's SHA-256 differs",
+                where=str(self.file),
+                expected=expected,
+                found=found,
+                remedy="load the base it was made on, in the dtype it was hashed in",
+            )
 
     def _check_build(self, model: nn.Module) -> None:
         made_on, family = self.facts["model"], family_name(model)
@@ -180,8 +185,10 @@ class Record:
             problems = [Problem("the files of the base differ", where=str(self.file), remedy=remedy)]
             for name in sorted((*found, *surplus)):
                 one, other = expected.get(name), found.get(name)
+                shown = told_apart(one or "", other or "")
                 sides = [
-                    "no such file" if value is None else f"sha256 {value[:16]}…" for value in (one, other)
+                    "no such file" if value is None else f"sha256 {text}"
+                    for value, text in zip((one, other), shown, strict=True)
                 ]
                 problems.append(
                     Problem(

@@ -97,13 +97,9 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
         return _given(spec, objects)
     if spec.startswith("demo:"):
         return _demo(spec.removeprefix("demo:"))
-    places = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
+    places = [base / spec for base in (folder, Path.cwd())]
     tried = list(dict.fromkeys(Path(os.path.realpath(place)) for place in places))
-    hub = (
-        None
-        if spec.startswith((".", "~", "/")) or Path(spec).suffix.lower() in READERS
-        else HUB.fullmatch(spec)
-    )
+    hub = None if spec.startswith((".", "/")) or Path(spec).suffix.lower() in READERS else HUB.fullmatch(spec)
     for path in tried:
         if path.is_file():
             return DataSource(spec, train=(path,))

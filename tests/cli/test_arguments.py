@@ -8,6 +8,7 @@ import pytest
 from petune_cli.arguments import Given, is_setting
 
 from petune.errors import FileError, RecipeError, UsageError
+from petune.models.source import resolve_model
 from tests.cli.conftest import FakeRun
 
 
@@ -104,3 +105,23 @@ def test_a_run_folder_that_is_not_there_is_called_one(
         Given("runs/nothing", ()).run()
     with pytest.raises(UsageError, match="no run yet"):
         Given("recipes/llama_lora", ()).run()
+
+
+def test_a_run_in_the_place_of_a_model_is_told_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run/tuned").mkdir(parents=True)
+    Path("run/resolved.yaml").write_text("")
+    with pytest.raises(UsageError, match=r"(?s)run  is the folder of a run.*without model=: run"):
+        Given(None, ("model=run",)).recipe()
+    assert Given(None, ("model=run", "data=rows.csv")).recipe().model == "run"
+    with pytest.raises(FileError, match=r"(?s)is the folder of a run.*tuned as init_adapter"):
+        resolve_model("run", tmp_path)
+    for name, says in (("petune.json", "is a tuning, not"), ("adapter_config.json", "is an adapter, not")):
+        Path("run/tuned", name).write_text("{}")
+        with pytest.raises(FileError, match=says):
+            resolve_model("run/tuned", tmp_path)
+    Path("run/tuned/config.json").write_text("{}")
+    with pytest.raises(FileError, match=r"give .*run/tuned, the model that it tuned"):
+        resolve_model("run", tmp_path)

@@ -69,7 +69,8 @@ def test_a_picture_is_written_and_nothing_is_written_over(type_: Type, tmp_path:
     assert len(root.findall(".//{*}rect[@class='forward']")) == 2 * 4
     assert len(root.findall(".//{*}path")) == 2 * 4
     assert type_("plan", "llama_lora_pp", "--svg", "step.svg").code == 2
-    assert "folder is not there" in type_("plan", "llama_lora_pp", "--svg", "no/step.svg").err
+    assert type_("plan", "llama_lora_pp", "--svg", "step.svg", "--overwrite").code == 0
+    assert "no such folder" in type_("plan", "llama_lora_pp", "--svg", "no/step.svg").err
 
 
 # ------------------------------------------------------------------ charts made by hand

@@ -80,7 +80,18 @@ def test_cp_copies_once_and_never_over(type_: Type, tmp_path: Path) -> None:
     assert type_("cp", "llama_lora").code == 2
     assert type_("cp", "llama_lora", "mine.yaml").code == 0
     assert type_("cp", "llama_lora", "nowhere/").code == 2
+    assert type_("cp", "bert_lora", "mine.yaml", "--overwrite").code == 0
+    assert (tmp_path / "mine.yaml").read_text() != copied
+    assert "the recipe itself" in type_("cp", "mine.yaml", "--overwrite").err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama_lora.yaml", "mine.yaml"]
+
+
+def test_cp_takes_no_rows_for_a_recipe(type_: Type, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text('{"text": "red sun"}\n')
+    assert "petune init" in type_("cp", "rows/train.jsonl").err
+    assert type_("cp", "rows").err.startswith("rows  is a folder, not a recipe file\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
 def test_cp_of_an_unknown_name_suggests_one(type_: Type) -> None:
@@ -392,7 +403,7 @@ def test_merge_passes_how_it_rounds_on(type_: Type, run_folder: FakeRun) -> None
 def test_every_verb_that_loads_a_run_can_verify_its_base(
     type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n/quit\n"))
     verb, *rest = words
     assert type_(verb, "runs/mine", *rest).code == 0
     assert not run_folder.verify_base
@@ -526,3 +537,6 @@ def test_a_line_that_cannot_be_answered_does_not_end_a_chat(
 def test_chat_ends_with_its_input(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
     assert type_("chat", "runs/mine").code == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    shown = type_("chat", "runs/mine")
+    assert (shown.code, shown.out) == (2, "") and "nobody has said anything" in shown.err

@@ -27,6 +27,12 @@ def test_the_page_of_a_run_lies_in_it_and_that_of_several_here(type_: Type, tmp_
     assert type_("report", "one").out == "one/report.html\n"
     assert type_("report", "one", "two").out == "report.html\n"
     assert "2 runs compared" in (tmp_path / "report.html").read_text()
+    assert type_("report", "one").code == 0
+    assert "say --overwrite" in type_("report", "one", "two").err
+    (tmp_path / "rows.csv").write_text("text,label\n")
+    assert "say --overwrite" in type_("report", "two", "-o", "rows.csv").err
+    assert (tmp_path / "rows.csv").read_text() == "text,label\n"
+    assert type_("report", "two", "-o", "rows.csv", "--overwrite").out == "rows.csv\n"
     assert type_("report", "two", "-o", "elsewhere.html").code == 0
     assert (
         "two" in (tmp_path / "elsewhere.html").read_text() and not (tmp_path / "two" / "report.html").exists()
@@ -38,7 +44,7 @@ def test_what_is_no_run_is_refused(type_: Type, tmp_path: Path) -> None:
     shown = type_("report", "one", "nothing")
     assert shown.code == 4 and "this is not a run folder" in shown.err and "petune runs" in shown.err
     assert not (tmp_path / "report.html").exists()
-    assert type_("report", "one", "-o", "no/such/page.html").code == 5
+    assert type_("report", "one", "-o", "no/such/page.html").code == 2
 
 
 def test_answers_are_kept_in_the_run_and_shown(

@@ -156,6 +156,16 @@ def test_a_manifest_that_was_edited_is_refused(
         check_folder(tmp_path / "peft")
 
 
+def test_digests_that_differ_late_are_shown_as_far_as_they_do(shipped: Path, tmp_path: Path) -> None:
+    shutil.copytree(shipped / "run" / "peft", tmp_path / "peft")
+    file = tmp_path / "peft" / MANIFEST
+    noted = json.loads(file.read_text())["files"]["adapter_config.json"]["sha256"]
+    other = noted[:40] + ("1" if noted[40] == "0" else "0") + noted[41:]
+    file.write_text(file.read_text().replace(noted, other))
+    with pytest.raises(FileError, match=rf"sha256 {other[:41]}…, found {noted[:41]}…"):
+        check_folder(tmp_path / "peft")
+
+
 def as_format_1(folder: Path) -> dict[str, Any]:
     """Turn a tuned folder into what the first release wrote, and return its petune.json."""
     (folder / MANIFEST).unlink()

@@ -82,6 +82,7 @@ def test_settings_chosen_for_a_demo_are_said_when_they_stay(
 
 def test_the_values_a_note_tells_to_give_are_taken() -> None:
     note = load_recipe("bert_lora", MINE).notes[0]
+    assert "batch_size 16" in note and "epochs" not in note  # 3, the usual ones
     given = note.partition("give ")[2].partition(" for the usual")[0].split()
     recipe = load_recipe("bert_lora", [*MINE, *given])
     assert not recipe.notes and recipe.learning_rate == METHODS["lora"].usual_lr

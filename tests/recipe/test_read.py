@@ -222,6 +222,21 @@ def test_inputs_are_found_beside_the_recipe_then_in_the_working_directory(
     )
 
 
+def test_every_path_of_a_recipe_may_begin_with_a_home_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ["model", "data.path", "data.eval", "init_adapter", "cache_folder", "rows_cache", "out"]
+    written = {"method": {"name": "side"}, "cache": True, "data": {"path": "", "eval": ""}, "model": ""}
+    recipe = load_recipe(written, {key: "~/here" for key in keys}, {"model": "config:~/c.json"})
+    places = [recipe.model, recipe.data.path, recipe.data.eval, recipe.init_adapter, recipe.cache_folder]
+    assert places[0] == f"config:{tmp_path}/c.json"
+    assert {*places[1:], recipe.rows_cache, recipe.out} == {f"{tmp_path}/here"}
+    assert load_recipe(recipe).out == f"{tmp_path}/here"
+    problems = problems_of({**written, "data": "rows.csv"}, {key: "~nobody-at-all/x" for key in keys})
+    assert [problem.partition(":")[0] for problem in problems] == [f"argument  {key}" for key in keys]
+
+
 def test_a_shipped_recipe_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("bert_lora", "bert_lora.yaml", "recipes/bert_lora.yaml"):
