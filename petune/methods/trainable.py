@@ -87,6 +87,18 @@ def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict
     return found
 
 
+def widen(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Let these parameters of a model be float32; a norm whose bias is among them whole, as it computes in
+    one dtype."""
+    wanted = {id(value): value for value in parameters}
+    for value in wanted.values():
+        value.data = value.data.float()
+    for module in model.modules():
+        weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+        if weight is not None and weight.dim() == 1 and id(bias) in wanted:
+            module.float()
+
+
 def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter that trains, by its name in the base model. A tensor tied to two names appears once,
     under the first."""

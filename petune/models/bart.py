@@ -65,6 +65,7 @@ FAMILY = Family(
         "decoder": StackRule(blocks="decoder.layers", sublayers=DECODER),
     },
     heads=("classification_head",),
+    unread=("shared.weight",),  # each stack may have a table of its own, and the head too
     shape=shape,
     narrow=narrow,
     depth=depth,

@@ -332,13 +332,13 @@ class Family:
     ends of their names. `narrow(config, reduction)` returns a copy of the config whose blocks have every
     width divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in
     the order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless
-    it is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
-    the model tells samples that are packed in a row apart by their positions. `tied`: the field of the config
-    that is false where a head over the vocabulary asks the embedding for its table. `signal`: how it reads
-    pictures or sounds; None for a model of text. `part(config, stack)`: the config that blocks of a stack are
-    made of; it and `shape` take such a one too. `pools(config)`: what its head of classes reads, where that
-    is not as in most of its kind. `refused(config)`: what models of this config do not go with, `tuning`,
-    `packing`, `fused` or the name of an axis, and why."""
+    told not to. `bounded`: whether positions end. `packs`: whether the model tells samples that are packed in
+    a row apart by their positions. `tied`: the field of the config that is false where a head over the
+    vocabulary asks the embedding for its table. `unread`: ends of names of tables that nothing reads unless
+    they are tied. `signal`: how it reads pictures or sounds; None for a model of text. `part(config, stack)`:
+    the config that blocks of a stack are made of; it and `shape` take such a one too. `pools(config)`: what
+    its head of classes reads, where that is not as in most of its kind. `refused(config)`: what models of it
+    do not go with, `tuning`, `packing`, `fused` or the name of an axis, and why."""
 
     name: str
     kind: Kind
@@ -353,6 +353,7 @@ class Family:
     bounded: bool = True
     packs: bool = True
     tied: str | None = None
+    unread: tuple[str, ...] = ()
     part: Callable[[Config, StackName], Config] = lambda config, stack: config
     signal: Signal | None = None
     pools: Callable[[Config], Pooling] | None = None

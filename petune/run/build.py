@@ -24,7 +24,7 @@ from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
 from petune.methods.coverage import coverage
 from petune.methods.targets import head_modules
-from petune.methods.trainable import hold_biases
+from petune.methods.trainable import hold_biases, widen
 from petune.models import FAMILIES, family_of
 from petune.models.contents import attach, contents_of
 from petune.models.fresh import draw_tuned
@@ -257,20 +257,16 @@ def build(prepared: Prepared) -> nn.Module:
 
 def _widen(model: nn.Module, recipe: Recipe) -> None:
     """Let what trains be float32, unless the model is streamed. Raises UsageError for what cannot train."""
-    biases = tuning(model).biases
-    for name, parameter in tuned_parameters(model).items():
+    tuned = tuned_parameters(model)
+    for name, parameter in tuned.items():
         if not parameter.is_floating_point():
             raise UsageError(
                 "this tensor cannot train: it is not of floating point",
                 where=name,
                 found=str(parameter.dtype),
             )
-        if not streams(recipe):
-            parameter.data = parameter.data.float()
-            owner = model.get_submodule(name.rpartition(".")[0])
-            weight = owner._parameters.get("weight") if name in biases else None
-            if weight is not None and weight.dim() == 1:
-                owner.float()  # a norm computes in one dtype
+    if not streams(recipe):
+        widen(model, tuned.values())
 
 
 def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) -> ParallelPlan:
@@ -328,7 +324,8 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
             streams=streams(recipe),
             base_dtype=recipe.base_dtype,
         )
-        for module in where.modules:
+        # read and whole they are known, and an adapter that the run begins with may have changed them
+        for module in where.modules if unread or mesh.plan.world > 1 else ():
             hold_biases(module)
         runner = Runner(where, objective)
     with phase("fusing the blocks"):
@@ -367,7 +364,7 @@ def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
     """The model tuned as the folder of `init_adapter` says; its settings count, not the recipe's, but the
     method must be the same."""
     folder, where = recipe.adapter_folder(), recipe.where("init_adapter")
-    model = load(model, folder)
+    model = load(model, folder, wide=True)
     say(f"starting from {folder}: what it was tuned with counts, not the settings under `method`")
     if tuning(model).method != recipe.method_name:
         raise UsageError(

@@ -88,7 +88,7 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """The tuned model in eval mode on its device: as trained where it was given in memory, else loaded
-        from tuned/ when asked."""
+        from tuned/ when asked. Where it has two dtypes it is asked under autocast."""
         return self.speaker.model
 
     @property

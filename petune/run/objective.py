@@ -3,6 +3,7 @@ rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -126,21 +127,15 @@ def idle_tensors(model: nn.Module, task: Task, rerank: RerankConfig) -> frozense
     tuned, family = tuned_parameters(model).items(), family_of(model)
     if task.name != "rerank" or rerank.loss != "softmax":
         idle = () if family is None or family.signal is None else family.signal.idle
-        unread = id(_unread_table(model))
-        return frozenset(name for name, one in tuned if id(one) == unread or (idle and name.endswith(idle)))
+        whole = family is not None and method_of(tuning(model).config).trains_base
+        unread = family.unread if family is not None and whole else ()
+        names = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+        return frozenset(
+            name
+            for name, value in tuned
+            if name.endswith(idle) or (name.endswith(unread) and names[id(value)] == 1)
+        )
     return frozenset(name for name, value in tuned if name.endswith(".bias") and value.shape == (1,))
-
-
-def _unread_table(model: nn.Module) -> Tensor | None:
-    """The table that a whole model shares, where each of its stacks has one of its own and the head too, as
-    in BART whose config ties nothing; None where something reads it, and where a method names what trains."""
-    if not method_of(tuning(model).config).trains_base:
-        return None
-    for path, module in model.named_modules():
-        if path.rpartition(".")[2] == "shared" and isinstance(module, nn.Embedding):
-            names = [one for _, one in model.named_parameters(remove_duplicate=False) if one is module.weight]
-            return module.weight if len(names) == 1 else None
-    return None
 
 
 def objective_of(

@@ -25,7 +25,7 @@ from petune.methods import Tuning, is_wrapped, lora, token_rows, tuned_names, tu
 from petune.methods.configs import METHODS, LoraConfig, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
-from petune.methods.trainable import base_biases
+from petune.methods.trainable import base_biases, widen
 from petune.methods.wrapped import refuse_no_model
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
@@ -49,6 +49,7 @@ def load(
     *,
     verify_base: bool = False,
     base_files: Mapping[str, Path] | None = None,
+    wide: bool = False,
 ) -> Model:
     """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save`, peft's LoRA
     or AdapterHub's `adapters` wrote; one of several adapters gives them all, by their names (`add` takes one
@@ -57,8 +58,9 @@ def load(
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.load(base, "tuned")
 
-    What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`:
-    a head saved in float32 is rounded on a bf16 base, with a warning, unless it is float32 there.
+    What was trained requires gradients again. A module trained whole, and a bias, takes the dtype it has in
+    `base_model`: saved in float32 it is rounded on a bf16 base, with a warning, unless it is float32 there.
+    `wide` keeps what was saved in float32 so; a model of two dtypes computes under autocast alone.
 
     Every file of the folder is compared with its hash, and so are `base_files`, those the base was loaded
     from (default: of the folder it names), with the hashes a run stored; of large ones that have not changed
@@ -82,19 +84,19 @@ def load(
                 where=str(folder),
                 remedy="load without verify_base",
             )
-        _load_peft(model, folder, None)
+        _load_peft(model, folder, None, wide)
         return base_model
-    return _load_recorded(base_model, read_record(folder), verify_base, base_files)
+    return _load_recorded(base_model, read_record(folder), verify_base, base_files, wide)
 
 
 def load_recorded(
     base_model: Model, record: Record, *, verify_base: bool, base_files: Mapping[str, Path] | None
 ) -> Model:
-    """`load` of the folder whose `record` was read already; its files are compared with their hashes once
-    more. Raises as `load`."""
+    """`load`, wide, of the folder whose `record` was read already; its files are compared with their hashes
+    once more. Raises as `load`."""
     _refuse_wrapped(bare(base_model))
     record.check_again()
-    return _load_recorded(base_model, record, verify_base, base_files)
+    return _load_recorded(base_model, record, verify_base, base_files, wide=True)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -106,7 +108,11 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _load_recorded(
-    base_model: Model, record: Record, verify_base: bool, base_files: Mapping[str, Path] | None
+    base_model: Model,
+    record: Record,
+    verify_base: bool,
+    base_files: Mapping[str, Path] | None,
+    wide: bool,
 ) -> Model:
     folder, model = record.file.parent, bare(base_model)
     record.check_base(
@@ -115,7 +121,7 @@ def _load_recorded(
     fill = {"peft": _load_peft, "transformers": _load_full, "petune": _load_tuned}[
         METHODS[record.method].files
     ]
-    fill(model, folder, record)
+    fill(model, folder, record, wide)
     labels = record.facts["id2label"]
     if labels and record.also_train and hasattr(model, "config"):
         config = cast("Any", model.config)
@@ -187,7 +193,7 @@ def _check_peft(fields: Mapping[str, Any], file: Path) -> None:
     check(fields, file)
 
 
-def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
+def _load_peft(model: nn.Module, folder: Path, record: Record | None, wide: bool) -> None:
     """Build each saved layer around its saved factors: nothing is drawn only to be overwritten. A folder of
     another library may be AdapterHub's."""
     fields = read_json(folder / CONFIG, links=True)
@@ -224,6 +230,8 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     wanted |= {name: lora.factor_dtype(token_rows.table_of(model)) for name in adapter.token_rows}
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
+    if wide:
+        _widen(model, heads, state)
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
     saved = {name: {own: state[plain_name(own)] for own in found} for name, found in shapes.items()}
     if not any(all(value.any() for value in own.values()) for own in saved.values()):
@@ -237,6 +245,12 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     biases = base_biases(model, config.bias, also_train)
     remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
     _fill(heads, state)
+
+
+def _widen(model: nn.Module, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Let what was saved in float32 be so in the model, too."""
+    saved = [name for name, value in state.items() if value.dtype is torch.float32 and name in parameters]
+    widen(model, [cast("nn.Parameter", parameters[name]) for name in saved])
 
 
 def _in_model(name: str, plain: Mapping[str, tuple[str, nn.Module]]) -> str:
@@ -265,7 +279,7 @@ def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None
             parameter.copy_(state[name])
 
 
-def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
+def _load_tuned(model: nn.Module, folder: Path, record: Record, wide: bool) -> None:
     """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned
     tensor."""
     state = read_tensors(folder / TUNED)
@@ -285,6 +299,8 @@ def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
     check_tensors(
         shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train
     )
+    if wide:
+        _widen(model, wanted, state)
     _check_dtypes(state, {name: value.dtype for name, value in wanted.items()}, folder / TUNED)
     remember(model, replace(tuning(model), config=record.config))
     _fill(wanted, state)
@@ -305,7 +321,7 @@ def kinds_of(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
+def _load_full(model: nn.Module, folder: Path, record: Record, wide: bool) -> None:
     alone = (folder / TUNED).is_file()
     files = [folder / TUNED] if alone else _weights(folder)
     state = {name: value for file in files for name, value in read_tensors(file, links=not alone).items()}
@@ -322,6 +338,8 @@ def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
     check_tensors(
         {name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder
     )
+    if wide:
+        _widen(model, own, state)
     _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
     _fill({name: own[name] for name in state}, state)
     remember(model, Tuning(record.method, record.config, family_name(model), ()))

@@ -142,6 +142,15 @@ def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
     return column.values.to_numpy(zero_copy_only=True), column.offsets.to_numpy(zero_copy_only=True)
 
 
+def _array(kind: Any, count: int, values: Any, known: Sequence[bool] | None = None) -> Any:
+    """An array of pyarrow's from memory, of so many values, of which some may be unknown: `pa.array` would
+    import pandas, 0.4 s in every process, to ask whether it is given something of its."""
+    import pyarrow as pa
+
+    mask = None if known is None or all(known) else pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(kind, count, [mask, *map(pa.py_buffer, values)])
+
+
 def _batch(examples: Sequence[Example]) -> Any:
     """A record batch of examples that have the same parts, and as many texts."""
     import pyarrow as pa
@@ -150,22 +159,34 @@ def _batch(examples: Sequence[Example]) -> Any:
     assert all(len(one.texts) == texts for one in examples), "examples of one task have as many texts"
     examples = [text for one in examples for text in one.texts]
 
+    def starts(rows: Sequence[Sequence[int] | bytes]) -> np.ndarray:
+        return np.cumsum([0, *map(len, rows)], dtype=np.int32)
+
     def lists(rows: Sequence[Sequence[int]], kind: Any) -> Any:
-        starts = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum([len(row) for row in rows], out=starts[1:])
-        flat = np.fromiter((value for row in rows for value in row), dtype=kind, count=int(starts[-1]))
-        return pa.ListArray.from_arrays(pa.array(starts), pa.array(flat))
+        at = starts(rows)
+        flat = np.fromiter((value for row in rows for value in row), dtype=kind, count=int(at[-1]))
+        flat = _array(pa.from_numpy_dtype(kind), len(flat), [flat])
+        return pa.ListArray.from_arrays(_array(pa.int32(), len(at), [at]), flat)
+
+    def numbers(values: Sequence[int], kind: Any) -> Any:
+        return _array(pa.from_numpy_dtype(kind), len(values), [np.array(values, kind)])
+
+    def flags(values: Sequence[bool | None]) -> Any:
+        bits = np.packbits([bool(value) for value in values], bitorder="little")
+        return _array(pa.bool_(), len(values), [bits], [value is not None for value in values])
 
     columns = {"input_ids": lists([one.input_ids for one in examples], np.int32)}
     labels = [one.labels for one in examples]
     rows = [one for one in labels if isinstance(one, list)]
-    columns["labels"] = lists(rows, np.int32) if rows else pa.array(labels, pa.int32())
+    classes = [one for one in labels if isinstance(one, int)]
+    columns["labels"] = lists(rows, np.int32) if rows else numbers(classes, np.int32)
     for name, kind in (("token_types", np.int8), ("positions", np.int32)):
         if any(getattr(one, name) is not None for one in examples):
             columns[name] = lists([getattr(one, name) for one in examples], kind)
-    columns["where"] = pa.array([one.where for one in examples], pa.string())
-    columns["length"] = pa.array([one.length for one in examples], pa.int64())
-    columns["has_target"] = pa.array([one.has_target for one in examples], pa.bool_())
+    where = [one.where.encode() for one in examples]
+    columns["where"] = _array(pa.string(), len(where), [starts(where), b"".join(where)])
+    columns["length"] = numbers([one.length for one in examples], np.int64)
+    columns["has_target"] = flags([one.has_target for one in examples])
     if any(one.good is not None for one in examples):
-        columns["good"] = pa.array([one.good for one in examples], pa.bool_())
+        columns["good"] = flags([one.good for one in examples])
     return pa.RecordBatch.from_pydict(columns, metadata={_TEXTS: str(texts)})

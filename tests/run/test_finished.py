@@ -400,6 +400,23 @@ def test_adapters_exported_in_adapterhubs_layout_are_where_another_run_begins(tm
 
 
 @pictureless
+@pytest.mark.parametrize("bias", ["all", pytest.param("lora", marks=pytest.mark.long)])
+def test_biases_of_a_bf16_run_are_read_back_as_they_were_trained(tmp_path: Path, bias: str):
+    method = {"name": "lora", "r": 2, "bias": bias}
+    recipe = {**brief(tmp_path, "bart", method, lr=0.02), "dtype": "bf16"}
+    finished = run(recipe)
+    again = petune.load_run(finished.folder)
+    found, scores = petune.tuned_state(again.model), again.eval()
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert scores["tuned"] == finished.summary["after"] and scores["base"] == finished.summary["before"]
+    more = run({**recipe, "init_adapter": str(finished.folder / "tuned"), "out": str(tmp_path / "more")})
+    assert more.summary["before"] == finished.summary["before"]  # the base's own biases
+    base = transformers.BartForConditionalGeneration.from_pretrained(tmp_path / "bart", dtype="bfloat16")
+    narrow = petune.tuned_state(petune.load(base, finished.folder))
+    assert {value.dtype for value in narrow.values()} == {torch.bfloat16, torch.float32}
+
+
+@pictureless
 def test_an_export_to_a_server_says_what_to_type(tmp_path: Path):
     finished = run(brief(tmp_path, "llama", {"name": "lora", "r": 3}, lr=0.02))
     place = finished.export("vllm")

@@ -23,6 +23,7 @@ KINDS = {
         n,
         others=(Example([3] * (n + 1), [MASKED] * n + [4], f"d:{n}", n + 9), Example([5], [6], f"d:{n}", 1)),
     ),
+    "some that are judged": lambda n: Example([n], [2], "d", 1, good=(None, True, False)[n % 3]),
     "packed": lambda n: Example([3] * n, [MASKED] * n, "d:1", n, positions=list(range(n))),
 }
 
@@ -32,6 +33,7 @@ def test_a_table_holds_the_examples_that_were_put_in(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table, "AT_ONCE", 3)
+    monkeypatch.setattr(pa, "array", None)  # it imports pandas
     given = [KINDS[kind](n) for n in range(1, 9)]
     held = Examples.of(given)
     held.write(tmp_path / "t.arrow")
