@@ -75,8 +75,9 @@ OBJECT_COLLECTIVE = re.compile(r"^((all_)?gather|broadcast|scatter|send|recv)_ob
 VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
 # A test about a banned thing makes one to show that it is refused: file -> what it may use.
 ABOUT_BANNED_THINGS: dict[str, set[str]] = {
+    "tests/kernels/test_fuse.py": {"torch.save", "torch.load"},
     "tests/methods/test_merging.py": {"pickle"},
-    "tests/models/test_frozen_weight.py": {"pickle"},
+    "tests/models/test_frozen_weight.py": {"pickle", "torch.save", "torch.load"},
 }
 
 LONG = 400  # lines of a file

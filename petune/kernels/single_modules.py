@@ -29,7 +29,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import eps_of, rms_offset
 from petune.log import say
 from petune.models.frozen_weight import form_in
-from petune.models.tuned_linear import TunedLinear, low_rank_of
+from petune.models.tuned_linear import TunedLinear, class_of, low_rank_of, made_of
 from petune.models.tuned_parts import LowRank
 from petune.rng.context import bound
 from petune.rng.dropout import Drop, draw, places
@@ -152,6 +152,10 @@ class FusedSite(nn.Module):
 
     ops: ClassVar[Ops]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        form, kind = type(self).__bases__
+        return _blank, (form, *made_of(kind), self.ops), self.__dict__  # its own class is made at run time
+
 
 class FusedLora(FusedSite):
     """A linear with an update, or one of each of its parts, which are then as many linears of one input."""
@@ -259,6 +263,11 @@ def _form(module: nn.Module) -> type[FusedSite] | None:
     if isinstance(module, nn.RMSNorm):  # one kernel in torch already
         return None
     return {None: None, 0.0: FusedNorm, 1.0: FusedShiftedNorm}[rms_offset(module)]
+
+
+def _blank(form: Any, own: Any, kind: Any, ops: Ops) -> Any:
+    made = _fused_class(form, class_of(own, kind), ops)
+    return made.__new__(made)
 
 
 @cache

@@ -25,7 +25,7 @@ from petune.methods.settings import (
     SideSettings,
 )
 from petune.methods.targets import head_modules
-from petune.methods.trainable import base_biases, describe, untouched
+from petune.methods.trainable import base_biases, describe, refuse_tied_heads, untouched
 from petune.methods.wrapped import Tuning, is_wrapped, refuse_no_model, tuning
 from petune.models import FAMILIES, family_of
 from petune.models.linear_attention import tell_samples
@@ -147,6 +147,8 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
         remedy = "use another model of this type"
         raise UsageError(f"this model cannot be tuned: {why}", where="model", remedy=remedy)
     also_train = () if method.trains_base else head_modules(model, family, cast("Any", config).also_train)
+    if method.files == "peft":
+        refuse_tied_heads(model, also_train)
     method.apply(model, family, config, also_train)
     if family is not None:
         tell_samples(model, family)

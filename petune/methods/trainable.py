@@ -64,6 +64,21 @@ def tied_ends(model: nn.Module, also_train: Iterable[str]) -> dict[str, str]:
     return {name: own[id(value)] for name, value in every if own.get(id(value), name) != name}
 
 
+def refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
+    """Raise UsageError for a module trained whole whose tensor is tied to one that is not."""
+    heads = tuple(heads)
+    inside = {id(value): head for head in heads for value in model.get_submodule(head).parameters()}
+    if not inside:
+        return
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if id(value) in inside and not within(name, heads):
+            raise UsageError(
+                f"{inside[id(value)]} is trained whole and tied to {name}, which is not: peft files cannot"
+                " say so",
+                remedy=f"name both in also_train: [{inside[id(value)]}, {name.rpartition('.')[0]}]",
+            )
+
+
 def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict[str, Tensor]:
     """The biases of the base that train beside a method, by each of their names, with copies of their values.
 

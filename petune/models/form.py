@@ -154,8 +154,9 @@ class ScaledRows(Form):
         return cls(q, torch.cat([form.scale for form in forms]), forms[0].dtype)
 
     def __reduce__(self) -> Any:
-        """As plain bytes: torch cannot unpickle eight-bit floats."""
-        return _of_bytes, (type(self), self.q.view(torch.uint8), self.q.dtype, self.scale, self.dtype)
+        """Eight-bit floats as plain bytes: torch cannot unpickle them."""
+        held = self.q.view(torch.uint8) if self.q.is_floating_point() else self.q
+        return of_bytes, (type(self), held, self.q.dtype, self.scale, self.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -186,7 +187,8 @@ class ScaledRows(Form):
             out[own] = wide.mul_(self.scale[own])
 
 
-def _of_bytes(
+def of_bytes(
     kind: type[ScaledRows], q: Tensor, held: torch.dtype, scale: Tensor, dtype: torch.dtype
 ) -> ScaledRows:
+    """The form that a file holds, see `ScaledRows.__reduce__`."""
     return kind(q.view(held), scale, dtype)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from petune.errors import UsageError
 from petune.models.expert_form import EXPERT_FORMS, ExpertForm
-from petune.models.form import Form
+from petune.models.form import Form, of_bytes
 from petune.models.fp8 import Fp8
 from petune.models.int8 import Int8
 from petune.models.nf4 import Nf4
@@ -35,11 +35,8 @@ POINTS = 4  # values of a tensor that tell it from another
 
 class QuantisedWeight(Tensor):
     """A frozen weight [n, k], or of experts [E, n, k], as a tensor: `form` holds it, and there is no other
-    copy.
-
-    samples: float64, the `sampled` values of the dense weight it was made of, by which that is known again;
-    None of a slice.
-    """
+    copy. samples: float64, the `sampled` values of the dense weight it was made of, by which that is known
+    again; None of a slice."""
 
     form: Form
     part: bool
@@ -113,6 +110,15 @@ class QuantisedWeight(Tensor):
         """Where its first tensor lies."""
         return self.form.tensors[0].data_ptr()
 
+    def storage(self) -> Any:
+        """Raises UsageError: files of plain tensors, which ask for it, cannot hold this one."""
+        remedy = (
+            "save what trains with petune.save, or all with torch.save (accelerate: safe_serialization=False)"
+        )
+        raise UsageError(
+            f"a weight in {self.form.name} is no plain tensor, as safetensors writes", remedy=remedy
+        )
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         sizes = " x ".join(map(str, self.shape))
         return f"QuantisedWeight({self.form.name}, {sizes}, {self.dtype}, {self.device})"
@@ -153,6 +159,10 @@ class QuantisedWeight(Tensor):
 def _remade(form: Form, samples: Tensor | None, parameter: bool, part: bool) -> Tensor:
     made = QuantisedWeight(form, samples, part=part)
     return nn.Parameter(made, requires_grad=False) if parameter else made
+
+
+# what torch.load may call, which takes no other function from a file
+torch.serialization.add_safe_globals([_remade, of_bytes, *FORMS.values(), *EXPERT_FORMS.values()])
 
 
 def _cannot_write(weight: QuantisedWeight, by: str) -> UsageError:

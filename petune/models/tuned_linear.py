@@ -7,7 +7,6 @@ what it keeps is what the layer says here: nobody decides it by the names of att
 
 from __future__ import annotations
 
-import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
@@ -149,11 +148,18 @@ class TunedOfAnyClass(TunedLayer):
         return {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        own = type(self)
-        form = own.__mro__[1]
-        if own.__name__ == _name_of(form, self.base):
-            return _blank, (form, self.base), self.__dict__
-        return copyreg.__newobj__, (own,), self.__dict__  # type: ignore[attr-defined]  # of a fused block
+        return _blank, made_of(type(self)), self.__dict__
+
+
+def made_of(kind: type) -> tuple[Any, Any]:
+    """(form, base) by which `class_of` finds a class again: one that is made at run time has no name that a
+    file could say. form: None of a class that has one."""
+    return (kind.__mro__[1], kind.base) if issubclass(kind, TunedOfAnyClass) else (None, kind)
+
+
+def class_of(form: Any, kind: Any) -> Any:
+    """The class of which `made_of` has given this."""
+    return kind if form is None else form.for_class(kind)
 
 
 @cache
@@ -167,7 +173,7 @@ def _name_of(form: type, kind: type) -> str:
 
 
 def _blank(form: Any, kind: Any) -> Any:
-    made = _form_of(form, kind)
+    made = class_of(form, kind)
     return made.__new__(made)
 
 

@@ -32,6 +32,7 @@ from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.methods.merging import refuse_unmergeable, tuned_together, warn_of_quantised
 from petune.methods.rounding import cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
+from petune.methods.trainable import refuse_tied_heads
 from petune.methods.wrapped import sole_tuning
 from petune.models import family_of
 from petune.models.frozen_weight import dense_of
@@ -48,7 +49,6 @@ from petune.saving.peft import (
     CONFIG,
     TENSORS,
     in_file_form,
-    refuse_tied_heads,
     settings_in_files,
     to_peft,
 )

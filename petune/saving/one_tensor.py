@@ -34,6 +34,7 @@ from petune.methods.ia3 import SCALE, Ia3Linear
 from petune.methods.miss import BLOCK, MissLinear
 from petune.methods.saving import remember
 from petune.methods.targets import within
+from petune.methods.trainable import refuse_tied_heads
 from petune.models import family_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
@@ -46,7 +47,6 @@ from petune.saving.peft import (
     is_named,
     is_saved_whole,
     is_target,
-    refuse_tied_heads,
     refuse_untied,
     repeats,
     saved_whole,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from petune.errors import FileError, Problem, UsageError, nearest
+from petune.errors import FileError, Problem, nearest
 from petune.files.json_fields import (
     Fields,
     IntegerValue,
@@ -43,6 +43,7 @@ from petune.methods.lora_experts import LoraExperts
 from petune.methods.lora_parts import LoraParts, in_one_form
 from petune.methods.targets import within
 from petune.methods.token_rows import ROWS, holders, table_of
+from petune.methods.trainable import refuse_tied_heads
 from petune.models import family_of
 from petune.models.experts import is_experts
 from petune.models.tuned_linear import tuned_layers
@@ -365,21 +366,6 @@ def _alpha(scale: float, own: LoraConfig) -> float:
 
 def _number(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
-
-
-def refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
-    """Raise UsageError for a module trained whole whose tensor is tied to one that is not."""
-    heads = tuple(heads)
-    inside = {id(value): head for head in heads for value in model.get_submodule(head).parameters()}
-    if not inside:
-        return
-    for name, value in model.named_parameters(remove_duplicate=False):
-        if id(value) in inside and not within(name, heads):
-            raise UsageError(
-                f"{inside[id(value)]} is trained whole and tied to {name}, which is not: peft files cannot"
-                " say so",
-                remedy=f"name both in also_train: [{inside[id(value)]}, {name.rpartition('.')[0]}]",
-            )
 
 
 # ---------------------------------------------------------------- reading

@@ -54,6 +54,7 @@ from tests.kernels.fused_pairs import (
     pair,
     stand_on,
 )
+from tests.methods.zoo import stir, tiny
 
 LORA = METHODS["lora"]
 
@@ -468,6 +469,23 @@ def test_a_copy_has_its_layers_in_its_bank_once_it_trains() -> None:
     again = copy.deepcopy(fused)
     assert_alike(again, plain, batch("llama"), 2e-6)
     assert in_bank(again) and in_bank(fused)
+
+
+def test_a_model_comes_back_from_a_file_fused(tmp_path: Path) -> None:
+    """A block of a class that is itself made at run time, in whole; and eight-bit floats in a bank."""
+    torch.set_default_dtype(torch.float32)
+    ids, pfeiffer = torch.arange(12).view(2, 6), {"method": "adapter", "kind": "pfeiffer"}
+    every: tuple[dict[str, Any], ...] = (pfeiffer, {"base_dtype": "fp8"})
+    for settings in every:
+        model = petune.wrap(tiny("llama-causal"), kernels="reference", **settings).train()
+        stir(model)
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert len(blocks(again)) == len(blocks(model)) > 0
+        for module in (model, again):
+            module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one, other) and (one.grad is None or torch.equal(one.grad, other.grad))
 
 
 def test_a_model_of_another_dtype_computes_in_it() -> None:

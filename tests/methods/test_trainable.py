@@ -131,3 +131,11 @@ def test_a_tied_pair_trained_whole_is_one_parameter_under_two_names() -> None:
     assert len({id(value) for value in parameters.values()}) == len(parameters)
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(tuned_state(model))
     assert {"lm_head.weight", "model.embed_tokens.weight"} & set(parameters)
+
+
+def test_a_head_that_is_tied_to_a_frozen_table_is_refused_before_it_trains() -> None:
+    model = tiny("llama-causal", tie_word_embeddings=True)
+    for method in ("lora", "ia3"):  # whose files are peft's
+        with pytest.raises(UsageError, match=r"(?s)lm_head is trained whole and tied to .*name both"):
+            wrap(model, method, also_train=("lm_head",))
+    wrap(model, "adapter", also_train=("lm_head",))

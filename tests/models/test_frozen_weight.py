@@ -6,11 +6,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from petune.errors import UsageError
@@ -252,3 +254,13 @@ def test_in_a_narrower_dtype_it_is_known_by_the_values_of_that() -> None:
     with torch.no_grad():
         moved.copy_(dense)
     assert torch.equal(sampled(moved), sampled(dense.bfloat16()))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_files_of_torch_hold_it_and_those_of_plain_tensors_refuse_it(name: str, tmp_path: Path) -> None:
+    made, other = layer(name=name), layer(name=name)
+    torch.save(made.state_dict(), tmp_path / "state.pt")
+    assert other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(dense_of(other.weight), dense_of(made.weight))
+    with pytest.raises(UsageError, match=rf"a weight in {name} is no plain tensor(.|\n)*petune.save"):
+        save_model(made, str(tmp_path / "model.safetensors"))

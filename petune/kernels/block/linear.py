@@ -166,6 +166,10 @@ class Bank:
             weight, whole = _moved_together(weights, room)
             self.tensors, self.base = (weight,), Dense(weight, self.bias, whole if room else None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without eight-bit floats, which torch cannot unpickle: a bank is made again of the layers."""
+        return self.__dict__ | ({"tensors": ()} if self.quantised else {})
+
     def intact(self, parts: Sequence[LowRank]) -> bool:
         """Whether these parts' weights and biases are still those of the bank."""
         parts = [part for part in parts if part.leads]

@@ -35,6 +35,7 @@ from petune.kernels.block.watchers import hooks_act
 from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.exchange import exchange_of
+from petune.models.tuned_linear import class_of, made_of
 from petune.rng.context import bound, bound_to, running
 from petune.rng.dropout import drawing
 
@@ -370,6 +371,9 @@ class FusedBlock(nn.Module):
             for one in self.spec.program.attends
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, made_of(type(self).__bases__[1]), self.__dict__  # its own class is made at run time
+
     def draws(self, parts: BlockLayers, places: Places) -> Draws:
         """What drops out in a call, drawn in the order in which the block's own forward draws."""
         return drawn(self.spec, parts, places) if self.training else Draws.nothing(parts, self.spec.program)
@@ -385,6 +389,11 @@ def _begun(spec: Spec) -> bool:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _blank(form: Any, kind: Any) -> Any:
+    made = fused_class(class_of(form, kind))
+    return made.__new__(made)
 
 
 @cache

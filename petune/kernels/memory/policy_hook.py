@@ -47,25 +47,25 @@ def usable(sharded: bool) -> float:
 
 class Governor:
     """Hooks of a stack and its model: set what the blocks keep. A number of tokens seen before gets the
-    policy it got then.
-
-    passes: how many passes' worth of the stack's blocks are on the way at once; beside: what else of the
-    model this process holds, other stages of a pipeline.
-    """
+    policy it got then. passes: how many passes' worth of the stack's blocks are on the way at once; beside:
+    what else of the model this process holds, other stages of a pipeline."""
 
     def __init__(self, config: MemoryConfig, passes: float = 1, beside: Sequence[nn.Module] = ()) -> None:
         self.config, self.passes = config, passes
         self.besides = [weakref.ref(model) for model in beside]
         self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype], Policy] = {}
         self.unhalved: set[str] = set()  # why rows did not go in halves
-        # a weak reference to the one that is running: a copy of a model copies its hooks
-        self.model: Any = None
+        self.model: Any = None  # a weak reference to the one that is running
         self.said: tuple[str, ...] = ()
         # of the memory that the last call read, rounded: its tokens, as what an encoder keeps is in the way,
         # and those of its longest text
         self.beside = (0, 0)
         # the last call: its tokens, and those of its longest row or segment
         self.entered: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model copies its hooks, or a file holds them: they know no other model."""
+        return self.__dict__ | {"model": None, "besides": []}
 
     def register(self, model: nn.Module, stack: Stack) -> tuple[RemovableHandle, RemovableHandle]:
         """Act before the model, to know it, and before the blocks of `stack`."""
