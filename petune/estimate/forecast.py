@@ -72,6 +72,7 @@ class Sketch:
     device: str
     work: ForwardPass
     note: str
+    classes: int | None = None  # that are counted with, where a run asks its rows
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,14 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
         # what is read whole is not read again
         leaves=bool(recipe.cache) and not (recipe.init_adapter or recipe.method.reads_weights),
     )
+    classes = config.num_labels if task.names_classes else None
     note = source.note if holder is None else f"{source.note}, its text model (of a {holder.kind})"
-    return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, note)
+    return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, note, classes)
+
+
+def _classes(drawn: Sketch) -> list[str]:
+    what = "as the model's config says; a run has as many as its rows name, which are not read"
+    return [] if drawn.classes is None else [f"classes  {drawn.classes}, {what}"]
 
 
 def placed(error: UsageError, recipe: Recipe) -> UsageError:
@@ -313,6 +320,7 @@ def priced(
     facts: tuple[str, ...] = (
         f"model    {drawn.note}",
         f"method   {describe(drawn.model)}",
+        *_classes(drawn),
         f"plan     {describe_plan(plan)}",
         (
             f"pass     {work.rows} rows of up to"

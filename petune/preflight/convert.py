@@ -94,6 +94,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         tree = _Once(file.read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        if isinstance(error, OSError):
+            why, remedy = f"cannot be read: {error.strerror}", "give the file of another program's settings"
+            raise FileError(why, where=str(file), remedy=remedy) from None
         why = str(error).splitlines()[0]
         raise FileError(
             "cannot be read as YAML or JSON", where=str(file), found=why, remedy="check the file"

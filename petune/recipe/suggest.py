@@ -294,7 +294,8 @@ def _did_you_mean(paths: Sequence[str], method_name: str | None) -> str:
     methods = _settings().get(paths[0].rpartition(".")[2], {}).get(paths[0], ())
     if methods and method_name not in methods:
         only = f"this recipe's method is {method_name}" if method_name else "the recipe names no method"
-        return f"{paths[0]} is a setting of {' and '.join(methods)}; {only}"
+        every = " and ".join(", ".join(part) for part in (methods[:-1], methods[-1:]) if part)
+        return f"{paths[0]} is a setting of {every}; {only}"
     return f"did you mean: {' or '.join(dict.fromkeys(paths))}{_ALL}"
 
 

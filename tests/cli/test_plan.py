@@ -46,7 +46,8 @@ def test_plan_shows_layout_memory_and_traffic(type_: Type, tmp_path: Path, no_ne
 def test_plan_of_one_process_has_nothing_to_send(type_: Type) -> None:
     shown = type_("plan", "llama_lora")
     assert "plan     one process" in shown.out
-    assert "sent by" not in shown.out and "bubble" not in shown.out
+    assert "sent by" not in shown.out and "bubble" not in shown.out and "classes" not in shown.out
+    assert "classes  2, as the model's config says" in type_("plan", "bert_head_cache").out
 
 
 def test_plan_is_for_any_world(type_: Type) -> None:

@@ -38,6 +38,15 @@ def test_three_steps_are_hugging_faces_on_a_base_without_gradients(name: str, ke
     head_trains_behind_a_base_without_gradients(name, kernels)
 
 
+def test_a_block_that_declines_below_a_head_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.kernels.block.module.say", said.append)
+    model = wrap(tiny("bert-classify"), "head", kernels="reference").train()
+    for _ in range(2):
+        model(**batch("bert-classify"), output_attentions=True)
+    assert len(said) == 1 and said[0].endswith("runs unfused: attention probabilities are asked for")
+
+
 def test_fused_blocks_have_a_forward_pass_alone_and_fill_no_cache_of_keys() -> None:
     blocks_below_a_head_make_no_node()
 

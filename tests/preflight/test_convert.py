@@ -430,3 +430,8 @@ def test_files_of_no_use_are_refused_in_words(tmp_path: Path) -> None:
             convert(file)
     with pytest.raises(FileError, match="cannot be read"):
         convert(tmp_path / "nowhere.yml")
+
+
+def test_a_file_that_is_not_there_is_no_fault_of_its_yaml(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"nix.yml  cannot be read: No such file or directory"):
+        convert(tmp_path / "nix.yml", ())

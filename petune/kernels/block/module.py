@@ -51,7 +51,8 @@ class FusedBlock(nn.Module):
         reason = self.declines(hidden_states, given)
         if reason is None:
             return self._fused(hidden_states, given)
-        if reason not in self.spec.said and torch.is_grad_enabled():
+        generates = given.get("past_key_values") is not None and not torch.is_grad_enabled()
+        if reason not in self.spec.said and not generates:
             self.spec.said.add(reason)
             say(f"kernels: {type(self).__name__} runs unfused: {reason}")
         bias = given.get(BIAS)
@@ -118,11 +119,8 @@ class FusedBlock(nn.Module):
                 )
         memory, inputs = given.get(MEMORY), self.spec.program.inputs
         if (memory is None) == ("memory" in inputs):
-            return (
-                "it attends to an encoder"
-                if memory is not None
-                else "it is handed no hidden states of an encoder"
-            )
+            what = "is handed no hidden states of" if memory is None else "attends to"
+            return f"it {what} an encoder"
         if "bias" in inputs and (reason := self._declines_bias(given.get(BIAS))) is not None:
             return reason
         if "table" in inputs and self._table(given) is None:
