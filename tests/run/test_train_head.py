@@ -146,7 +146,7 @@ def test_a_merged_run_and_a_new_one_from_its_head_begin_where_it_ended(tmp_path:
     base = load_file(tmp_path / "bert" / "model.safetensors")
     assert all(torch.equal(merged[name], value) for name, value in head.items())
     assert all(torch.equal(merged[f"bert.{name}"], value) for name, value in base.items())
-    with pytest.raises(UsageError, match=r"not head[\s\S]*use --to hf"):
+    with pytest.raises(UsageError, match=r"no file for head[\s\S]*use --to hf"):
         first.export("peft")
 
 
