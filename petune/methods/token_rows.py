@@ -108,8 +108,8 @@ class RowLinear(RowLayer, nn.Linear):
         y = F.linear(x, self.weight, self.bias)
         if self.merged or not self.active:
             return y
-        at = self.at(x)
-        own = F.linear(x.to(self.rows.dtype), self.rows, None if self.bias is None else self.bias[at])
+        at, wide = self.at(x), self.rows.dtype
+        own = F.linear(x.to(wide), self.rows, None if self.bias is None else self.bias[at].to(wide))
         return y.index_copy(-1, at, own.to(y.dtype))
 
 

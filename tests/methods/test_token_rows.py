@@ -81,6 +81,18 @@ def test_a_tied_table_of_t5_is_merged_and_saved_as_one(tmp_path: Path) -> None:
     assert_close(plain(**batch("t5-seq2seq")).logits, expected)
 
 
+def test_a_tied_head_with_a_bias_adds_it_beside_narrower_weights() -> None:
+    base, inputs = tiny("bert-mlm").bfloat16(), batch("bert-mlm")
+    base.cls.predictions.bias.data.normal_()
+    expected = base(**inputs).logits
+    model = wrap(base, r=2, targets=["q"], token_rows=IDS)
+    found = model(**inputs).logits
+    others = [number for number in range(97) if number not in IDS]
+    assert torch.equal(found[..., others], expected[..., others])
+    torch.testing.assert_close(found[..., IDS], expected[..., IDS], rtol=2e-2, atol=2e-2)
+    gradients(model, inputs)
+
+
 def test_fused_blocks_give_the_same_gradients_and_the_head_says_that_it_is_not_fused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
