@@ -13,6 +13,7 @@ from petune.methods.configs import method_of
 from petune.methods.trainable import frozen_digest, frozen_tensors, moving
 from petune.methods.wrapped import is_wrapped, tuning
 from petune.models import FAMILIES, family_of
+from petune.models.behind import behind_blocks
 from petune.models.stack import stacks_in
 
 
@@ -29,7 +30,7 @@ def refuse_moving(model: nn.Module) -> None:
             found=tuning(model).method,
             remedy="leave the cache out",
         )
-    if family_of(model) is None:
+    if (family := family_of(model)) is None:
         what = f"an activation cache needs a model family petune knows, not {type(model).__name__}"
         raise UsageError(what, where="cache", expected=", ".join(FAMILIES), remedy="leave the cache out")
     if method is not None and method.head_alone:
@@ -38,8 +39,10 @@ def refuse_moving(model: nn.Module) -> None:
     after = {id(value) for ladder in ladders for value in cast("nn.Module", ladder).parameters()}
     base = getattr(model, "base_model", model)
     before = {id(value) for value in base.parameters()} - after
-    for name, value in moving(model).items():
-        if id(value) in before:
+    moved = {name: value for name, value in moving(model).items() if id(value) in before}
+    behind = behind_blocks(model, family) if moved else set()
+    for name, value in moved.items():
+        if id(value) not in behind:
             raise UsageError(
                 "an activation cache is for a backbone that stays as it is, and this tensor of it trains",
                 where=name,

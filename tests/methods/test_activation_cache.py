@@ -479,6 +479,21 @@ def test_a_backbone_of_which_something_trains_is_refused(tmp_path: Path) -> None
     assert "word_embeddings" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "behind"), [("llama-causal", "model.norm"), ("bert-classify", "bert.pooler")]
+)
+def test_what_works_behind_the_last_block_may_train_beside_a_ladder(
+    name: str, behind: str, tmp_path: Path
+) -> None:
+    model, inputs = sided(name, also_train=(behind,)), batch(name)
+    expected, calls = gradients(model, inputs), count_blocks(model)
+    assert any(key.startswith(behind) for key in expected[1])
+    with ActivationCache(model, tmp_path):
+        for _ in range(2):
+            assert_equal(gradients(model, inputs), expected)
+    assert len(calls) == 2
+
+
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown"):
         ActivationCache(sided("bert-classify"), tmp_path, "fp16")  # type: ignore[arg-type]
