@@ -674,7 +674,7 @@ def meets(rule: StackRule, model_config: Config) -> str | None:
 
 def attention_dropout(model_config: Config) -> float:
     """The rate at which a model in training drops attention probabilities."""
-    names = ("attention_probs_dropout_prob", "attention_dropout", "dropout_rate")
+    names = ("attention_probs_dropout_prob", "attention_dropout", "dropout_rate", "attn_pdrop")
     return float(
         next((value for name in names if (value := getattr(model_config, name, None)) is not None), 0.0)
     )

@@ -312,6 +312,7 @@ def test_settings_that_contradict_one_another_are_refused_with_the_rest(
         ("bert-classify", "attention_probs_dropout_prob"),
         ("bart-seq2seq", "attention_dropout"),
         ("t5-seq2seq", "dropout_rate"),
+        ("gpt2-causal", "attn_pdrop"),
     ],
 )
 def test_a_ring_does_not_drop_probabilities(name: str, rate: str) -> None:

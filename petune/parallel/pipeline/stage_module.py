@@ -65,8 +65,9 @@ class Chunk(nn.Module):
     @property
     def splits(self) -> bool:
         """Whether its backward pass can be made in two parts; see `Ends.splits`. A fused block makes both at
-        once."""
-        return SELECTIVE and self.ends.splits and not fused_blocks(self.model)
+        once. Where nothing that comes in asks for a gradient, torch would find no second part at all."""
+        asked = self.number == 0 or any(kind is not None and kind.differentiable for kind in self.incoming)
+        return SELECTIVE and self.ends.splits and asked and not fused_blocks(self.model)
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Any:
         """What torch sends on, a flat tuple of contiguous tensors, or the scalar loss."""

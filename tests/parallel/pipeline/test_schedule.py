@@ -285,6 +285,14 @@ def test_every_schedule_trains_as_one_process(schedule: str, method: str) -> Non
     check(Case("llama-causal", method, DEEP), plan_of(stages(*SCHEDULES[schedule]), schedule, 4, world=2))
 
 
+def test_a_stage_trains_to_which_nothing_comes_that_asks_for_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What trains begins on the third of four stages, which torch's zero-bubble cannot split."""
+    monkeypatch.setitem(SETTINGS, "lora", {"r": 4, "layers": [2, 3]})
+    check(Case("llama-causal", "lora", DEEP), plan_of(stages(*FOUR), "zero-bubble", 4, world=2))
+
+
 @pytest.mark.parametrize(
     ("name", "method", "schedule"),
     [
