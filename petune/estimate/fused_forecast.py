@@ -194,7 +194,7 @@ def policy_for(
     device: a name that tells its rates; None where there is no CUDA device. at: which blocks the device has,
     and which part of them. Under a pipeline seconds are of one piece. Raises UsageError where a run would.
     """
-    if (reason := _unasked(drawn.recipe, plan)) is not None:
+    if (reason := _unasked(drawn.recipe)) is not None:
         return f"unfused: {reason}"
     own = held_by(drawn.model, drawn.family, plan, at)
     stands = standing(own, plan).total
@@ -312,11 +312,11 @@ def _host(config: MemoryConfig, memory: int, device: str) -> int:
 # ---------------------------------------------------------------- what would be fused
 
 
-def _unasked(recipe: Recipe, plan: ParallelPlan) -> str | None:
+def _unasked(recipe: Recipe) -> str | None:
     """Why nobody fuses blocks, whatever they are; or None."""
     if recipe.kernels == "off" or recipe.compile:
         return "kernels: off" if recipe.kernels == "off" else "compile: true"
-    return plan.unfused
+    return None
 
 
 def _fused(
@@ -325,7 +325,7 @@ def _fused(
     """What a rank holds, `models`, as a run would fuse it, or why it would not. Raises UsageError where the
     recipe asks by name for what cannot be."""
     recipe = drawn.recipe
-    if (reason := _unasked(recipe, plan)) is not None:
+    if (reason := _unasked(recipe)) is not None:
         return reason
     if drawn.family is not None and plan.cut is not None:
         rows = rows_of_ranks(drawn.model, plan.cut)

@@ -184,7 +184,7 @@ class RankBytes:
     def fuses(self, plan: ParallelPlan) -> bool:
         """Whether blocks would be fused under a plan; those whose experts are shared out are counted as if
         they were not."""
-        if plan.ep > 1 or plan.unfused is not None:
+        if plan.ep > 1:
             return False
         return all(self._slices(cut)[1].fused is not None for cut in (None, plan.cut))
 

@@ -179,12 +179,6 @@ class ParallelConfig:
         return {name: axis for name, axis in every.items() if isinstance(axis, AxisConfig)}
 
     @property
-    def unfused(self) -> str | None:
-        """Why blocks under these axes are not fused, or None."""
-        staged = self.pp is not None and size_of(self.pp) != 1
-        return STAGES_SHARDED if staged and self.dp is not None and self.dp.shard else None
-
-    @property
     def shards(self) -> bool:
         """Whether weights are spread over replicas."""
         return any(isinstance(axis, DpConfig) and axis.shard for axis in self.axes.values())
@@ -245,9 +239,6 @@ def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
         if row
         else {region: getattr(cut, region) for region in ("attention", "mlp", "connection")}
     )
-
-
-STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their weights"
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

@@ -21,7 +21,6 @@ from petune.parallel.configs import (
     CUTS,
     LOOPED,
     ROWS,
-    STAGES_SHARDED,
     BackendLayout,
     Connection,
     CutConfig,
@@ -128,11 +127,6 @@ class ParallelPlan:
     def world(self) -> int:
         """Ranks in all."""
         return self.dp * self.tp * self.pp
-
-    @property
-    def unfused(self) -> str | None:
-        """Why blocks under this plan are not fused, or None; ParallelConfig.unfused says it of settings."""
-        return STAGES_SHARDED if self.pp > 1 and self.sharding is not None else None
 
 
 ALONE = ParallelPlan()

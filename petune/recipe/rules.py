@@ -86,13 +86,7 @@ _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
         "set kernels: auto",
     ),
     "compile": (lambda recipe: recipe.compile, "fused blocks do not go with compile", "set compile: false"),
-    "parallel": (
-        lambda recipe: recipe.parallel.unfused is not None,
-        "it is about fused blocks, and under this plan none are",
-        "use dp, tp, sp, galaxy or pp",
-    ),
 }
-_EITHER = {"kernels": "parallel"}  # single modules are fused then
 
 
 # Key -> whether it says nothing of what blocks keep.
@@ -302,12 +296,7 @@ RULES = (
         )
         for key in ("spike_window", "spike_threshold")
     ),
-    *(
-        _fused(asking, other)
-        for asking in _ASKS_FOR_FUSED
-        for other in _LEAVES_NONE_FUSED
-        if other not in (asking, _EITHER.get(asking))
-    ),
+    *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if other != asking),
     *STREAMED,
     *CACHED,
     *(Rule(*row) for row in STREAM_RULES),

@@ -44,12 +44,12 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
     if recipe.kernels == "off" or recipe.compile:
         return
     plan, device, family = runner.plan, runner.mesh.device, family_of(runner.model)
-    if (reason := plan.unfused) is not None:
-        fuse_modules(runner.modules, recipe.kernels, device, reason)
-    elif not runner.owned:
+    reason: str | None = None
+    if not runner.owned:
         reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
-        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
-    elif plan.pp > 1 and (reason := _unfused_stage(runner, recipe)) is not None:
+    elif plan.pp > 1:
+        reason = _unfused_stage(runner, recipe)
+    if reason is not None:
         fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
     else:
         memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory

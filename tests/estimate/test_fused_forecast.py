@@ -232,11 +232,6 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
     [
         ("llama-causal", {"kernels": "off"}, "kernels: off"),
         ("llama-causal", {"compile": True}, "compile: true"),
-        (
-            "llama-causal",
-            {"parallel": {"pp": 2, "dp": {"size": 2, "shard": True}}},
-            "the parallel plan cuts the model into stages and shards their weights",
-        ),
     ],
     ids=str,
 )

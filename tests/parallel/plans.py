@@ -214,6 +214,7 @@ COMPOSED: dict[str, Callable[[str], ParallelPlan]] = {
     "galaxy x pp": _times("galaxy", "pp-1f1b"),
     "sp x pp": _times("sp-gather", "pp-1f1b"),
     "shard x tp": _times("shard", "tp"),
+    "shard x pp": _times("shard", "pp-1f1b"),
 }
 EIGHT: dict[str, Callable[[str], ParallelPlan]] = {
     "dp x tp x pp": _times("dp", "tp", "pp-1f1b"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from petune.errors import PetuneError, UsageError
+from petune.kernels.configs import MemoryConfig
 from petune.methods import tuned_parameters, wrap
 from petune.models import family_of
 from petune.models.sharded import class_of
@@ -331,9 +332,17 @@ def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "reshard"), [("full", True), pytest.param("side", False, marks=pytest.mark.long)]
+    ("method", "reshard", "blocks"),
+    [
+        ("full", True, None),
+        ("lora", True, MemoryConfig("input")),
+        pytest.param("side", False, None, marks=pytest.mark.long),
+        pytest.param("full", False, MemoryConfig("projections"), marks=pytest.mark.long),
+    ],
 )
-def test_sharded_stages_of_a_pipeline_train_as_one_process_does(method: str, reshard: bool) -> None:
+def test_sharded_stages_of_a_pipeline_train_as_one_process_does(
+    method: str, reshard: bool, blocks: MemoryConfig | None
+) -> None:
     """pp 2 x dp 2, two forward passes of different shape a step: torch clears gradients of FSDP whenever a
     schedule begins."""
     stages = (Stage({"encoder": (0, 1)}), Stage({"encoder": (1, 2), "decoder": (0, 2)}))
@@ -344,6 +353,7 @@ def test_sharded_stages_of_a_pipeline_train_as_one_process_does(method: str, res
             method,
             ParallelPlan(dp=2, pp=2, shares=(2, 1), sharding=sharding, stages=stages, microbatches=2),
             steps=1,
+            blocks=blocks,
         )
     )
 

@@ -156,7 +156,6 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
 
 # ------------------------------------------------------------------------------------------------------ rules
 
-UNFUSED: tuple[Any, ...] = ({"dp": {"size": 2, "shard": True}, "pp": 2},)
 CUTTING = (
     "tp",
     {"tp": {"size": 2, "overlap": True}},
@@ -164,6 +163,7 @@ CUTTING = (
     "galaxy2",
     {"tp": 2, "dp": 2},
     {"dp": {"size": 2, "shard": True}},
+    {"dp": {"size": 2, "shard": True}, "pp": 2},
     {"tp": 2, "pp": 2},
     {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
     {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
@@ -175,19 +175,6 @@ ASKING = (
     {"memory": {"budget": 20}},
     {"base_dtype": "fp8"},
 )
-
-
-@pytest.mark.parametrize("asking", ASKING, ids=str)
-@pytest.mark.parametrize("plan", UNFUSED, ids=str)
-def test_a_plan_that_leaves_blocks_unfused_refuses_their_settings(asking: dict[str, Any], plan: Any) -> None:
-    if "kernels" in asking or "base_dtype" in asking:
-        load_recipe({**NEEDED, "parallel": plan, **asking})  # single modules of cut blocks are fused
-        return
-    found = problems_of({**NEEDED, "parallel": plan, **asking})
-    assert len(found) == 1
-    reason = "it is about fused blocks, and under this plan"
-    assert found[0].startswith(f"argument  {next(iter(asking))}: {reason}")
-    assert "or use dp" in found[0]
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
@@ -486,7 +473,7 @@ def test_any_settings_are_taken_or_refused_and_never_anything_else(
     assert load_recipe(recipe.resolved()).resolved() == recipe.resolved()
     kernels = recipe.kernels != "off" and not recipe.compile
     assert kernels or recipe.kernels in ("auto", "off")
-    assert (kernels and not recipe.parallel.unfused) or recipe.memory == AUTO
+    assert kernels or recipe.memory == AUTO
     assert kernels or recipe.base_dtype is None
     assert not (recipe.gradient_checkpointing and recipe.memory.keep in ("all", "projections", "attention"))
     assert (recipe.memory.keep, recipe.memory.offload) != ("input", "attention")
