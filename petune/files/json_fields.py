@@ -1,5 +1,5 @@
 """What a JSON file of petune's or of peft's must hold, as tables: a field, its kind, its range, and whether
-it may be left out.
+it may be left out; each kind is a `Kind`.
 
 A table is checked before a value is used, so a file that somebody edited or damaged is an error that names
 file and field.
@@ -38,7 +38,6 @@ class IntegerValue:
     most: int = 2**53
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if type(value) is not int or not self.least <= value <= self.most:
             yield "", f"a whole number from {self.least} to {self.most}", value
 
@@ -51,7 +50,6 @@ class Number:
     most: float = 1e300
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         good = type(value) in (int, float) and self.least <= value <= self.most  # NaN is in no range
         if not good:
             bounds = (
@@ -65,7 +63,6 @@ class Truth:
     """true or false."""
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if type(value) is not bool:
             yield "", "true or false", value
 
@@ -77,7 +74,6 @@ class TextValue:
     words: Sequence[str] = ()
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if not isinstance(value, str) or (self.words and value not in self.words):
             yield "", f"one of {', '.join(self.words)}" if self.words else "a text", value
 
@@ -87,7 +83,6 @@ class Digest:
     """A SHA-256 in hexadecimal."""
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
             yield "", "a SHA-256, 64 hexadecimal digits", value
 
@@ -97,7 +92,6 @@ class Anything:
     """A value that is checked elsewhere, or read by nobody."""
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         yield from ()
 
 
@@ -108,7 +102,6 @@ class ListOf:
     kind: Kind
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if not isinstance(value, list):
             yield "", "a list", value
             return
@@ -128,7 +121,6 @@ class TupleValue:
         object.__setattr__(self, "kinds", kinds)
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if not isinstance(value, list) or len(value) != len(self.kinds):
             yield "", f"a list of {len(self.kinds)}", value
             return
@@ -146,7 +138,6 @@ class MapOf:
     numbered: bool = False
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if not isinstance(value, dict) or len(value) < self.least:
             yield "", "an object" if not self.least else f"an object of at least {self.least}", value
             return
@@ -168,7 +159,6 @@ class OneOf:
         object.__setattr__(self, "kinds", kinds)
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         found = [
             []
             if kind is None and value is None
@@ -194,7 +184,6 @@ class Fields:
     others: bool = False
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
-        """As Kind says."""
         if not isinstance(value, dict):
             yield "", "an object", value
             return

@@ -106,7 +106,6 @@ class LoraConfig(MethodConfig):
 
     @property
     def reads_weights(self) -> bool:
-        """See MethodConfig."""
         return self.init == "pissa" or bool(self.token_rows) or self.bias != "none"
 
     @property
@@ -231,7 +230,6 @@ class SideConfig(MethodConfig):
 
     @property
     def reads_weights(self) -> bool:
-        """See MethodConfig."""
         return self.start != "random"
 
     @property
@@ -245,7 +243,6 @@ class SideConfig(MethodConfig):
 
     @property
     def filled(self) -> SideConfig:
-        """See MethodConfig."""
         return replace(self, start="random", fisher_rows=None)
 
 

@@ -81,7 +81,6 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
 
     @property
     def kind(self) -> str:
-        """See TunedLinear."""
         return "DoraLinear with dropout" if self.dropout else "DoraLinear"
 
     def low_rank(self) -> LowRank | None:

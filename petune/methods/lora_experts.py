@@ -66,11 +66,9 @@ class LoraExperts(NamedFactors, TunedExperts):
 
     @property
     def additions(self) -> tuple[str, ...]:  # type: ignore[override]  # they follow from the weights
-        """See TunedLayer."""
         return ("scales", "lr_ratio", *self.tuned())
 
     def low_ranks(self) -> dict[str, LowRank]:
-        """See TunedExperts."""
         if self.merged or not self.active:
             return {}
         return {
@@ -102,7 +100,6 @@ class LoraExperts(NamedFactors, TunedExperts):
         return found
 
     def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See TunedLayer."""
         return {name: summed(own, delta, dtype) for name, (own, delta, _) in self.weight_changes().items()}
 
     def extra_repr(self) -> str:

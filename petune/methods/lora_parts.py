@@ -64,12 +64,10 @@ class LoraParts(NamedFactors, TunedLinear):
 
     @property
     def additions(self) -> tuple[str, ...]:  # type: ignore[override]  # they follow from the parts
-        """See TunedLayer."""
         return ("lengths", "scales", "dropout", "lr_ratio", *self.tuned())
 
     @property
     def kind(self) -> str:
-        """See TunedLinear."""
         return f"{self.base.__name__} with LoRA by parts"
 
     @property
@@ -93,7 +91,6 @@ class LoraParts(NamedFactors, TunedLinear):
         return found
 
     def cut_to(self, outputs: Sequence[int]) -> None:
-        """See TunedLinear."""
         self.lengths = dict(zip(self.lengths, outputs, strict=True))
 
     def after_sum(self) -> nn.Module:

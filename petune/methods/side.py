@@ -49,8 +49,8 @@ from petune.rng.dropout import draw, dropped
 
 
 class Ladder(TunedModule, PreTrainedModel):
-    """The side network of one stack. A PreTrainedModel of its own, so that the model's recorder of hidden
-    states passes it by."""
+    """The side network of one stack (stack_protocols.LadderLike). A PreTrainedModel of its own, so that the
+    model's recorder of hidden states passes it by."""
 
     config_class: Any = None
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
@@ -103,15 +103,12 @@ class Ladder(TunedModule, PreTrainedModel):
 
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
-        """See stack_protocols.LadderLike."""
         return [(at, block) for at, block in enumerate(self.blocks) if self.has(at)]
 
     def has(self, number: int) -> bool:
-        """See stack_protocols.LadderLike."""
         return not isinstance(self.blocks[number], nn.Identity)
 
     def reads(self, number: int) -> bool:
-        """See stack_protocols.LadderLike."""
         return self.has(number) and self.settings.climbs
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -196,7 +193,6 @@ class Ladder(TunedModule, PreTrainedModel):
         return side
 
     def split(self, call: Call, now: StackPass) -> tuple[Call, Call]:
-        """See stack_protocols.LadderLike."""
         backbone = dict(call)
         side = {name: value for name, value in call.items() if name not in self.rule.carry}
         across = call.get("encoder_hidden_states")
@@ -227,7 +223,6 @@ class Ladder(TunedModule, PreTrainedModel):
         return cast("Tensor", found.unflatten(1, levels.shape[1:-1]))
 
     def gate(self) -> tuple[Tensor, float]:
-        """See stack_protocols.LadderLike."""
         return torch.stack(list(self.gates.values())), self.settings.temperature
 
     def call(self, index: int, call: Call) -> Call:
@@ -249,7 +244,6 @@ class Ladder(TunedModule, PreTrainedModel):
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
-        """See stack_protocols.LadderLike."""
         state = call["hidden_states"]
         if self.norm is not None:
             state = self.norm(state)

@@ -52,7 +52,6 @@ class ExpertForm(Form):
         return self.held.dtype
 
     def to(self, dtype: torch.dtype) -> Self:
-        """See Form."""
         return replace(self, held=self.held.to(dtype))
 
     def expert(self, number: int) -> Form:
@@ -110,7 +109,6 @@ class ExpertsNf4(ExpertForm):
 class _OfRows(ExpertForm):
     @property
     def rows(self) -> ScaledRows:
-        """See ExpertForm."""
         found = self.held.each(lambda value: value.flatten(0, 1))
         assert isinstance(found, ScaledRows)
         return found

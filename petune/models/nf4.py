@@ -183,7 +183,6 @@ class Nf4(Form):
         return self.q, self.scales
 
     def with_rows(self, tensors: Sequence[Tensor], down: int = 0) -> Nf4:
-        """See Form."""
         q, scales = tensors
         skips = tuple((row - down, more) for row, more in self.skips)  # those above too: rows may come back
         return replace(self, q=q, scales=scales, first=self.first + down * self.stride, skips=skips)

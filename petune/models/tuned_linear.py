@@ -252,7 +252,6 @@ class TunedLinear(TunedLayer):
         return summed(self.weight, self.delta(), dtype)
 
     def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See TunedLayer."""
         return {"weight": self.merged_weight(dtype)}
 
 

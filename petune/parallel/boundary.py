@@ -16,8 +16,9 @@ from petune.rng.context import running
 
 @dataclass(frozen=True)
 class _Among(Crossing):
-    """Among the ranks of `group`. A copy of the model has the same one, as a process group cannot be copied.
-    largest: the largest share of all tokens that one of them has beyond it."""
+    """A petune.models.boundary.Boundary among the ranks of `group`. A copy of the model has the same one, as
+    a process group cannot be copied. largest: the largest share of all tokens that one of them has beyond
+    it."""
 
     group: Group
     first: int = 0
@@ -44,7 +45,6 @@ class WholeBoundary(_Among):
     connection: ClassVar[Connection] = "whole"
 
     def here(self) -> Self:
-        """See Boundary."""
         return self
 
     def room_bytes(self, nbytes: int) -> tuple[int, int]:
@@ -53,19 +53,15 @@ class WholeBoundary(_Among):
         return self.link.room_bytes(nbytes + beside)
 
     def enter(self, x: Tensor) -> Tensor:
-        """See Boundary."""
         return COPY.ahead(x, self.group)
 
     def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
-        """See Boundary."""
         return self.link.all_reduce(dx, own)
 
     def leave(self, y: Tensor, own: bool = False) -> Tensor:
-        """See Boundary."""
         return self.link.all_reduce(y, own)
 
     def leave_backward(self, dy: Tensor) -> Tensor:
-        """See Boundary."""
         return REDUCE.back(dy, self.group)
 
 
@@ -81,7 +77,6 @@ class SequenceBoundary(_Among):
     split_turns: ClassVar[bool] = True
 
     def here(self) -> Self:
-        """See Boundary."""
         return replace(self, sizes=running().sizes)
 
     def room_bytes(self, nbytes: int) -> tuple[int, int]:
@@ -89,17 +84,13 @@ class SequenceBoundary(_Among):
         return self.link.room_bytes(int(nbytes * self.largest * self.link.terms))
 
     def enter(self, x: Tensor) -> Tensor:
-        """See Boundary."""
         return self.link.gather(x, self.sizes)
 
     def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
-        """See Boundary."""
         return self.link.reduce_scatter(dx, self.sizes)
 
     def leave(self, y: Tensor, own: bool = False) -> Tensor:
-        """See Boundary."""
         return self.link.reduce_scatter(y, self.sizes)
 
     def leave_backward(self, dy: Tensor) -> Tensor:
-        """See Boundary."""
         return self.link.gather(dy, self.sizes)

@@ -265,7 +265,6 @@ class MessageEnd:
         self.engines, self.work, self.after, self.ended = engines, work, after, False
 
     def __call__(self) -> Callable[[], None] | None:
-        """See turns.Ending."""
         if self.ended:
             self.engines.driver.follow(self.engines.driver.current(), self.engines.behind)
             return None

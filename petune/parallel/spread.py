@@ -38,8 +38,8 @@ from petune.parallel.tensor.shard_params import Slice, narrow
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Experts of each rank of `group`, and which of them this is. A copy of the model has the same one, as a
-    process group cannot be copied."""
+    """Experts of each rank of `group`, and which of them this is (petune.models.experts.Spread). A copy of
+    the model has the same one, as a process group cannot be copied."""
 
     counts: Sizes
     index: int
@@ -66,11 +66,9 @@ class ExpertRanks:
         return way, routes_of(here, own, max(1, sum(copies)))
 
     def there(self, x: Tensor, way: Way) -> Tensor:
-        """See petune.models.experts.Spread."""
         return self._moved(x[way.tokens], way.sent, way.received)
 
     def back(self, y: Tensor, way: Way) -> Tensor:
-        """See petune.models.experts.Spread."""
         return combined(self._moved(y[: sum(way.received)], way.received, way.sent), way.routes)
 
     def _moved(self, x: Tensor, sent: Sizes, received: Sizes) -> Tensor:

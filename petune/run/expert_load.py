@@ -72,6 +72,5 @@ class _Count(RoutesHook):
         self.load, self.at = load, at
 
     def hear(self, module: nn.Module, index: Tensor) -> None:
-        """See RoutesHook."""
         if module.training:
             self.load.add(self.at, index)

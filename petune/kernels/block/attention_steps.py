@@ -83,7 +83,6 @@ class NormHeads(Step):
             run.sink.add(place, grad)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.qkv: shape.qkv * shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
@@ -97,11 +96,9 @@ class NormHeads(Step):
         return heads * shape.head_dim**2 // 512 if self.layer and shape.trained else 0
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", norm_rope(rows, shape.qkv, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", norm_rope_backward(rows, shape.qkv, shape.itemsize)
 
 
@@ -116,7 +113,6 @@ class NormWidths(NormHeads):
         return tuple(part.contiguous() for part in qkv.split([self.heads * width, keys, keys], 1))
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         *parts, values = self._split(run, v[self.raw])
         weights = self._weights(run)
         normed = [run.ops.rms_norm(*one, self.eps)[0] for one in zip(parts, weights, strict=True)]
@@ -136,11 +132,9 @@ class NormWidths(NormHeads):
         run.grads[self.raw] = torch.cat([*found, dv], 1)
 
     def beside(self, shape: BlockShape) -> int:
-        """See Step."""
         return 2 * shape.qkv * shape.itemsize
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step."""
         return 3 * shape.qkv * shape.itemsize
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
@@ -252,12 +246,10 @@ class Attend(Step):
         return replace(how, bias=v[self.bias] if how.part is None else how.part.of(v[self.bias]))
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         out, v[self.lse] = attending.forward(*self.split(v, self._seen(run)), self._how(run, v))
         v[self.a] = out.flatten(1)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         a, how = v[self.a], self._how(run, v)
         out = a.view(len(a), self.heads, self.head_dim)
         da = run.grads.pop(self.a).reshape(out.shape)
@@ -315,7 +307,6 @@ class Attend(Step):
         return [queries, keys if gathered is None else gathered.whole(keys)]
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {
             name: columns * shape.itemsize
             for name, columns in zip(self.sources, self._columns(shape), strict=True)

@@ -50,7 +50,6 @@ class Bottleneck(Step):
         self.keeps = dict.fromkeys(made if self.keep is None else (self.n, *made), "projections")
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         part, y = run.bottlenecks[self.at][0], v[self.y]
         v.update(dict.fromkeys(self.gives, None) | {self.n: v[self.total or self.y]})
         if part.tensors is None:
@@ -101,7 +100,6 @@ class Bottleneck(Step):
             run.sink.add(first + 1, dy.sum(0, dtype=wide).mul_(scale))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         whole, inner = shape.width * shape.itemsize, self.features * shape.itemsize
         return dict.fromkeys(self.gives, whole) | {self.z: inner}
 
@@ -110,7 +108,6 @@ class Bottleneck(Step):
         return self.features * shape.itemsize
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.x or self.y: shape.width * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -118,7 +115,6 @@ class Bottleneck(Step):
         return 3 * self.features * shape.itemsize
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         if self.x is None:
             yield "memory", Cost(0, (4 + shape.itemsize) * rows * shape.width)  # y rounded
         yield "matmul", matmul(rows, shape.width, self.features, shape.itemsize)
@@ -126,7 +122,6 @@ class Bottleneck(Step):
         yield "matmul", add_low(rows, shape.width, shape.itemsize, self.features)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         product = matmul(rows, shape.width, self.features, shape.itemsize)
         yield "matmul", product
         yield "memory", activate_backward(rows, self.features, False, shape.itemsize)
@@ -136,7 +131,6 @@ class Bottleneck(Step):
         yield "matmul", product + Cost(0, rows * shape.width * shape.itemsize)  # with the gradient of n
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", activate(rows, self.features, False, shape.itemsize)
 
 
@@ -156,7 +150,6 @@ class AddWide(Add):
         return False
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         x, total = v[self.x], wide(v[self.x])
         add = torch.add if total is x else Tensor.add_
         v[self.wide] = total = add(total, v[self.branch], alpha=self.scale)
@@ -170,7 +163,6 @@ class AddWide(Add):
         return {self.y: shape.width * shape.itemsize, self.wide: wider}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield from super().ahead(shape, rows, sequence)
         if shape.itemsize < 4:
             yield "memory", Cost(0, 16 * rows * shape.width)  # x widened, the sum, which is read and rounded

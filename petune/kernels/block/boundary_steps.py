@@ -30,11 +30,9 @@ class _Crossing(Step):
     rows = False
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {} if self.connection == "whole" else {self.y: shape.width * shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {} if self.connection == "whole" else {self.x: shape.width * shape.itemsize}
 
 
@@ -52,16 +50,13 @@ class Enter(_Crossing):
         self.over = self.x if whole else None
 
     def talks(self, back: bool) -> bool:
-        """See Step."""
         return back or self.connection != "whole"
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         x = v[self.x]
         v[self.y] = x if self.connection == "whole" else flat(run.boundaries[self.at].enter(batched(run, x)))
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
         dx = (
@@ -86,15 +81,12 @@ class Leave(_Crossing):
         self.over = self.x if self.connection == "whole" and not self.held else None
 
     def talks(self, back: bool) -> bool:
-        """See Step."""
         return not back or self.connection != "whole"
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {} if self.over is not None else {self.y: shape.width * shape.itemsize}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         boundary, x = run.boundaries[self.at], v[self.x]
         own = not self.held
         if self.connection == "whole":
@@ -103,7 +95,6 @@ class Leave(_Crossing):
             v[self.y] = flat(boundary.leave(batched(run, x), own=own))
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
         run.grads[self.x] = (

@@ -41,7 +41,6 @@ class CallCore(Step):
         self.keeps = {**kept, self.graph: "all"}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         core, x = run.called[self.at], v[self.x]
         given = [v[name] for name in self.takes]
         if run.kept is not None and self.graph not in run.kept:
@@ -52,7 +51,6 @@ class CallCore(Step):
         v[self.y], v[self.graph] = graph[0].detach().to(x.dtype), graph
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         needs = [run.sink.needs[place] for place in self.trained]
         dy, asked = run.grads.pop(self.y), [name in run.wants for name in self.takes]
         grads, found = run.called[self.at].gradients(v[self.graph], dy, asked, needs)
@@ -63,7 +61,6 @@ class CallCore(Step):
             run.sink.add(self.first + at, grad)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         if self.whole:
             return {self.y: shape.width * shape.itemsize, self.graph: int(shape.called_core.kept)}
         given = shape.queries * shape.itemsize  # kept by itself, where the graph ends
@@ -74,7 +71,6 @@ class CallCore(Step):
         return int(shape.called_core.beside)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.x: shape.width * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -90,7 +86,6 @@ class CallCore(Step):
             yield "attention", attention(rows, sequence, *core.scores, itemsize=shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         for kind, cost in self.ahead(shape, rows, sequence):
             if kind != "attention":
                 yield kind, cost * (2 if kind == "memory" or shape.trained else 1)

@@ -54,7 +54,7 @@ def wide_rows(new: Callable[..., Tensor], rows: int, columns: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Dense:
-    """Weight [n, k] and bias [n] as they are."""
+    """Weight [n, k] and bias [n] as they are; a petune.kernels.block.linear.PackedWeight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -63,22 +63,18 @@ class Dense:
     made: ClassVar[float] = 0
 
     def linear(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         return F.linear(x, self.weight, self.bias)
 
     def linear32(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         y = matmul32(x, self.weight.T)
         return y if self.bias is None else y.add_(self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See PackedWeight."""
         if not self._has_room(rank):
             return None
         return wide_rows(self.weight.new_empty, m, self.weight.shape[1] + rank)
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See PackedWeight."""
         s, b = low
         if not self._has_room(s.shape[1]):
             product: Tensor = ops.linear_low(x, self.weight, self.bias, low)
@@ -100,11 +96,9 @@ class Dense:
         return self.room[:, : k + b.shape[1]]
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """See PackedWeight."""
         return dy @ self.weight
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See PackedWeight."""
         outputs, k = self.weight.shape
         if not self._has_room(b.shape[1]) or outputs <= WIDE * k:
             return dy @ self.weight, dy @ b

@@ -30,7 +30,6 @@ class PackedForms:
 
     @property
     def made(self) -> float:
-        """See PackedWeight."""
         return sum(form.nbytes for form in self.forms) / sum(form.shape.numel() for form in self.forms)
 
     def _dense(self, like: Tensor, rank: int = 0) -> Dense:
@@ -44,30 +43,24 @@ class PackedForms:
         return Dense(whole[:, :k], bias, whole if room else None)
 
     def linear(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         return self._dense(x).linear(x)
 
     def linear32(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         return self._dense(x).linear32(x)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See PackedWeight."""
         if rank > self.room:
             return None
         first = self.forms[0]
         return wide_rows(partial(first.tensors[0].new_empty, dtype=first.dtype), m, first.shape[1] + rank)
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See PackedWeight."""
         return self._dense(x, low[0].shape[1]).linear_low(x, low, ops, inlet)
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """See PackedWeight."""
         return self._dense(dy).dlinear(dy)
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See PackedWeight."""
         return self._dense(dy, b.shape[1]).dlinear_with(dy, b)
 
 
@@ -83,5 +76,4 @@ class TurnedForm(PackedForms):
         return Dense(made.T, self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See PackedWeight."""
         return None

@@ -16,8 +16,8 @@ from petune.rng.context import Running
 
 
 class Unpadded:
-    """Edges of a stack that leave padding outside, where `running().segments` says what is kept; else they do
-    nothing.
+    """Edges of a stack (stack_protocols.Edges) that leave padding outside, where `running().segments` says
+    what is kept; else they do nothing.
 
     Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them,
     has [1, total] instead, `position_embeddings` and `position_ids` among them, and there is no attention
@@ -29,7 +29,6 @@ class Unpadded:
     replays, least = True, 1
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
-        """See stack_protocols.Edges."""
         return carry | {"hidden_states": self.part(carry["hidden_states"], here)}, here
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
@@ -46,11 +45,9 @@ class Unpadded:
         return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See stack_protocols.Edges."""
         return hidden if here.segments is None else pack(hidden, here.segments)
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See stack_protocols.Edges."""
         return hidden if here.segments is None else unpack(hidden, here.segments)
 
 
@@ -63,8 +60,8 @@ def _packed(value: Any, segments: Segments | None) -> Any:
 
 
 class InDtype:
-    """Edges of a stack: under autocast a norm of the embeddings gives float32, as does an earlier stage that
-    runs unfused, and blocks compute in a narrower dtype."""
+    """Edges of a stack (stack_protocols.Edges): under autocast a norm of the embeddings gives float32, as
+    does an earlier stage that runs unfused, and blocks compute in a narrower dtype."""
 
     replays, least = True, 1
 
@@ -82,13 +79,10 @@ class InDtype:
         return value
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
-        """See stack_protocols.Edges."""
         return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See stack_protocols.Edges."""
         return hidden
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See stack_protocols.Edges."""
         return hidden

@@ -42,7 +42,6 @@ class _Crossing(Step):
         self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
 
     def talks(self, back: bool) -> bool:
-        """See Step."""
         return True
 
     @property
@@ -81,7 +80,6 @@ class Gather(_Crossing):
         self.keeps = {self.y: "all"}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         part, own = self._part(run), v[self.x][:, self.heads * self.head_dim :]
         found = part.crossed.enter(batched(run, own), ())
         v[self.y] = flat(found if part.seen is None else found[:, slice(*part.seen)])
@@ -106,7 +104,6 @@ class Gather(_Crossing):
         return 2 * self.kv_heads * self.head_dim
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.y: self.exchange.whole(self._columns() * shape.itemsize)}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
@@ -130,11 +127,9 @@ class Trade(_Crossing):
         self.keeps = {self.y: "projections"}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         v[self.y] = flat(self._part(run).crossed.enter(batched(run, v[self.x]), self._traded))
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         dy = batched(run, run.grads.pop(self.y))
         dx = flat(self._part(run).crossed.enter_backward(dy, self._traded))
         run.grads[self.x] = self._parted(dx) if self.turned else dx  # type: ignore[assignment]
@@ -144,12 +139,10 @@ class Trade(_Crossing):
         return self._queries, self._keys, self._keys
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         own = sum(matrix[self.exchange.index] for matrix in self._traded)
         return {self.y: self.exchange.whole(own * shape.itemsize)}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.x: sum(map(sum, self._traded)) * shape.itemsize}
 
     def beside(self, shape: BlockShape) -> int:
@@ -170,20 +163,16 @@ class TradeBack(_Crossing):
         self.keeps = {self.y: "all"}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         v[self.y] = flat(self._part(run).crossed.leave(batched(run, v[self.x]), (self._queries,)))
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         dy = batched(run, run.grads.pop(self.y))
         run.grads[self.x] = flat(self._part(run).crossed.leave_backward(dy, (self._queries,)))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.y: sum(self._queries) * shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.x: self.exchange.whole(self._queries[self.exchange.index] * shape.itemsize)}
 
     def beside(self, shape: BlockShape) -> int:

@@ -40,32 +40,26 @@ class PackedFp8:
         return whole
 
     def linear(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         y = self._product(x, x.dtype)
         return y if self.bias is None else y.add_(self.bias)
 
     def linear32(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         y = self._product(x, torch.promote_types(x.dtype, torch.float32))
         return y if self.bias is None else y.add_(self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See PackedWeight."""
         return None
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See PackedWeight."""
         product = self._product(x, torch.promote_types(x.dtype, torch.float32))
         y: Tensor = ops.add_low(None if self.bias is None else self.bias.expand_as(product), product, low)
         return y
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """See PackedWeight."""
         columns = self.ops.transposed(*(form.rows for form in self.forms))
         factors = [form.factors for form in self.forms]
         quantised = self.ops.quantise(dy, factors[0] if len(factors) == 1 else torch.cat(factors))
         return product_of_turned(quantised, columns, dy.dtype)
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See PackedWeight."""
         return self.dlinear(dy), dy @ b

@@ -29,7 +29,6 @@ class HalvedStack:
         return HalvedStack, ()
 
     def takes(self, stack: Stack, call: Arguments) -> bool:
-        """See stack_protocols.Whole."""
         hidden = call["hidden_states"]
         return (
             stack.ladder is None
@@ -43,7 +42,6 @@ class HalvedStack:
         )
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        """See stack_protocols.Whole."""
         return None
 
     def __call__(

@@ -64,7 +64,7 @@ class PackedWeight(Protocol):
 
 @dataclass(frozen=True)
 class Apart:
-    """Weights of several forms, or with and without a bias, one product each."""
+    """Weights of several forms, or with and without a bias, one product each; a PackedWeight."""
 
     weights: Sequence[PackedWeight]
     widths: Sequence[int]
@@ -72,25 +72,20 @@ class Apart:
     made: ClassVar[float] = 0
 
     def linear(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         return torch.cat([weight.linear(x) for weight in self.weights], 1)
 
     def linear32(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
         return torch.cat([weight.linear32(x) for weight in self.weights], 1)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See PackedWeight."""
         return None
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See PackedWeight."""
         s, b = low
         pairs = zip(self.weights, b.split(list(self.widths)), strict=True)
         return torch.cat([weight.linear_low(x, (s, rows), ops, None) for weight, rows in pairs], 1)
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """See PackedWeight."""
         first, *rest = (
             weight.dlinear(own)
             for weight, own in zip(self.weights, dy.split(list(self.widths), 1), strict=True)
@@ -98,7 +93,6 @@ class Apart:
         return sum(rest, first)
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See PackedWeight."""
         return self.dlinear(dy), dy @ b
 
 

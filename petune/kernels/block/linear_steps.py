@@ -44,7 +44,6 @@ class Low(Step):
         self.takes, self.gives, self.keeps = (self.x,), (self.s,), {self.s: self.keep}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         v[self.s] = run.groups[self.at].low(v[self.x])
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
@@ -84,7 +83,6 @@ class Product(Step):
         self.soft = () if self.norm is None else (self.x,)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         inlet = v[self.inlets[0]] if self.inlets else None
         v[self.y] = _product(run, self.at, self.behind, v[self.x], v[self.s], inlet)
 
@@ -118,7 +116,6 @@ class Product(Step):
         return {self.x: int(of_rows(shape, self.x, shape.linears(self.place)[0] * shape.itemsize))}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step."""
         inputs, outputs, _ = shape.linears(self.place)
         made = inputs * shape.itemsize * self._makes_x_again(shape, there)
         own = outputs * shape.fp8 + made + bytes_within_back(shape, self.place)
@@ -144,7 +141,6 @@ class Product(Step):
             yield "memory", add(rows, inputs, shape.itemsize)
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
-        """See Step."""
         if self.norm is not None and self._makes_x_again(shape, there):
             yield self.norm.charge(shape, rows)
 
@@ -178,7 +174,6 @@ class Activated(Step):
         self.reads = (self.low, self.u, self.s, *((self.d,) if self.place.scaled else ()))
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         up, down, u = run.groups[self.above], run.groups[self.at], v[self.u]
         drop = None if self.drop is None else run.drops[self.drop]
         m, inlet = down.inlet(u)
@@ -200,7 +195,6 @@ class Activated(Step):
         v[self.d] = _product(run, self.at, self.behind, m, s, inlet)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         up, down, u = run.groups[self.above], run.groups[self.at], v[self.u]
         drop = None if self.drop is None else run.drops[self.drop]
         low, dd = v[self.low], down.unscaled(run.sink, run.grads.pop(self.d), v.get(self.d))
@@ -229,16 +223,13 @@ class Activated(Step):
                 run.grads[self.low] = db
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         rank = shape.linears(self.place)[2]
         return {self.s: rank * shape.itemsize, self.d: result_bytes(shape, self.place, self.behind)}
 
     def beside(self, shape: BlockShape) -> int:
-        """See Step."""
         return (shape.columns + shape.room(self.place)) * shape.itemsize + bytes_within(shape, self.place)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.u: shape.gu * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -253,7 +244,6 @@ class Activated(Step):
         return "memory", made + Cost(hashes=dropping(shape, self.place) * rows * shape.columns * (below > 0))
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield self._activated(shape, rows)
         if shape.ranks.down > FOLDED:
             yield low_input(shape, self.place, rows)
@@ -285,7 +275,6 @@ class Activated(Step):
             yield "narrow", low_rank(rows, shape.gu, gates, shape.itemsize)
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
-        """See Step."""
         if shape.makes_m_again or self.place.enters:
             yield self._activated(shape, rows)
 

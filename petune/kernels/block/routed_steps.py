@@ -62,7 +62,6 @@ class Dispatched(OfMixture):
         self.reading(self.routes, self.s)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         mixture, x, routes = run.mixtures[self.at], v[self.h], Routes(*v[self.routes])
         part, rows = mixture.up, routes.tokens
         v[self.s] = s = None if part.a is None else product(x, part.a.mT, routes.ends, rows=rows)
@@ -70,7 +69,6 @@ class Dispatched(OfMixture):
         v[self.u] = product(x, mixture.ahead(part), routes.ends, rows=rows, low=low, up=up)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         mixture, du, routes = run.mixtures[self.at], run.grads.pop(self.u), Routes(*v[self.routes])
         part, first, ends = mixture.up, self.first + UP, routes.ends
         ds = None if part.b is None else product(du, part.b, routes.ends)
@@ -83,7 +81,6 @@ class Dispatched(OfMixture):
             run.give_own(self.h, combined(dx, routes))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         copies = copies_of(shape, self.part)
         return {
             self.s: copies * shape.routed.up * shape.itemsize,
@@ -91,15 +88,12 @@ class Dispatched(OfMixture):
         }
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.h: math.ceil(self.come * shape.width) * shape.itemsize}
 
     def made_dense(self, shape: BlockShape) -> int:
-        """See Step."""
         return 2 * _dense_bytes(shape)
 
     def makes_h_again(self, shape: BlockShape, there: bool) -> bool:
-        """See OfMixture."""
         return self.norm is not None and not there and (shape.trained or shape.routed.up > 0)
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -109,12 +103,10 @@ class Dispatched(OfMixture):
         return super().beside_back(shape, there) + copies
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         yield from _ahead(shape, m, shape.width, 2 * experts.columns, experts.up)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         sizes = shape.width, 2 * experts.columns, experts.up
         yield from _back(shape, m, *sizes)
@@ -147,7 +139,6 @@ class Combined(OfMixture):
         self.reads = (self.routes, self.share, self.u, self.s)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         mixture, routes = run.mixtures[self.at], Routes(*v[self.routes])
         part, share = mixture.down, routes.sorted(v[self.share])
         m = gated(v[self.u], share, self.act)
@@ -158,7 +149,6 @@ class Combined(OfMixture):
         v[self.d] = widened(run, self.behind, combined(y, routes))
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         mixture, dd, routes = run.mixtures[self.at], run.grads.pop(self.d), Routes(*v[self.routes])
         part, ends, turned = mixture.down, routes.ends, mixture.transposed
         rows, share = routes.tokens, routes.sorted(v[self.share])
@@ -177,7 +167,6 @@ class Combined(OfMixture):
             run.grads[self.share] = routes.unsorted(dshare)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         copies, wider = copies_of(shape, self.part), shape.itemsize
         wider = wider if self.behind is None else max(4, wider)
         return {
@@ -190,11 +179,9 @@ class Combined(OfMixture):
         return copies_of(shape, self.part) * (shape.width + shape.routed.columns) * shape.itemsize
 
     def made_dense(self, shape: BlockShape) -> int:
-        """See Step."""
         return _dense_bytes(shape)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         copies = copies_of(shape, self.part)
         return {
             self.u: copies * 2 * shape.routed.columns * shape.itemsize,
@@ -208,7 +195,6 @@ class Combined(OfMixture):
         return copies_of(shape, self.part) * inside * shape.itemsize
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         yield "memory", activate(m, experts.columns, True, shape.itemsize)
         yield from _ahead(shape, m, experts.columns, shape.width, experts.down)
@@ -216,7 +202,6 @@ class Combined(OfMixture):
         yield "memory", Cost(m * shape.width, summed)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         experts, m = shape.routed, rows * copies_of(shape, self.part)
         sizes = experts.columns, shape.width, experts.down
         yield from _back(shape, m, *sizes)

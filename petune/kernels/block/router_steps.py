@@ -54,11 +54,9 @@ class OfMixture(Step):
         return self.norm is not None and not there and shape.trained
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step."""
         return shape.width * shape.itemsize * self.makes_h_again(shape, there)
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
-        """See Step."""
         if self.norm is not None and self.makes_h_again(shape, there):
             yield self.norm.charge(shape, rows)
 
@@ -105,7 +103,6 @@ class Route(OfMixture):
             hear(index)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         part, dshare = run.mixtures[self.at], wide(run.grads.pop(self.share))
         share, index = v[self.share].to(dshare.dtype), v[self.index]
         each = share * dshare
@@ -123,7 +120,6 @@ class Route(OfMixture):
             run.give_own(self.h, dscores @ part.router)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         share = shape.itemsize if self.rounded else 4
         places = shape.routed.chosen * 8
         each = {self.index: places, self.share: share * shape.routed.chosen}
@@ -135,7 +131,6 @@ class Route(OfMixture):
         return shape.routed.number * (shape.itemsize + 4 * self.normed)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.h: shape.width * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -143,7 +138,6 @@ class Route(OfMixture):
         return super().beside_back(shape, there) + shape.routed.number * (4 + shape.itemsize)
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         experts = shape.routed
         yield "matmul", matmul(rows, shape.width, experts.number, shape.itemsize)
         yield "memory", Cost(0, 12 * rows * experts.number)
@@ -151,7 +145,6 @@ class Route(OfMixture):
             yield "memory", Cost(0, 16 * rows * experts.chosen)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         experts = shape.routed
         yield "memory", Cost(0, 8 * rows * experts.number)
         for _ in range(UNROUTING):
@@ -180,14 +173,12 @@ class AddShared(OfMixture):
         self.reading(self.e, self.gate)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         part, d = run.mixtures[self.at], v[self.d]
         assert part.gate is not None
         v[self.gate] = gate = torch.sigmoid(v[self.h] @ part.gate.T)
         v[self.y] = torch.addcmul(d, gate.to(d.dtype), v[self.e].to(d.dtype), out=d)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         part, dy, gate = run.mixtures[self.at], run.grads.pop(self.y), v[self.gate]
         assert part.gate is not None
         dgate = ((wide(dy) * v[self.e]).sum(1, keepdim=True) * gate * (1 - gate)).to(gate.dtype)
@@ -200,7 +191,6 @@ class AddShared(OfMixture):
             run.give_own(self.h, dgate * part.gate)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.gate: shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
@@ -212,13 +202,11 @@ class AddShared(OfMixture):
         return super().beside_back(shape, there) + 4 * 2 * shape.width
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield "narrow", low_rank(rows, shape.width, 1, shape.itemsize)
         yield "memory", SMALL
         yield "memory", add(rows, shape.width, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", Cost(0, 6 * 4 * rows * shape.width)
         yield "memory", add(rows, shape.width, shape.itemsize)
         yield "memory", add(rows, shape.width, shape.itemsize)

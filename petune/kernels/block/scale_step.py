@@ -33,7 +33,6 @@ class ScaleBy(Step):
         self.over = None if self.held or self.learns else self.x
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         x = v[self.x]
         out = torch.empty_like(x) if self.over is None else x
         v[self.y] = torch.mul(x, run.vectors[self.at], out=out)
@@ -49,11 +48,9 @@ class ScaleBy(Step):
         run.give(self.x, dx)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {} if self.over is not None else {self.y: shape.width * shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.x: shape.width * shape.itemsize}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:

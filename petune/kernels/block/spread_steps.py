@@ -62,14 +62,12 @@ class Depart(OfMixture):
         self.keeps, self.reads = dict.fromkeys(self.gives, "input"), (self.way,)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         spread = spread_in(run, self.at)
         way, here = spread.way(v[self.index])
         v[self.way], v[self.routes_here] = (*way[:3], *way.routes), tuple(here)
         v[self.share_here] = spread.there(v[self.share], way)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         dshare = run.grads.pop(self.share_here)
         run.grads[self.share] = spread_in(run, self.at).back(dshare, _way(v[self.way]))
 
@@ -85,7 +83,6 @@ class Depart(OfMixture):
         }
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.share: shape.routed.chosen * max(4, shape.itemsize)}
 
 
@@ -102,16 +99,13 @@ class Send(OfMixture):
         self.keeps, self.reads = {self.there: "all"}, (self.way,)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         v[self.there] = spread_in(run, self.at).there(v[self.h], _way(v[self.way]))
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         dx = run.grads.pop(self.there)
         run.give_own(self.h, spread_in(run, self.at).back(dx, _way(v[self.way])))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.there: _rows(shape, self.traffic.received)}
 
     def beside(self, shape: BlockShape) -> int:
@@ -119,7 +113,6 @@ class Send(OfMixture):
         return _rows(shape, self.traffic.sent)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.h: shape.width * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -143,17 +136,14 @@ class Return(OfMixture):
         self.keeps, self.reads = {} if self.keep is None else {self.d: self.keep}, (self.way,)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         found = spread_in(run, self.at).back(v[self.given], _way(v[self.way]))
         v[self.d] = widened(run, self.behind, found)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         dd: Tensor = run.grads.pop(self.d)
         run.grads[self.given] = spread_in(run, self.at).there(dd, _way(v[self.way]))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.d: shape.width * (shape.itemsize if self.behind is None else max(4, shape.itemsize))}
 
     def beside(self, shape: BlockShape) -> int:
@@ -161,7 +151,6 @@ class Return(OfMixture):
         return _rows(shape, self.traffic.sent)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.given: _rows(shape, self.traffic.received)}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:

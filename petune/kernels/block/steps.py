@@ -191,7 +191,6 @@ class Normalize(Step):
         self.keeps = dict.fromkeys(self.stats, _MIDDLE)
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         self.total(run, v, v[self.x], None)
 
     def total(self, run: BlockRun, v: Values, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -235,7 +234,6 @@ class Normalize(Step):
         return {self.h: (shape.width + room) * shape.itemsize, **dict.fromkeys(self.stats, 4)}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.x: shape.width * shape.itemsize}
 
     def charge(self, shape: BlockShape, rows: float, residual: bool = False) -> Charge:
@@ -243,11 +241,9 @@ class Normalize(Step):
         return "memory", (rms_norm if self.rms else layer_norm)(rows, shape.width, shape.itemsize, residual)
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield self.charge(shape, rows)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         yield (
             "memory",
             (rms_norm_backward if self.rms else layer_norm_backward)(
@@ -274,26 +270,21 @@ class DropStep(Step):
         self.over = None if self.held else self.x
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         drop = run.drops[self.at]
         v[self.y] = v[self.x] if drop is None else drop(v[self.x], run.rows)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         drop, dy = run.drops[self.at], run.grads.pop(self.y)
         run.grads[self.x] = dy if drop is None else drop(dy, run.rows)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.y: shape.width * shape.itemsize} if self.held and shape.dropouts else {}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         if shape.dropouts:
             yield "memory", drop(rows, shape.width, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         yield from self.ahead(shape, rows, sequence)
 
 
@@ -324,14 +315,12 @@ class Add(Step):
         return norm.x == self.y and self.scale == 1 and self.factor is None
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         branch = v[self.branch]
         v[self.y] = y = torch.add(v[self.x], branch, alpha=self.scale, out=None if self.held else branch)
         if self.factor is not None:
             y.mul_(run.vectors[self.factor])
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         dy = run.grads.pop(self.y)
         if self.factor is not None:  # as wide as it may be, rounded once
             dy = torch.mul(dy, run.vectors[self.factor], out=torch.empty_like(dy))
@@ -339,7 +328,6 @@ class Add(Step):
         run.give(self.x, dy)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.y: shape.width * shape.itemsize} if self.held else {}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
@@ -349,7 +337,6 @@ class Add(Step):
         return own if self.factor is None else {**own, self.x: row}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", add(rows, shape.width, shape.itemsize)
         if self.factor is not None:
             yield "memory", drop(rows, shape.width, shape.itemsize)
@@ -371,13 +358,10 @@ class AddNormalize(Step):
         self.takes, self.gives, self.keeps = self.add.takes, (*self.add.gives, *self.norm.gives), {}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         v[self.add.y] = self.norm.total(run, v, v[self.add.branch], v[self.add.x])
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.add.y: shape.width * shape.itemsize, **self.norm.sizes(shape)}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield self.norm.charge(shape, rows, residual=True)

@@ -34,7 +34,6 @@ class ForwardGraph(Graph):
         return tuple(replace(one, rung=Rung("input")) for one in super().calls(at, block, parts))
 
     def record(self, recorder: Recorder, pieces: Sequence[RecordedBlock]) -> None:
-        """See Graph."""
         ahead = Upwards(pieces, self.inlets, self.outlet)
         with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):
             (self._forward,) = recorder.record(ahead.forward)

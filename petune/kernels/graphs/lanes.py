@@ -46,18 +46,15 @@ class Lanes:
         return lane
 
     def takes(self, stack: Stack, call: Call) -> bool:
-        """See stack_protocols.Whole."""
         lane = self._free()
         return lane is not None and lane.takes(stack, call)
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        """See stack_protocols.Whole."""
         return self.lanes[0].room_for(stack, hidden, here)
 
     def __call__(
         self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
     ) -> Call | None:
-        """See stack_protocols.Whole."""
         lane = self._free()
         return None if lane is None else lane(stack, calls, here, below)
 

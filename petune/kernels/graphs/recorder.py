@@ -46,15 +46,14 @@ def _nothing_freed() -> Iterator[None]:
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, which share a pool of memory and so must not be replayed between each
-    other's two passes."""
+    """Recorder of CUDA graphs of one device, which share a pool of memory and so must not be replayed between
+    each other's two passes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def refusal(self) -> str | None:
-        """See Recorder."""
         if torch.cuda.is_current_stream_capturing():
             return "the call is part of another CUDA graph"
         if torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device):

@@ -22,18 +22,15 @@ class Ways:
     every: Sequence[Whole]
 
     def takes(self, stack: Stack, call: Call) -> bool:
-        """See stack_protocols.Whole."""
         return any(way.takes(stack, call) for way in self.every)
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        """See stack_protocols.Whole."""
         rooms = (way.room_for(stack, hidden, here) for way in self.every)
         return next((room for room in rooms if room is not None), None)
 
     def __call__(
         self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
     ) -> Call | None:
-        """See stack_protocols.Whole."""
         gone = (way(stack, calls, here, below) for way in self.every if way.takes(stack, calls[0]))
         return next((advanced for advanced in gone if advanced is not None), None)
 

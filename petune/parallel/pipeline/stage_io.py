@@ -66,12 +66,10 @@ class StageWire:
     outbox: Carried | None = None
 
     def receive(self) -> Carried | None:
-        """See stack_protocols.Wire."""
         arrived, self.inbox = self.inbox, None
         return arrived
 
     def send(self, carried: Carried) -> None:
-        """See stack_protocols.Wire."""
         self.outbox = carried
 
 

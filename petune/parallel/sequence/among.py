@@ -74,15 +74,12 @@ class Among(Crossing, ABC):
         return type(self), (None, self.index, self.shares)
 
     def here(self) -> Self:
-        """See petune.models.exchange.Exchange."""
         return replace(self, sizes=self._sizes())
 
     def described(self, kv_heads: int) -> Exchanged:
-        """See petune.models.exchange.Exchange."""
         return Exchanged(self.kind, self.shares, self.index)
 
     def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
-        """See petune.models.exchange.Exchange."""
         return 0, 0
 
     def _largest(self, whole: int) -> int:

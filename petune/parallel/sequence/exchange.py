@@ -52,11 +52,9 @@ class GatherExchange(Among):
         return self.link.room_bytes(self._largest(2 * keys) * self.link.terms)
 
     def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
-        """See petune.models.exchange.Crossed."""
         return self.link.gather(x, self.sizes)
 
     def enter_backward(self, dy: Tensor, columns: Sequence[Sizes]) -> Tensor:
-        """See petune.models.exchange.Crossed."""
         return self.link.reduce_scatter(dy, self.sizes)
 
     def leave(self, y: Tensor, columns: Sequence[Sizes]) -> Tensor:
@@ -121,15 +119,12 @@ class Cross:
     sizes: Sizes = ()
 
     def here(self) -> Self:
-        """See petune.models.exchange.Exchange."""
         return replace(self, sizes=running().sizes)
 
     def described(self, kv_heads: int) -> Exchanged:
-        """See petune.models.exchange.Exchange."""
         return Exchanged(self.kind, self.shares, self.index)
 
     def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
-        """See petune.models.exchange.Exchange."""
         return 0, 0
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -137,7 +132,6 @@ class Cross:
         return list(numbers)
 
     def recorded(self) -> AbstractContextManager[None]:
-        """See petune.models.exchange.Exchange."""
         return nullcontext()
 
     def __call__(
@@ -186,24 +180,19 @@ class Ulysses(Among):
         return self.link.room_bytes(self._largest(queries + 2 * keys), swapped=True)
 
     def described(self, kv_heads: int) -> Exchanged:
-        """See petune.models.exchange.Exchange."""
         _, shared = ulysses_heads(kv_heads, kv_heads, len(self.shares))
         return Exchanged(self.kind, self.shares, self.index, shared)
 
     def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
-        """See petune.models.exchange.Crossed."""
         return self._trade(columns).to_heads(x)
 
     def enter_backward(self, dy: Tensor, columns: Sequence[Sizes]) -> Tensor:
-        """See petune.models.exchange.Crossed."""
         return self._trade(columns).to_tokens(dy)
 
     def leave(self, y: Tensor, columns: Sequence[Sizes]) -> Tensor:
-        """See petune.models.exchange.Crossed."""
         return self._trade(columns).to_tokens(y)
 
     def leave_backward(self, dx: Tensor, columns: Sequence[Sizes]) -> Tensor:
-        """See petune.models.exchange.Crossed."""
         return self._trade(columns).to_heads(dx)
 
     def _trade(self, columns: Sequence[Sizes]) -> AllToAll:
@@ -263,7 +252,6 @@ class Ring(Among):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See petune.models.exchange.Travelling."""
         return ring.ahead(*qkv, bias, mask, self._trip(causal, scale))
 
     def attend_backward(
@@ -278,7 +266,6 @@ class Ring(Among):
         kept: tuple[Tensor, ...],
         dbias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See petune.models.exchange.Travelling."""
         return ring.back(dout, *qkv, bias, mask, out, kept, self._trip(causal, scale), dbias)
 
     def _trip(self, hides_later: bool, scale: float) -> Trip:

@@ -314,7 +314,7 @@ class RefuseRecording(StatelessHook):
 
 @dataclass
 class StackEdges(StatelessHook):
-    """How a call enters and leaves a stack: where the connection is cut by sequence, each rank takes its
+    """Edges of a stack (stack_protocols.Edges): where the connection is cut by sequence, each rank takes its
     tokens and gives them back."""
 
     replays = True
@@ -324,11 +324,9 @@ class StackEdges(StatelessHook):
 
     @property
     def least(self) -> int:
-        """See stack_protocols.Edges."""
         return 1 if self.plan.connection == "whole" else len(self.plan.sequence)
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
-        """See stack_protocols.Edges."""
         if self.plan.connection == "whole":
             return carry, here
         length = carry["hidden_states"].shape[1]
@@ -385,16 +383,13 @@ class StackEdges(StatelessHook):
         return {"position_bias": cast("Any", makers[0]).compute_bias(length, length, device=device)}
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
-        """See stack_protocols.Edges."""
         beside = cast("Any", stack._modules["side"]).numbered
         if self.plan.connection == "whole" or not beside:
             return carry
         return carry | self._bias(stack, beside[0][1], carry, sum(here.sizes))
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """See stack_protocols.Edges."""
         return split_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """See stack_protocols.Edges."""
         return gather_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden

@@ -260,24 +260,19 @@ class Logits(_Hook):
 
     @property
     def whole(self) -> int:
-        """See VocabularySlice."""
         return sum(self.sizes)
 
     @property
     def widest(self) -> int:
-        """See VocabularySlice."""
         return max(self.sizes)
 
     def gather(self, x: Tensor) -> Tensor:
-        """See VocabularySlice."""
         return gather_dim(x[None], (1,) * len(self.sizes), 0, self.talk())
 
     def enter_backward(self, dx: Tensor) -> Tensor:
-        """See VocabularySlice."""
         return dx if alone(self.talk()) else COPY.back(dx, self.talk(), own=True)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See VocabularySlice."""
         return vocabulary_losses(logits, labels, self.talk(), self.first)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
