@@ -27,7 +27,6 @@ class Kind(Protocol):
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
         """Everything in `value` that is not of this kind."""
-        ...
 
 
 @dataclass(frozen=True)

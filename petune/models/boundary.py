@@ -43,67 +43,53 @@ class Boundary(Protocol):
     @property
     def connection(self) -> Connection:
         """How ranks hold what lies around the sub-layer."""
-        ...
 
     @property
     def first(self) -> int:
         """See the class."""
-        ...
 
     @property
     def overlapped(self) -> bool:
         """See the class."""
-        ...
 
     @property
     def split_turns(self) -> bool:
         """See the class."""
-        ...
 
     @property
     def share(self) -> float:
         """See the class."""
-        ...
 
     def here(self) -> Self:
         """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward
         pass."""
-        ...
 
     def enter(self, x: Tensor) -> Tensor:
         """Hidden states as the sub-layer reads them, of all tokens."""
-        ...
 
     def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks of what each makes of the gradient of what has entered."""
-        ...
 
     def leave(self, y: Tensor, own: bool = False) -> Tensor:
         """The sum over the ranks of what each has made, as the connection holds it."""
-        ...
 
     def leave_backward(self, dy: Tensor) -> Tensor:
         """The gradient of every rank's term of that sum."""
-        ...
 
     def room_bytes(self, nbytes: int) -> tuple[int, int]:
         """Bytes that stand for what is said here, and bytes to come for hidden states of all tokens, of so
         many bytes."""
-        ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The least of each number among the ranks, on all of them; for what they have to agree on."""
-        ...
 
     @property
     def recordable(self) -> bool:
         """Whether what is said here may be part of a recording."""
-        ...
 
     def recorded(self) -> AbstractContextManager[None]:
         """What is said inside, at this boundary and all others of the same blocks, may become part of a
         recording, which all ranks replay in the same order."""
-        ...
 
 
 class VocabularySlice(Protocol):
@@ -112,31 +98,25 @@ class VocabularySlice(Protocol):
     @property
     def first(self) -> int:
         """The number in the whole vocabulary of the first row."""
-        ...
 
     @property
     def whole(self) -> int:
         """Rows of the whole vocabulary."""
-        ...
 
     @property
     def widest(self) -> int:
         """The most rows that a rank holds."""
-        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """[ranks, ...]: what every rank gives, all [...]."""
-        ...
 
     def enter_backward(self, dx: Tensor) -> Tensor:
         """The sum over the ranks of what each makes of the gradient of hidden states; `dx` may be written
         over."""
-        ...
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross-entropies in nats [n] of logits [n, rows of this slice] that are there. labels [n] are of
         the whole vocabulary; where one is negative the loss is 0."""
-        ...
 
 
 class BoundaryHook:

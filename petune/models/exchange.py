@@ -61,54 +61,43 @@ class Exchange(Protocol):
     @property
     def overlapped(self) -> bool:
         """See the class."""
-        ...
 
     @property
     def split_turns(self) -> bool:
         """As that of a boundary."""
-        ...
 
     @property
     def kind(self) -> ExchangeKind:
         """See the file."""
-        ...
 
     @property
     def index(self) -> int:
         """See the class."""
-        ...
 
     @property
     def sizes(self) -> Sizes:
         """See the class."""
-        ...
 
     def here(self) -> Self:
         """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward
         pass."""
-        ...
 
     def described(self, kv_heads: int) -> Exchanged:
         """What steps depend on, for attention with so many heads of keys and values."""
-        ...
 
     def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
         """As that of a boundary, for queries and keys of so many bytes, of all tokens; values have as many as
         keys."""
-        ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """As that of a boundary: the least of each number among the ranks."""
-        ...
 
     @property
     def recordable(self) -> bool:
         """As that of a boundary."""
-        ...
 
     def recorded(self) -> AbstractContextManager[None]:
         """As that of a boundary."""
-        ...
 
 
 class Crossed(Protocol):
@@ -117,19 +106,15 @@ class Crossed(Protocol):
 
     def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """x [batch, own tokens, columns] as attention reads it."""
-        ...
 
     def enter_backward(self, dy: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """The gradient of own tokens, of that of what attention has read on every rank."""
-        ...
 
     def leave(self, y: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """What attention gives, [batch, own tokens, columns]."""
-        ...
 
     def leave_backward(self, dx: Tensor, columns: Sequence[Sizes]) -> Tensor:
         """The gradient of what attention gave here."""
-        ...
 
 
 class Travelling(Protocol):
@@ -146,7 +131,6 @@ class Travelling(Protocol):
         scale: float,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(output, as q; what the way back needs beside it)."""
-        ...
 
     def attend_backward(
         self,
@@ -161,7 +145,6 @@ class Travelling(Protocol):
         dbias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v; that of the bias, where asked for, is added to `dbias`."""
-        ...
 
 
 def exchange_of(module: nn.Module) -> Any:

@@ -83,29 +83,23 @@ class Spread(Protocol):
     @property
     def counts(self) -> tuple[int, ...]:
         """Experts of each rank."""
-        ...
 
     @property
     def index(self) -> int:
         """Of this rank."""
-        ...
 
     def way(self, index: Tensor) -> tuple[Way, Routes]:
         """The way of tokens to the experts index [tokens, chosen], and the routes of the rows that come here
         to the experts that are here, numbered from this rank's first."""
-        ...
 
     def there(self, x: Tensor, way: Way) -> Tensor:
         """Rows of x [tokens, n] on the ranks of their experts: those that come here, [rows here, n]."""
-        ...
 
     def back(self, y: Tensor, way: Way) -> Tensor:
         """The way back of y [rows here, n], summed over the ranks of a token [tokens, n]: the adjoint."""
-        ...
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """As that of a boundary: the least of each number among the ranks."""
-        ...
 
 
 def reached(held: Sequence[int], chosen: int) -> list[float]:

@@ -26,46 +26,36 @@ class LadderLike(Protocol):
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
         """Its blocks that are here, each with the number of the block that it is beside."""
-        ...
 
     def has(self, number: int) -> bool:
         """Whether it has a level beside block `number`, here."""
-        ...
 
     def reads(self, number: int) -> bool:
         """Whether that level reads what block `number` gives."""
-        ...
 
     def begin(self, call: Call, arrived: Call | None) -> Call:
         """The ladder's carry of what enters the stack; `arrived` is its carry from an earlier stage."""
-        ...
 
     def split(self, call: Call, now: StackPass) -> tuple[Call, Call]:
         """The arguments of one block, for the backbone and for the level beside it, without the ladder's
         carry."""
-        ...
 
     def lower(self, levels: Tensor) -> Tensor:
         """What the gates mix in of all levels that are here, [levels, batch, seq, width / reduction], of what
         their blocks give."""
-        ...
 
     def gate(self) -> tuple[Tensor, float]:
         """The gates of the levels that are here, [levels], and their temperature."""
-        ...
 
     def call(self, index: int, call: Call) -> Call:
         """What the side block beside block `index` is handed."""
-        ...
 
     def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
         """One level: mix the output of block `index`, [batch, seq, hidden], into the side state and advance
         it. below: the level of `lower`, where it was asked. Returns the carry."""
-        ...
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
         """What leaves the stack in place of the last block's output, same shape."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,13 +72,11 @@ class Wire(Protocol):
 
     def receive(self) -> Carried | None:
         """What the stage before has sent; None where this stage begins the stack."""
-        ...
 
     ends: bool  # whether the stack ends on this stage, and is left as it always is; nothing is sent then
 
     def send(self, carried: Carried) -> None:
         """Take what the next stage needs."""
-        ...
 
 
 class Edges(Protocol):
@@ -101,28 +89,22 @@ class Edges(Protocol):
     @property
     def least(self) -> int:
         """See the class."""
-        ...
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """What the first block is handed by the one before, as it is inside, and where that lies in the
         whole."""
-        ...
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
         """Any other argument of a block, as it is inside; asked once for each tensor of a pass."""
-        ...
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
         """A ladder's carry, made of one that is inside."""
-        ...
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         """Hidden states as they are inside, of whole ones."""
-        ...
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
         """Hidden states made whole again, [batch, seq, width]."""
-        ...
 
 
 class Whole(Protocol):
@@ -131,19 +113,16 @@ class Whole(Protocol):
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """Whether a pass that begins with `call` may go this way."""
-        ...
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
         """Tokens that it has room for, where a pass is to be computed as one of more tokens than it has; else
         None. hidden: of all tokens, before they are cut across ranks."""
-        ...
 
     def __call__(
         self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
     ) -> Call | None:
         """The first of `calls`, one for each block, advanced by all; None where they have to run one by one.
         below: of a ladder, what its gates mix in."""
-        ...
 
 
 class Beneath(Protocol):
@@ -152,15 +131,12 @@ class Beneath(Protocol):
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """Whether a pass that begins with `call` may go this way."""
-        ...
 
     def levels(self, stack: Stack, calls: Sequence[Call], here: Running) -> Tensor | None:
         """What every block gives, [blocks, batch, seq, width], or None where they have to run one by one."""
-        ...
 
     def forget(self) -> None:
         """Let go of what it holds for the blocks, which leave memory."""
-        ...
 
 
 class Levels(Protocol):
@@ -177,9 +153,7 @@ class Levels(Protocol):
     @property
     def writes(self) -> bool:
         """Whether what blocks give in this pass is wanted."""
-        ...
 
     def write(self, number: int, hidden: Tensor) -> Tensor | None:
         """Take what block `number` of `numbers` gives, [batch, seq, width]; what it will be read as, where
         that is rounded."""
-        ...

@@ -32,23 +32,18 @@ class Reporter(Protocol):
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Once, before the first step."""
-        ...
 
     def step(self, record: Mapping[str, Any]) -> None:
         """After every optimizer step."""
-        ...
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """After every evaluation."""
-        ...
 
     def note(self, line: str) -> None:
         """Something worth knowing."""
-        ...
 
     def done(self, lines: Sequence[str]) -> None:
         """Once, at the end."""
-        ...
 
 
 class PlainReporter:

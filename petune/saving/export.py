@@ -66,7 +66,6 @@ class Processor(Protocol):
 
     def save_pretrained(self, folder: Path, /) -> Any:
         """Write what it is made from into a folder."""
-        ...
 
 
 # by file and name there: the tensor of the model, and where in it what is written there begins

@@ -35,11 +35,9 @@ class Table(Protocol):
 
     def __len__(self) -> int:
         """The number of rows."""
-        ...
 
     def __getitem__(self, key: Any, /) -> Any:
         """A row, or a column."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -29,37 +29,29 @@ class PackedWeight(Protocol):
     @property
     def rate(self) -> Literal["matmul", "matmul_fp8"]:
         """Which rate of a device its products run at."""
-        ...
 
     @property
     def made(self) -> float:
         """Bytes a number of what is made dense for each product, 0 where nothing is."""
-        ...
 
     def linear(self, x: Tensor) -> Tensor:
         """x W^T + bias, [m, k] -> [m, sum of outputs]."""
-        ...
 
     def linear32(self, x: Tensor) -> Tensor:
         """The same as it is summed, before it is rounded: float32, float64 for float64."""
-        ...
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
         """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no
         use for it."""
-        ...
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
         """x W^T + bias + low, rounded once. inlet: what `inlet` gave, if x is its left part."""
-        ...
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """dy W, [m, sum of outputs] -> [m, k]."""
-        ...
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """(dy W, dy b) with b [sum of outputs, r]."""
-        ...
 
 
 @dataclass(frozen=True)

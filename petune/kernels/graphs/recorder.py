@@ -23,12 +23,10 @@ class Recorder(Protocol):
 
     def refusal(self) -> str | None:
         """Why nothing can be recorded or replayed at this moment, or None."""
-        ...
 
     def record(self, *passes: Run) -> list[Run]:
         """Passes that follow one another again, over the memory they are recorded on. Raises NotRecorded
         where one cannot be recorded, and what the passes raise where they are tried."""
-        ...
 
 
 @contextmanager
