@@ -218,13 +218,13 @@ def check_fields(value: Any, fields: Mapping[str, Kind] | Kind, file: Path, unde
         raise FileError(problems)
 
 
-def check_version(value: Mapping[str, Any], key: str, newest: int, file: Path, oldest: int = 1) -> int:
+def check_version(value: Mapping[str, Any], key: str, newest: int, file: Path) -> int:
     """The version under `key`. Raises FileError for one that is missing, unknown, or of a newer petune, which
     is said."""
     found = value.get(key)
-    if type(found) is int and oldest <= found <= newest:
+    if type(found) is int and 1 <= found <= newest:
         return found
-    known = str(newest) if oldest == newest else f"{oldest} to {newest}"
+    known = str(newest) if newest == 1 else f"1 to {newest}"
     if type(found) is int and found > newest:
         what, remedy = "was written by a newer petune: another version", "use that petune, or a newer one"
     else:

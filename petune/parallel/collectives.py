@@ -173,10 +173,10 @@ def broadcast(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tens
     return found
 
 
-def own_slice(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
+def own_slice(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """This rank's part of a whole `x`, as a view."""
     rank = dist.get_rank(group)
-    return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    return x.narrow(SEQ, sum(sizes[:rank]), sizes[rank])
 
 
 def _gather(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:

@@ -36,7 +36,7 @@ def draft(prepared: Prepared, file: Path) -> str:
         "# what",
         _line(
             "model",
-            _as_found(recipe, values["model"], recipe.model, file),
+            _as_found(values["model"], recipe.model, file),
             prepared.source.note.rpartition(": ")[2],
         ),
         *_data(prepared, values["data"], file),
@@ -70,7 +70,7 @@ def _line(key: str, value: Any, comment: str = "", indent: str = "") -> str:
     return f"{text.ljust(_WIDTH - 2)}  # {comment}" if comment else text
 
 
-def _as_found(recipe: Recipe, absolute: str, written: str, file: Path) -> str:
+def _as_found(absolute: str, written: str, file: Path) -> str:
     """An input as it was written, where the recipe lies in the working directory; else so that it is found
     from any."""
     return written if file.resolve().parent == Path.cwd() else absolute
@@ -81,9 +81,9 @@ def _data(prepared: Prepared, values: dict[str, Any], file: Path) -> Iterator[st
     yield "data:"
     for note in (*prepared.rows.notes, *report.lines()):
         yield f"  # {note}"
-    yield _line("path", _as_found(recipe, values["path"], recipe.data.path, file), indent="  ")
+    yield _line("path", _as_found(values["path"], recipe.data.path, file), indent="  ")
     if recipe.data.eval:
-        yield _line("eval", _as_found(recipe, values["eval"], recipe.data.eval, file), indent="  ")
+        yield _line("eval", _as_found(values["eval"], recipe.data.eval, file), indent="  ")
     if prepared.reader is None:
         yield _line("max_length", report.limit, "tokens; longer rows are cut", indent="  ")
     given = {path[1] for path in recipe.given if path[0] == "data" and len(path) > 1}

@@ -14,7 +14,6 @@ def collate(
     examples: Sequence[Example],
     task: str,
     pad_token_id: int,
-    padding_side: str = "right",
     packed: bool = False,
     shortest: int = 1,
 ) -> dict[str, Tensor]:
@@ -32,26 +31,21 @@ def collate(
     if examples[0].reading is not None:
         return _of_readings(examples)
     inputs = [example.input_ids for example in examples]
-    batch = {"input_ids": _stack(inputs, pad_token_id, padding_side, shortest)}
+    batch = {"input_ids": _stack(inputs, pad_token_id, shortest)}
     width = batch["input_ids"].shape[1]
     if packed:
         positions = [example.positions or list(range(len(example.input_ids))) for example in examples]
         rows = [row + list(range(width - len(row))) for row in positions]
         batch["position_ids"] = torch.tensor(rows)
-        batch["input_ids"] = _stack(inputs, pad_token_id, "right", shortest)
     else:
-        batch["attention_mask"] = _stack([[1] * len(row) for row in inputs], 0, padding_side, shortest)
+        batch["attention_mask"] = _stack([[1] * len(row) for row in inputs], 0, shortest)
     if all(example.token_types is not None for example in examples):
-        batch["token_type_ids"] = _stack(
-            [example.token_types or [] for example in examples], 0, padding_side, shortest
-        )
+        batch["token_type_ids"] = _stack([example.token_types or [] for example in examples], 0, shortest)
     if task in ("classify", "embed", "rerank"):
         batch["labels"] = torch.tensor([example.labels for example in examples])
     else:
         labels = [example.labels for example in examples if isinstance(example.labels, list)]
-        batch["labels"] = _stack(
-            labels, MASKED, "right" if task == "seq2seq" or packed else padding_side, shortest
-        )
+        batch["labels"] = _stack(labels, MASKED, shortest)
     if all(example.good is not None for example in examples):
         batch["good"] = torch.tensor([bool(example.good) for example in examples])
     if known:
@@ -65,17 +59,11 @@ def _of_readings(examples: Sequence[Example]) -> dict[str, Tensor]:
     read = [(one.reading, one) for one in examples if one.reading is not None]
     tensors = [torch.from_numpy(reading.tensor(one.where)) for reading, one in read]
     targets = [one.labels for one in examples if isinstance(one.labels, list)]
-    labels = (
-        _stack(targets, MASKED, "right", 1) if targets else torch.tensor([one.labels for one in examples])
-    )
+    labels = _stack(targets, MASKED, 1) if targets else torch.tensor([one.labels for one in examples])
     return {read[0][0].reader.argument: torch.stack(tensors), "labels": labels}
 
 
-def _stack(rows: Sequence[list[int]], fill: int, side: str, shortest: int) -> Tensor:
-    """[rows, longest], the shorter filled on `side`."""
+def _stack(rows: Sequence[list[int]], fill: int, shortest: int) -> Tensor:
+    """[rows, longest], the shorter filled up at their ends."""
     width = max(shortest, *(len(row) for row in rows))
-    padded = [
-        row + [fill] * (width - len(row)) if side == "right" else [fill] * (width - len(row)) + row
-        for row in rows
-    ]
-    return torch.tensor(padded, dtype=torch.int64)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int64)

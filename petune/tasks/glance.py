@@ -30,13 +30,12 @@ def check_first_rows(
     config: DataConfig,
     task: str,
     folder: Path,
-    count: int = FIRST_ROWS,
     *,
-    reads: str | None = None,
-    rate: int | None = None,
-    look: Callable[[Sequence[Row]], object] | None = None,
+    reads: str | None,
+    rate: int | None,
+    look: Callable[[Sequence[Row]], object] | None,
 ) -> tuple[str, ...]:
-    """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first; the
+    """Read the first rows of each side as `load_rows` would, in the layout of the very first; the
     columns that play no role.
 
     reads: what the model reads, "text", "image" or "audio", None where nobody knows; rate: of its sounds;
@@ -54,7 +53,7 @@ def check_first_rows(
                 refuse_other_format(_format_of_demo(task), str(reads))
             continue
         faults = Faults(skip=config.on_bad_line == "skip")
-        records = itertools.islice(source.records(side, faults, whole=config.chunk), count)
+        records = itertools.islice(source.records(side, faults, whole=config.chunk), FIRST_ROWS)
         first = next(records, None)
         if first is None:
             faults.settle(0)

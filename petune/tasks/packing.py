@@ -13,14 +13,9 @@ from collections.abc import Iterator, Sequence
 from petune.tasks.examples import Example
 
 
-def pack(examples: Sequence[Example], limit: int) -> list[Example]:
-    """Bins of at most `limit` tokens, in the order of their first example. Each example must fit by
-    itself."""
-    return list(packed(examples, [len(example.input_ids) for example in examples], limit))
-
-
 def packed(examples: Sequence[Example], sizes: Sequence[int], limit: int) -> Iterator[Example]:
-    """The same of examples whose sizes are known."""
+    """Bins of at most `limit` tokens, in the order of their first example, of examples of so many tokens
+    each. Each must fit by itself."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

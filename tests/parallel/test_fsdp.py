@@ -35,7 +35,7 @@ from petune.parallel.fsdp import (
 from petune.parallel.mesh import Mesh, coordinate, make_mesh
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage, apportion
 from petune.parallel.tensor import hooks, shard_params
-from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, vocabulary_loss
+from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, vocabulary_losses
 from petune.run.evaluate import forward
 from petune.tasks.loss import loss_sum, trained_positions
 from tests.methods.zoo import FOUR, GENERATE, SETTINGS, assert_same_gradients, batch, prompt, stir, tiny
@@ -310,9 +310,8 @@ def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
         shard(model, plan, mesh, tuned_parameters(model).values())
         own = mine(rows, mesh)
         logits, gold = trained_positions(forward(model, own), own["labels"], "causal")
-        loss = vocabulary_loss(logits, gold, mesh.groups["tp"], sum(sizes[: mesh.at.tp])) / total_of(
-            name, rows
-        )
+        losses = vocabulary_losses(logits, gold, mesh.groups["tp"], sum(sizes[: mesh.at.tp]))
+        loss = losses.sum() / total_of(name, rows)
         loss.backward()
         grads = {}
         for key, value in tuned_parameters(model).items():

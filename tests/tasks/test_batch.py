@@ -16,16 +16,9 @@ def test_a_batch_is_as_wide_as_its_longest_row() -> None:
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
-def test_padding_may_go_to_the_left() -> None:
-    batch = collate([SHORT, LONG], "causal", 0, padding_side="left")
-    assert batch["input_ids"].tolist()[0] == [0, 5, 6]
-    assert batch["attention_mask"].tolist()[0] == [0, 1, 1]
-    assert batch["labels"].tolist()[0] == [MASKED, MASKED, 6]
-
-
 def test_targets_are_padded_by_themselves() -> None:
     rows = [Example([5], [6, 7], "d:1", 1), Example([5, 6, 7], [8], "d:2", 3)]
-    batch = collate(rows, "seq2seq", 0, padding_side="left")
+    batch = collate(rows, "seq2seq", 0)
     assert batch["labels"].tolist() == [[6, 7], [8, MASKED]]
     assert count(batch) == 3
 

@@ -7,12 +7,16 @@ from hypothesis import strategies as st
 
 from petune.tasks import collate, loss_sum
 from petune.tasks.examples import MASKED, Example
-from petune.tasks.packing import pack
+from petune.tasks.packing import packed
 
 
 def example(size: int, seed: int = 0) -> Example:
     ids = torch.randint(5, 261, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
     return Example(ids, [MASKED, *ids[1:]], f"d:{seed}", size)
+
+
+def pack(samples: list[Example], limit: int) -> list[Example]:
+    return list(packed(samples, [len(one.input_ids) for one in samples], limit))
 
 
 @settings(max_examples=50, deadline=None)
@@ -53,8 +57,8 @@ def test_packed_samples_train_as_if_each_were_alone(attention: str, make_llama) 
         losses.append(total)
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    for packed, alone in zip(*gradients, strict=True):
-        torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
+    for together, alone in zip(*gradients, strict=True):
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
 
 
 def test_without_positions_packed_samples_would_see_each_other(make_llama) -> None:

@@ -83,7 +83,7 @@ class Schedules:
             kept = self.kept(keep)
             parts = self.steps[: self.wide.start], self.steps[self.wide], self.steps[self.wide.stop :]
             sections = [[(step, False) for step in _paired(part)] for part in parts]
-            self._forward[keep] = _passed(sections, (False, True, False), self.inputs, (*kept, self.y), kept)
+            self._forward[keep] = _passed(sections, self.inputs, (*kept, self.y), kept)
         return self._forward[keep]
 
     # ------------------------------------------------------------ backward
@@ -116,7 +116,7 @@ class Schedules:
         outside, inside = self._remade_for_tiles(wide[whole:], there)
         sections[0] += outside
         sections += [inside, self._with_remade(before, there)]
-        return _passed(sections, (False, True, False), kept, (), (), wants)
+        return _passed(sections, kept, (), (), wants)
 
     def _with_remade(self, steps: Sequence[Step], there: set[str]) -> list[tuple[Step, bool]]:
         """Steps on the way back, each behind those that make again what it reads and is not there any
@@ -211,17 +211,17 @@ def _paired(steps: Sequence[Step]) -> Iterator[Step]:
 
 def _passed(
     sections: Sequence[Sequence[tuple[Step, bool]]],
-    tiles: Sequence[bool],
     there: Sequence[str],
     ends: Sequence[str],
     kept: tuple[str, ...],
     wants: frozenset[str] = frozenset(),
 ) -> ScheduledPass:
-    """The pass of these steps. there: values it begins with; ends: those that have to be there at its end."""
+    """The pass of these steps, whose middle section may run in tiles. there: values it begins with; ends:
+    those that have to be there at its end."""
     flat = [one for section in sections for one in section]
     last = _last_uses(flat) | dict.fromkeys(ends, len(flat))
     alive, begins, found, drops = set(there), 0, [], []
-    for section, tiled in zip(sections, tiles, strict=True):
+    for section, tiled in zip(sections, (False, True, False), strict=True):
         stop = begins + len(section)
         given = {name for step, back in section if not back for name in step.gives}
         used = {name for step, back in section for name in _uses(step, back)}

@@ -5,7 +5,7 @@ Each rank holds the rows [first, first + count) of the token table and of the he
 own rows, gives zeros for the others, and the ranks' results are summed. The head's input is copied (its
 gradient summed), and its output is
 
-    with gradients      this rank's logits [..., count]: take the loss of them with `vocabulary_loss`, never
+    with gradients      this rank's logits [..., count]: take the loss of them with `vocabulary_losses`, never
                         with a plain cross-entropy
     under no_grad       whole logits [..., vocabulary], gathered, so that scoring and generation need not know
 
@@ -312,19 +312,14 @@ class Bias(_Hook):
 # ---------------------------------------------------------------- loss
 
 
-def vocabulary_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
-    """The summed cross-entropy in nats of logits that are cut by vocabulary: the same scalar, float32 or
+def vocabulary_losses(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
+    """The cross-entropy in nats of each row of logits that are cut by vocabulary: the same [n], float32 or
     wider, on every rank.
 
     logits: this rank's [n, count], for the rows of the vocabulary from `first` on. labels: [n] in the whole
-    vocabulary, the same on all ranks; negative ones count nothing. A label that no rank has makes the loss
+    vocabulary, the same on all ranks; negative ones count nothing. A label that no rank has makes its loss
     NaN, on all ranks alike. The gradient of `logits` is exact for this rank's part and needs no sum.
     """
-    return vocabulary_losses(logits, labels, group, first).sum()
-
-
-def vocabulary_losses(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
-    """What `vocabulary_loss` sums: the loss of every row, [n]."""
     return applied(_CrossEntropy, logits, labels, group, first)
 
 

@@ -28,7 +28,7 @@ from petune.parallel.tensor.vocabulary import (
     has_cut_head,
     hook_vocabulary,
     refusal,
-    vocabulary_loss,
+    vocabulary_losses,
 )
 from petune.run.evaluate import forward, outputs_of
 from petune.tasks.loss import loss_sum, trained_positions
@@ -137,7 +137,7 @@ def parts_of(
     logits = forward(model, inputs)
     assert logits.shape == (*whole.shape[:-1], sizes[dist.get_rank()])
     chosen, gold = trained_positions(logits, inputs["labels"], task)
-    loss = vocabulary_loss(chosen, gold, dist.group.WORLD, sum(sizes[: dist.get_rank()]))
+    loss = vocabulary_losses(chosen, gold, dist.group.WORLD, sum(sizes[: dist.get_rank()])).sum()
     loss.backward()
     return {"logits": whole, "loss": loss, "grads": gathered(grads_of(model), placed)}
 
@@ -377,7 +377,7 @@ def loss_parts(logits: Tensor, labels: Tensor, sizes: tuple[int, ...], factor: f
     rank = dist.get_rank()
     first = sum(sizes[:rank])
     own = logits[:, first : first + sizes[rank]].clone().requires_grad_()
-    loss = vocabulary_loss(own, labels, dist.group.WORLD, first)
+    loss = vocabulary_losses(own, labels, dist.group.WORLD, first).sum()
     (loss * factor).backward()
     return {"loss": loss, "grad": gather_dim(own.grad, sizes, 1, dist.group.WORLD)}  # type: ignore[arg-type]
 
@@ -421,8 +421,8 @@ def test_a_label_that_no_rank_has_makes_the_loss_nan_on_all_ranks() -> None:
 def test_the_loss_in_one_process_is_the_plain_one() -> None:
     logits = torch.randn(5, VOCAB, dtype=torch.float64, requires_grad=True)
     labels = torch.arange(5)
-    assert torch.autograd.gradcheck(lambda x: vocabulary_loss(x, labels, None, 0), [logits])
+    assert torch.autograd.gradcheck(lambda x: vocabulary_losses(x, labels, None, 0).sum(), [logits])
     with torch.no_grad():
-        assert float(vocabulary_loss(logits, labels, None, 0)) == pytest.approx(
+        assert float(vocabulary_losses(logits, labels, None, 0).sum()) == pytest.approx(
             float(F.cross_entropy(logits, labels, reduction="sum"))
         )
