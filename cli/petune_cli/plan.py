@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     from petune.estimate.forecast import Forecast, Rank
     from petune.estimate.fused_forecast import Outlook
     from petune.recipe import Recipe
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def plan(
@@ -153,16 +149,16 @@ def _draw(found: Forecast, file: Path) -> None:
 
 def _sizes(text: str) -> list[int]:
     """Bytes of `24GiB`, `8GB` or `24` (GiB), or of several with commas. Raises UsageError."""
+    from petune.estimate.cluster import read_size
+
     found = []
     for word in text.split(","):
-        size = _SIZE.fullmatch(word.strip())
+        size = read_size(word)
         if size is None:
             raise UsageError(
                 "this is no size", where="--memory", expected="24GiB, 24GB or 24, or a list 8,24", found=word
             )
-        number, prefix, binary = size.groups()
-        unit = 2**30 if prefix is None else (1024 if binary else 1000) ** _POWERS[prefix.upper()]
-        found.append(int(float(number) * unit))
+        found.append(size)
     return found
 
 

@@ -32,7 +32,7 @@ from petune.errors import Problem, UsageError
 from petune.kernels.memory.block_cost import CPU, Rates, rates_of
 from petune.recipe.yaml_lines import read
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _KEYS = ("rates", "speed", "matmul", "launch", "memory")
 
@@ -112,7 +112,7 @@ def scaled(rates: Rates, speed: float) -> Rates:
 
 def read_size(text: str) -> int | None:
     """Bytes of `24GiB`, `8GB` or `24` (GiB); None for what is no size."""
-    found = SIZE.fullmatch(text.strip())
+    found = _SIZE.fullmatch(text.strip())
     if found is None:
         return None
     number, prefix, binary = found.groups()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import (
     Attention,
     Config,
@@ -47,11 +47,6 @@ def shape(config: Config) -> Shape:
     return Shape(heads, heads, width // heads, config.encoder_ffn_dim, width)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with model and MLP widths of both stacks divided by `reduction`."""
-    return narrowed(config, reduction, "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
-
-
 def depth(config: Config) -> dict[StackName, int]:
     """Blocks of each stack."""
     return {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
@@ -67,7 +62,7 @@ FAMILY = Family(
     heads=("classification_head",),
     unread=("shared.weight",),  # each stack may have a table of its own, and the head too
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("d_model", "encoder_ffn_dim", "decoder_ffn_dim"),
     depth=depth,
 )
 

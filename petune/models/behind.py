@@ -29,12 +29,13 @@ def behind_blocks(model: nn.Module, family: Family) -> set[int]:
             if full in spine or full in paths.values():
                 continue
             tail = path == paths[last].rpartition(".")[0] and name == family.stacks[last].tail
-            if tail or not (path in above or name in makes or _embeds(child)):
+            if tail or not (path in above or name in makes or embeds(child)):
                 found.append(f"{full}.")
     named = list(model.named_parameters(remove_duplicate=False))
     before = {id(value) for name, value in named if not name.startswith(tuple(found))}
     return {id(value) for _, value in named} - before
 
 
-def _embeds(module: nn.Module) -> bool:
+def embeds(module: nn.Module) -> bool:
+    """Whether there is a table of tokens or positions in it."""
     return any(isinstance(part, nn.Embedding) for part in module.modules())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import (
     Attention,
     Config,
@@ -48,11 +48,6 @@ def shape(config: Config) -> Shape:
     return Shape(heads, heads, width // heads, config.intermediate_size, width)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with hidden and MLP widths divided by `reduction`."""
-    return narrowed(config, reduction, "hidden_size", "intermediate_size")
-
-
 def depth(config: Config) -> dict[StackName, int]:
     """Blocks of the one stack."""
     return {"encoder": config.num_hidden_layers}
@@ -64,7 +59,7 @@ FAMILY = Family(
     stacks={"encoder": StackRule(blocks="encoder.layer", sublayers=BLOCK)},
     heads=("classifier",),
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("hidden_size", "intermediate_size"),
     depth=depth,
     caches=False,
     # the second of the head of masked words, whose table of words is the embedding

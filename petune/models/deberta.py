@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.models import bert
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import Attention, Config, Norm, Positions, Shape, StackRule, SubLayer, linears
 from petune.rng.context import bound, running
 from petune.rng.dropout import drop_attention
@@ -141,12 +141,6 @@ def shape(config: Config) -> Shape:
     return Shape(heads, heads, head, config.intermediate_size, width)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with hidden, MLP and head widths divided by `reduction`."""
-    head = ("attention_head_size",) * hasattr(config, "attention_head_size")
-    return narrowed(config, reduction, "hidden_size", "intermediate_size", *head)
-
-
 RULE = StackRule(
     "encoder.layer",
     BLOCK,
@@ -158,7 +152,7 @@ FAMILY = replace(
     name="deberta-v2",
     stacks={"encoder": RULE},
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("hidden_size", "intermediate_size", "attention_head_size"),
     # the third of the head of masked words that is not the legacy one
     fresh=("pooler", "transform", "lm_head"),
     tied="legacy",

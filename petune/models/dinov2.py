@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import vit
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 # in transformers 5.17 its attention is a module of modules, as BERT's is
@@ -43,17 +43,12 @@ def shape(config: Config) -> Shape:
     return Shape(heads, heads, width // heads, columns, width)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with the hidden width divided by `reduction`, which the MLP's follows."""
-    return narrowed(config, reduction, "hidden_size")
-
-
 FAMILY = replace(
     vit.FAMILY,
     name="dinov2",
     stacks={"encoder": StackRule("encoder.layer", BLOCK)},
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("hidden_size"),  # which the MLP's width follows
     # positions are interpolated for pictures of another size
     signal=replace(vit.SIGNAL, fixed=False),
     pools=lambda config: "first and mean",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import bert
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import Attention, Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 ATTENTION = Attention(
@@ -29,18 +29,13 @@ def shape(config: Config) -> Shape:
     return Shape(config.n_heads, config.n_heads, config.dim // config.n_heads, config.hidden_dim, config.dim)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with hidden and MLP widths divided by `reduction`."""
-    return narrowed(config, reduction, "dim", "hidden_dim")
-
-
 FAMILY = replace(
     bert.FAMILY,
     name="distilbert",
     stacks={"encoder": StackRule(blocks="transformer.layer", sublayers=BLOCK)},
     heads=("pre_classifier", "classifier"),
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("dim", "hidden_dim"),
     # of the head of masked words, whose table of words is the embedding
     fresh=("vocab_transform", "vocab_layer_norm"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import llama
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import Attention, Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 TRANSPOSED = "its linears are Conv1D, whose weights are transposed"
@@ -35,16 +35,11 @@ def shape(config: Config) -> Shape:
     return Shape(heads, heads, width // heads, config.n_inner or 4 * width, width)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with hidden and MLP widths divided by `reduction`."""
-    return narrowed(config, reduction, *(("n_embd", "n_inner") if config.n_inner else ("n_embd",)))
-
-
 FAMILY = replace(
     llama.FAMILY,
     name="gpt2",
     stacks={"decoder": StackRule("h", BLOCK, tail="ln_f", uncut=TRANSPOSED)},
     heads=("score", "classifier"),
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("n_embd", "n_inner"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import bart, llama
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import Config, Shape, StackRule
 
 BLOCK = tuple(
@@ -23,17 +23,12 @@ def shape(config: Config) -> Shape:
     return Shape(heads, heads, width // heads, config.ffn_dim, width)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with hidden and MLP widths divided by `reduction`."""
-    return narrowed(config, reduction, "hidden_size", "ffn_dim")
-
-
 FAMILY = replace(
     llama.FAMILY,
     name="opt",
     stacks={"decoder": StackRule("decoder.layers", BLOCK, tail="final_layer_norm", counted=True)},
     heads=("score",),
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("hidden_size", "ffn_dim"),
     packs=False,
 )

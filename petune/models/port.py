@@ -130,7 +130,7 @@ class StackPass:
 
 
 def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The arguments of a block that may be given by position."""
+    """The arguments of a module's forward pass that may be given by position."""
     return _by_position(kind.forward)
 
 

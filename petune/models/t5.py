@@ -3,7 +3,7 @@ block to block."""
 
 from __future__ import annotations
 
-from petune.models.narrowed import narrowed
+from petune.models.narrowed import narrowing
 from petune.models.spec import (
     Attention,
     Config,
@@ -62,11 +62,6 @@ def shape(config: Config) -> Shape:
     return Shape(config.num_heads, config.num_heads, config.d_kv, config.d_ff, config.d_model)
 
 
-def narrow(config: Config, reduction: int) -> Config:
-    """`config` with model, MLP and head widths divided by `reduction`."""
-    return narrowed(config, reduction, "d_model", "d_ff", "d_kv")
-
-
 def depth(config: Config) -> dict[StackName, int]:
     """Blocks of each stack; a config that does not say has as many in the decoder as in the encoder."""
     return {
@@ -91,7 +86,7 @@ FAMILY = Family(
     },
     heads=("classification_head", "classifier"),
     shape=shape,
-    narrow=narrow,
+    narrow=narrowing("d_model", "d_ff", "d_kv"),
     depth=depth,
     bounded=False,
 )

@@ -273,8 +273,12 @@ def bottleneck_of(layer: nn.Module) -> BottleneckPart | None:
 def linear_of(layer: nn.Module) -> LowRank | None:
     """The linear map of `layer`, or None where its forward is not exactly known: only torch's own linear,
     transformers' Conv1D and what says it."""
-    if "forward" in vars(layer):  # somebody has put another in its place
-        return None
+    # where there is one, somebody has put another in its place
+    return None if "forward" in vars(layer) else known_linear_of(layer)
+
+
+def known_linear_of(layer: nn.Module) -> LowRank | None:
+    """`linear_of` for a layer whose forward has been seen to be that of its class."""
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
     if type(layer) is Conv1D:

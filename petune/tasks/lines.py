@@ -91,3 +91,15 @@ def lines(path: Path, faults: Faults, cursor: Cursor, *, fatal: bool = False) ->
                     )
             if fatal:
                 return
+
+
+def whole_text(path: Path, faults: Faults, cursor: Cursor) -> str:
+    """All of a file that can only be read from its beginning; nothing, and a fatal fault, where it is not
+    UTF-8."""
+    cursor.whole = True
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what, remedy = f"byte {error.start} is not UTF-8", "save the file as UTF-8"
+        faults.add(Problem(what, shown(path), remedy=remedy), fatal=True)
+        return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from petune.errors import Problem
 from petune.tasks.bad_rows import Faults
-from petune.tasks.lines import Cursor, Line, RowRecord, lines, shown
+from petune.tasks.lines import Cursor, Line, RowRecord, lines, shown, whole_text
 
 TAG = re.compile(r"O|[BIESLU]-\S+")
 DOCSTART = "-DOCSTART-"
@@ -70,16 +70,7 @@ def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord
 
 def read_document(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """The whole of a text file as one row."""
-    cursor.whole = True
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        faults.add(
-            Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"),
-            fatal=True,
-        )
-        return
-    if text.strip():
+    if (text := whole_text(path, faults, cursor)).strip():
         yield RowRecord(shown(path), {"text": text})
 
 

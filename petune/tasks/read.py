@@ -18,7 +18,7 @@ from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names_of, named
 from petune.tasks.configs import MAX_LINE_BYTES
 from petune.tasks.foreign import refuse_foreign
-from petune.tasks.lines import Cursor, Line, RowRecord, lines, shown
+from petune.tasks.lines import Cursor, Line, RowRecord, lines, shown, whole_text
 from petune.tasks.plain_text import read_conll, read_document, read_txt
 
 
@@ -150,16 +150,8 @@ def read_json(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]
     if start != b"[":
         yield from read_jsonl(path, faults, cursor)
         return
-    cursor.whole = True
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        faults.add(
-            Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"),
-            fatal=True,
-        )
-        return
-    yield from _array(path, text, faults)
+    if text := whole_text(path, faults, cursor):
+        yield from _array(path, text, faults)
 
 
 def _array(path: Path, text: str, faults: Faults) -> Iterator[RowRecord]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
-from petune.models.tuned_linear import TunedLayer, TunedLinear
+from petune.models.tuned_linear import TunedLayer, known_linear_of
 from petune.models.tuned_parts import BottleneckPart, LowRank
 
 _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
@@ -20,13 +19,8 @@ def exchanged(name: str, layer: object) -> UsageError:
 
 
 def known_part(layer: nn.Module) -> LowRank:
-    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more
-    than the part."""
-    if type(layer) is nn.Linear:
-        return LowRank(layer.weight, layer.bias)
-    if type(layer) is Conv1D:
-        return LowRank(layer.weight, layer.bias, transposed=True)
-    part = layer.low_rank() if isinstance(layer, TunedLinear) else None
+    """The linear map of a layer that has been seen to be one."""
+    part = known_linear_of(layer)
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
     return part

@@ -17,7 +17,6 @@ padding.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row, from_mask, from_positions
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
+from petune.models.port import names_of
 from petune.models.sharded import class_of
 from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Call, Stack
@@ -155,7 +155,7 @@ class FindSegments:
         self.hides, self.whole = hides, whole
         # what was said of a mask, by its version
         self.last: tuple[Tensor, int, Segments | str | None] | None = None
-        self.arguments, self.around = _arguments(owner), _arguments(model)
+        self.arguments, self.around = names_of(type(owner)), names_of(type(model))
         self.unknown = _unknown(model, owner)
         ends = (causal or (hides and not feeds)) and self.unknown is None
         self.pools = ends and cast("Any", model).get_output_embeddings() is None
@@ -310,12 +310,6 @@ def _read(call: Call) -> Any:
     return call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
 
 
-def _arguments(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of a forward pass that may be given by position."""
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
-
-
 def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
     """Why it is not known which hidden states the model around a stack's owner reads, or None."""
     kind = class_of(model)
@@ -323,13 +317,11 @@ def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
         return f"{kind.__name__} has no head, and whoever calls it may read every place"
     if kind.__module__.partition(".")[0] != "transformers":
         return f"{kind.__name__} is not transformers' own, and may read every place"
-    if "start_positions" in _arguments(model):
+    if "start_positions" in names_of(type(model)):
         return f"{kind.__name__} compares all places of a row"
-    return (
-        None
-        if "labels" in _arguments(model)
-        else f"{kind.__name__} has no head, and whoever calls it may read every place"
-    )
+    if "labels" not in names_of(type(model)):
+        return f"{kind.__name__} has no head, and whoever calls it may read every place"
+    return None
 
 
 def _reader(device: torch.device, *read: Tensor) -> Callable[[Tensor], Tensor]:

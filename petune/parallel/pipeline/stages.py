@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.models.behind import embeds
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.pipeline.stage_io import (
@@ -247,7 +248,7 @@ def _take_out_the_rest(
             full = f"{path}.{name}" if path else name
             if full in stacks or full in spine or next(child.parameters(), None) is None:
                 continue
-            opens = name in signal or _embeds(child)
+            opens = name in signal or embeds(child)
             further_up = first if opens else last
             if further_up if beside is None else _works_here(name, child, opens, full, *stacks[beside]):
                 continue
@@ -273,10 +274,6 @@ def _works_here(
         found=type(child).__name__,
         remedy="use dp or tp, which keep the modules around the blocks on every rank",
     )
-
-
-def _embeds(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Embedding) for part in module.modules())
 
 
 def _replace(owner: nn.Module, name: str, module: nn.Module) -> None:
