@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from petune.models.boundary import Connection
-from petune.parallel.collectives import COPY, REDUCE, Group, Sizes
+from petune.parallel.collectives import COPY, REDUCE, MaybeGroup, Sizes
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.link import Crossing
 from petune.rng.context import running
@@ -20,7 +20,7 @@ class _Among(Crossing):
     a process group cannot be copied. largest: the largest share of all tokens that one of them has beyond
     it."""
 
-    group: Group
+    group: MaybeGroup
     first: int = 0
     overlapped: bool = False
     share: float = 1.0

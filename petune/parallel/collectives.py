@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from petune.models.transition import transition
 
-Group = dist.ProcessGroup | None
+MaybeGroup = dist.ProcessGroup | None
 Sizes = tuple[int, ...]
 T = TypeVar("T")
 
@@ -55,55 +55,55 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def alone(group: Group) -> bool:
+def alone(group: MaybeGroup) -> bool:
     """Whether there is nobody to talk to."""
     return group is None or dist.get_world_size(group) == 1
 
 
-def copy(x: Tensor, group: Group) -> Tensor:
+def copy(x: Tensor, group: MaybeGroup) -> Tensor:
     """`x`, the same on every rank; its gradient is the sum of what every rank makes of it."""
     return x if alone(group) else transition(x, *COPY, group)
 
 
-def reduce(x: Tensor, group: Group) -> Tensor:
+def reduce(x: Tensor, group: MaybeGroup) -> Tensor:
     """The sum of every rank's `x`, for consumers that are the same on every rank."""
     return x if alone(group) else transition(x, *REDUCE, group)
 
 
-def gather_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def gather_seq(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     """[b, own tokens, ...] -> [b, all tokens, ...]; the gradient is the sum of what every rank makes of the
     own tokens."""
     return x if alone(group) else transition(x, *GATHER_SEQ, sizes, group)
 
 
-def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     """[b, all tokens, ...], one term of a sum -> the sum's own tokens."""
     return x if alone(group) else transition(x, *REDUCE_SCATTER_SEQ, sizes, group)
 
 
-def split_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def split_shared(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     """[b, all tokens, ...], the same on every rank -> own tokens; the whole gradient comes back on every
     rank."""
     return x if alone(group) else transition(x, *SPLIT_SHARED, sizes, group)
 
 
-def gather_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def gather_shared(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     """[b, own tokens, ...] -> [b, all tokens, ...] for a consumer that is the same on every rank."""
     return x if alone(group) else transition(x, *GATHER_SHARED, sizes, group)
 
 
-def all_sum_(tensors: Sequence[Tensor], group: Group) -> None:
+def all_sum_(tensors: Sequence[Tensor], group: MaybeGroup) -> None:
     """Replace each tensor by its sum over the ranks, in place and without a graph. All ranks give the same
     shapes in the same order."""
     _all_reduce_(tensors, dist.ReduceOp.SUM, group)
 
 
-def all_max_(tensors: Sequence[Tensor], group: Group) -> None:
+def all_max_(tensors: Sequence[Tensor], group: MaybeGroup) -> None:
     """Replace each tensor by its elementwise maximum over the ranks, as `all_sum_` does by the sum."""
     _all_reduce_(tensors, dist.ReduceOp.MAX, group)
 
 
-def least_of(numbers: Sequence[int], device: torch.device, group: Group) -> list[int]:
+def least_of(numbers: Sequence[int], device: torch.device, group: MaybeGroup) -> list[int]:
     """The least of each number among the ranks, on all of them; the message lies on `device`."""
     if alone(group):
         return list(numbers)
@@ -113,14 +113,16 @@ def least_of(numbers: Sequence[int], device: torch.device, group: Group) -> list
 
 
 @torch.no_grad()
-def gather_dim(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
+def gather_dim(x: Tensor, sizes: Sizes, dim: int, group: MaybeGroup) -> Tensor:
     """The whole of what is cut along `dim` by `sizes`, on every rank and without a graph. Other dims are
     equal on all ranks."""
     return x if alone(group) else _gather(x.detach(), sizes, group, dim)
 
 
 @torch.no_grad()
-def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], group: Group) -> list[Tensor]:
+def gather_dims(
+    parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], group: MaybeGroup
+) -> list[Tensor]:
     """`gather_dim` of each of `parts` by its (sizes, dim), in one call for each dtype: what is asked for
     together has to fit together."""
     if alone(group):
@@ -148,7 +150,7 @@ def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], grou
 
 
 @torch.no_grad()
-def gather_rows_(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: Group) -> None:
+def gather_rows_(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: MaybeGroup) -> None:
     """Fill each of `wholes`, in place, with every rank's rows, of which `parts` are this rank's: equally many
     on all of them. Autograd is not told that they change."""
     with preserved_versions(tuple(wholes)):
@@ -159,7 +161,7 @@ def gather_rows_(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: Group
 
 
 @torch.no_grad()
-def broadcast(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:
+def broadcast(tensors: Sequence[Tensor], source: int, group: MaybeGroup) -> list[Tensor]:
     """What rank `source` of the group gives, on every rank; all give the same shapes and dtypes. One call for
     each dtype."""
     if alone(group):
@@ -173,13 +175,13 @@ def broadcast(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tens
     return found
 
 
-def own_slice(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def own_slice(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     """This rank's part of a whole `x`, as a view."""
     rank = dist.get_rank(group)
     return x.narrow(SEQ, sum(sizes[:rank]), sizes[rank])
 
 
-def _gather(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
+def _gather(x: Tensor, sizes: Sizes, group: MaybeGroup, dim: int = SEQ) -> Tensor:
     """All-gather along `dim`: every part padded to the longest, moved in one call, and trimmed."""
     if x.dtype is torch.bool:  # not every backend has it
         return _gather(x.to(torch.uint8), sizes, group, dim).bool()
@@ -207,7 +209,7 @@ def _travels_by_rows(part: Tensor) -> bool:
     return part.is_cuda and len(part) > 1 and part.nbytes >= LONG_ROW * len(part)
 
 
-def _gathered_by_rows(x: Tensor, ranks: int, group: Group) -> Tensor:
+def _gathered_by_rows(x: Tensor, ranks: int, group: MaybeGroup) -> Tensor:
     found = x.new_empty(len(x), ranks * x.shape[SEQ], *x.shape[SEQ + 1 :])
     with _coalescing_manager(group):
         for whole, own in zip(found, x.contiguous(), strict=True):
@@ -221,7 +223,7 @@ def _check(x: Tensor, sizes: Sizes, dim: int, rank: int) -> None:
         raise ValueError(f"dim {dim} of {tuple(x.shape)} does not have this rank's {sizes[rank]} of {sizes}")
 
 
-def _reduce_scatter(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def _reduce_scatter(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     """Sum over the ranks, of which each keeps its own tokens."""
     if max(sizes) == 0:
         return x.clone()
@@ -239,23 +241,23 @@ def _reduce_scatter(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     return own
 
 
-def _copied_slice(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def _copied_slice(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     return own_slice(x, sizes, group).clone(memory_format=torch.contiguous_format)
 
 
-def _contiguous_slice(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def _contiguous_slice(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     return own_slice(x, sizes, group).contiguous()
 
 
-def _alias(x: Tensor, group: Group) -> Tensor:
+def _alias(x: Tensor, group: MaybeGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _unchanged(x: Tensor, group: Group) -> Tensor:
+def _unchanged(x: Tensor, group: MaybeGroup) -> Tensor:
     return x
 
 
-def _all_reduce(x: Tensor, group: Group, own: bool = False) -> Tensor:
+def _all_reduce(x: Tensor, group: MaybeGroup, own: bool = False) -> Tensor:
     """The sum over the ranks; in the place of `x` where that is the caller's `own`."""
     x = x.contiguous() if own else x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
@@ -278,7 +280,7 @@ GATHER_SHARED = WithAdjoint(_gather, _contiguous_slice)
 
 
 @torch.no_grad()
-def _all_reduce_(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType, group: Group) -> None:
+def _all_reduce_(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType, group: MaybeGroup) -> None:
     if alone(group):
         return
     for bucket in _buckets([tensor.detach() for tensor in tensors if tensor.numel()]):
@@ -330,7 +332,7 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 class Transfer:
     """A tensor on its way to rank `to`, while one of `shape` comes in from rank `source`."""
 
-    def __init__(self, x: Tensor, shape: tuple[int, ...], group: Group, to: int, source: int) -> None:
+    def __init__(self, x: Tensor, shape: tuple[int, ...], group: MaybeGroup, to: int, source: int) -> None:
         self.shape = shape
         # An empty one travels as one number: a group's first transfer has to have all of its ranks in it.
         self.sent = x.reshape(-1) if x.numel() else x.new_zeros(1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
-Layout = Literal["heads", "sequence"]
+CutBy = Literal["heads", "sequence"]
 Connection = Literal["whole", "sequence"]
 
 SIZE = {
@@ -200,8 +200,8 @@ class ParallelConfig:
 class BackendLayout:
     """What a backend that cuts blocks is: three layouts. Communication follows from them."""
 
-    attention: Layout
-    mlp: Layout
+    attention: CutBy
+    mlp: CutBy
     connection: Connection
 
 

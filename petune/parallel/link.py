@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.kernels.block.turns import then
-from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes, least_of
+from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, MaybeGroup, Sizes, least_of
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.launch.lasting import LastingGroup
 
@@ -27,7 +27,7 @@ LARGE = 2**20  # bytes of a message from which copy engines pay
 class Crossing:
     """What boundaries and exchanges have in common (see petune.models.boundary, petune.models.exchange)."""
 
-    group: Group
+    group: MaybeGroup
     overlapped: bool
     engines: CopyEngines | None
 
@@ -56,7 +56,7 @@ class Link:
     """Among the ranks of `group`. hidden: other work hides what is said. What is small goes through the group
     in any case; how large a message is, is reckoned so that all ranks find the same."""
 
-    group: Group
+    group: MaybeGroup
     engines: CopyEngines | None = None
     hidden: bool = False
 

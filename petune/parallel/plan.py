@@ -23,10 +23,10 @@ from petune.parallel.configs import (
     ROWS,
     BackendLayout,
     Connection,
+    CutBy,
     CutConfig,
     DpConfig,
     EpConfig,
-    Layout,
     ParallelConfig,
     PpConfig,
     layouts,
@@ -46,8 +46,8 @@ class Cut:
     embedding and head.
     """
 
-    attention: Layout
-    mlp: Layout
+    attention: CutBy
+    mlp: CutBy
     connection: Connection
     exchange: str
     heads: tuple[int, ...]
@@ -57,7 +57,7 @@ class Cut:
     vocabulary: tuple[int, ...]
     overlap: bool
 
-    def layout(self, kind: str) -> Layout | Connection:
+    def layout(self, kind: str) -> CutBy | Connection:
         """The layout of a region of a kind; a mixer is whole on every rank."""
         return {"attention": self.attention, "mlp": self.mlp}.get(kind, "whole")
 

@@ -30,7 +30,7 @@ from petune.models.boundary import BoundaryHook
 from petune.models.experts import Way, is_experts, put_spread
 from petune.models.routes import Routes, routes_of
 from petune.models.transition import transition
-from petune.parallel.collectives import Group, Sizes, least_of
+from petune.parallel.collectives import MaybeGroup, Sizes, least_of
 from petune.parallel.mesh import Coordinate, Mesh
 from petune.parallel.plan import ParallelPlan
 from petune.parallel.tensor.shard_params import Slice, narrow
@@ -43,7 +43,7 @@ class ExpertRanks:
 
     counts: Sizes
     index: int
-    group: Group = None
+    group: MaybeGroup = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
         return self

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.log import say
 from petune.parallel import Batch, Mesh, Outputs, ParallelPlan
-from petune.parallel.collectives import Group, all_sum_
+from petune.parallel.collectives import MaybeGroup, all_sum_
 
 # (outputs, batch, trained tokens of its rows) -> what is added to their summed loss
 Balance = Callable[[Outputs, Batch, int], Tensor]
@@ -79,7 +79,7 @@ def _shared(loss: Tensor, ranks: int) -> Tensor:
     return loss if ranks == 1 else torch.lerp(loss.detach(), loss, 1 / ranks)
 
 
-def part_of(scores: tuple[Tensor, ...], batch: Batch, trained: int, chosen: int, group: Group) -> Tensor:
+def part_of(scores: tuple[Tensor, ...], batch: Batch, trained: int, chosen: int, group: MaybeGroup) -> Tensor:
     """What own tokens add to the loss times the tokens that replicas train. scores: of each layer
     [tokens, experts]; chosen: experts of a token. All replicas call it."""
     real = batch["attention_mask"] * (batch["rows"] >= 0)[:, None]

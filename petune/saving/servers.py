@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Layout = Literal["peft", "gguf"]
-
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _BLOCK = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,7 +39,7 @@ class Server:
 
     title: str
     version: str
-    layout: Layout
+    layout: Literal["peft", "gguf"]
     models: tuple[str, ...]  # model_type of a base whose LoRA it loads
     serve: str  # what to type; {base}, {folder} and {rank} are filled in
     refuses: Mapping[str, str]

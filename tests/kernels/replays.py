@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from petune.kernels.graphs.beneath import BeneathGraphs
-from petune.kernels.graphs.recorder import Run
+from petune.kernels.graphs.recorder import Replay
 from petune.kernels.graphs.replay import Graphs
 from petune.models.stack import Stack
 
@@ -24,13 +24,13 @@ class Again:
     def refusal(self) -> str | None:
         return self.refused
 
-    def record(self, *passes: Run) -> list[Run]:
+    def record(self, *passes: Replay) -> list[Replay]:
         if self.error is not None:
             raise self.error
         self.recorded += 1
         return [partial(self._replay, at, run) for at, run in enumerate(passes)]
 
-    def _replay(self, at: int, run: Run) -> None:
+    def _replay(self, at: int, run: Replay) -> None:
         self.forwards += at == 0
         self.backwards += at == 1
         run()

@@ -21,7 +21,7 @@ from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.block.watchers import hooked
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
 from petune.kernels.graphs.passes import Gate, HalvedPasses, Passes, RecordedBlock
-from petune.kernels.graphs.recorder import Recorder, Run
+from petune.kernels.graphs.recorder import Recorder, Replay
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.models.stack import Call as Arguments
 from petune.rng.context import Running, bound, bound_to
@@ -157,8 +157,8 @@ class Graph:
             for rows in [turned if arrival.bucket.segmented else len(cos)]
         ]
         self._draw(arrival, block, (len(inlet), own.tokens, *map(len, memory)))
-        self._forward: Run
-        self._backward: Run
+        self._forward: Replay
+        self._backward: Replay
 
     def _draw(self, arrival: Arrival, block: FusedBlock, counts: Sequence[int]) -> None:
         """Make room for what is drawn. counts: tokens of each `Side`."""

@@ -11,7 +11,7 @@ import torch
 
 from petune.errors import PetuneError
 
-Run = Callable[[], None]
+Replay = Callable[[], None]
 
 
 class NotRecorded(RuntimeError):
@@ -24,7 +24,7 @@ class Recorder(Protocol):
     def refusal(self) -> str | None:
         """Why nothing can be recorded or replayed at this moment, or None."""
 
-    def record(self, *passes: Run) -> list[Run]:
+    def record(self, *passes: Replay) -> list[Replay]:
         """Passes that follow one another again, over the memory they are recorded on. Raises NotRecorded
         where one cannot be recorded, and what the passes raise where they are tried."""
 
@@ -58,7 +58,7 @@ class CudaRecorder:
             return "the call is not on the default stream"
         return None
 
-    def record(self, *passes: Run) -> list[Run]:
+    def record(self, *passes: Replay) -> list[Replay]:
         """See Recorder. All run once before: kernels are compiled and plans made then, which a capture
         cannot."""
         with torch.cuda.device(self.device):
@@ -67,7 +67,7 @@ class CudaRecorder:
             with _nothing_freed():
                 return [self._captured(run) for run in passes]
 
-    def _captured(self, run: Run) -> Run:
+    def _captured(self, run: Replay) -> Replay:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(

@@ -27,7 +27,7 @@ ROWS = 4096  # of a chunk at most: more make no matmul faster
 FEWEST = 1024  # and at least: fewer make it slower
 BYTES = 2**30  # of a chunk's logits, between the two
 
-LowRank = tuple[Tensor, Tensor, float]  # a [r, k], b [v, r], scale: + scale h a^T b^T
+HeadUpdate = tuple[Tensor, Tensor, float]  # a [r, k], b [v, r], scale: + scale h a^T b^T
 # logits [m, v], labels [m] -> losses [m]; the logits become their gradient
 Entropy = Callable[[Tensor, Tensor], Tensor]
 
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     *,
     ops: Ops,
     bias: Tensor | None = None,
-    low: LowRank | None = None,
+    low: HeadUpdate | None = None,
     softcap: float = 0.0,
     smoothing: float = 0.0,
     chunk: int | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from petune.errors import DistributedError
 from petune.models.attention import Attended, AttentionCall
 from petune.models.exchange import Exchanged, ExchangeKind
-from petune.parallel.collectives import Group, Sizes, alone
+from petune.parallel.collectives import MaybeGroup, Sizes, alone
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.link import Crossing
 from petune.rng.context import running
@@ -26,7 +26,7 @@ class Among(Crossing, ABC):
 
     kind: ClassVar[ExchangeKind]
     split_turns: ClassVar[bool] = True
-    group: Group
+    group: MaybeGroup
     index: int
     shares: Sizes = ()
     sizes: Sizes = ()

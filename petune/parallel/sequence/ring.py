@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from petune.models.attention import no_later
 from petune.models.transition import applied
-from petune.parallel.collectives import Group, Sizes, Transfer
+from petune.parallel.collectives import MaybeGroup, Sizes, Transfer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Trip:
     the factor on scores."""
 
     sizes: Sizes
-    group: Group
+    group: MaybeGroup
     index: int
     hides_later: bool
     scale: float

@@ -29,7 +29,7 @@ from petune.models.stack import Call, Stack
 from petune.models.transition import transition
 from petune.models.tuned_linear import TunedLayer
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
-from petune.parallel.collectives import Group, Sizes, alone, copy, gather_shared, split_shared
+from petune.parallel.collectives import MaybeGroup, Sizes, alone, copy, gather_shared, split_shared
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import Cut, apportion
@@ -79,7 +79,7 @@ def put_boundaries(
     family: Family,
     plan: Cut,
     rank: int,
-    group: Group = None,
+    group: MaybeGroup = None,
     engines: CopyEngines | None = None,
 ) -> None:
     """Say of every sub-layer that `cut` has narrowed which boundary it has, and of attention on own tokens
@@ -111,7 +111,7 @@ def _put_exchange(
     region: Region,
     enter: nn.Module,
     plan: Cut,
-    group: Group,
+    group: MaybeGroup,
     rank: int,
     engines: CopyEngines | None = None,
 ) -> None:

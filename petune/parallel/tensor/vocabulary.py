@@ -32,7 +32,7 @@ from petune.models.transition import applied
 from petune.models.tuned_linear import TunedLinear, TunedModule
 from petune.parallel.collectives import (
     COPY,
-    Group,
+    MaybeGroup,
     Sizes,
     all_max_,
     all_sum_,
@@ -204,7 +204,7 @@ class _Hook:
     raises."""
 
     sizes: Sizes
-    group: Group
+    group: MaybeGroup
     index: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -220,7 +220,7 @@ class _Hook:
         """The number of this rank's first row."""
         return sum(self.sizes[: self.index])
 
-    def talk(self) -> Group:
+    def talk(self) -> MaybeGroup:
         """The group. Raises DistributedError where it is lost."""
         if self.group is None and len(self.sizes) > 1:
             raise DistributedError(
@@ -328,7 +328,7 @@ class _CrossEntropy(Function):
     ranks."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group, first: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: MaybeGroup, first: int) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         highest = wide.amax(-1)
         all_max_([highest], group)
