@@ -65,11 +65,9 @@ class ExpertForm(Form):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is held in."""
         return self.held.tensors
 
     def each(self, act: Callable[[Tensor], Tensor]) -> Self:
-        """The same made of act(tensor) for each of its tensors."""
         return replace(self, held=self.held.each(act))
 
     def narrow(self, dim: int, start: int, length: int) -> Self:

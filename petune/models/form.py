@@ -144,7 +144,6 @@ class ScaledRows(Form):
     @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor) -> Self:
-        """`weight` [n, k] quantised."""
         return cls(*cls.quantised(weight.detach()), weight.dtype)
 
     @classmethod
@@ -160,16 +159,13 @@ class ScaledRows(Form):
 
     @property
     def shape(self) -> torch.Size:
-        """(n, k)."""
         return self.q.shape
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is held in."""
         return self.q, self.scale
 
     def each(self, act: Callable[[Tensor], Tensor]) -> Self:
-        """The same made of act(tensor) for each of its tensors."""
         return replace(self, q=act(self.q), scale=act(self.scale))
 
     def narrow(self, dim: int, start: int, length: int) -> Self:

@@ -93,11 +93,9 @@ class Fp8(ScaledRows):
         return quantise(weight)
 
     def linear(self, x: Tensor) -> Tensor:
-        """x W^T, [m, k] -> [m, n]."""
         return self.multiply(quantise(x), x.dtype)
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """dy W, [m, n] -> [m, k]."""
         return product_of_turned(quantise(dy, self.factors), transposed(self.rows), dy.dtype)
 
     @property

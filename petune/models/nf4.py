@@ -117,7 +117,6 @@ class Nf4(Form):
     @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor) -> Nf4:
-        """`weight` [n, k] quantised."""
         q, largest = _quantised(weight.detach())
         mean = largest.mean()
         scales, nested = _quantised_scales(largest - mean)
@@ -126,16 +125,13 @@ class Nf4(Form):
 
     @property
     def shape(self) -> torch.Size:
-        """(n, k)."""
         return torch.Size((len(self.q), 2 * self.q.shape[1]))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is held in."""
         return self.q, self.scales, self.nested, self.mean
 
     def each(self, act: Callable[[Tensor], Tensor]) -> Nf4:
-        """The same made of act(tensor) for each of its tensors."""
         q, scales, nested, mean = map(act, self.tensors)
         return replace(self, q=q, scales=scales, nested=nested, mean=mean)
 

@@ -130,7 +130,6 @@ class LinearAttention(Attention):
 
     @cached_property
     def region(self) -> Region:
-        """Where it is entered and left."""
         return replace(super().region, kind="mixer")
 
 

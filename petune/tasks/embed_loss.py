@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from petune.errors import DataError, UsageError
 from petune.tasks.configs import EmbedConfig
+from petune.tasks.metrics import Scores
 
 # this process' rows [n, ...] -> those of all, and the place of its first among them
 Meet = Callable[[Tensor], tuple[Tensor, int]]
@@ -59,7 +60,7 @@ def _loss(texts: Tensor, config: EmbedConfig, meet: Meet) -> Tensor:
     return cross_entropy(config.scale * unit[:, 0] @ candidates.T, right, reduction="sum")
 
 
-class EmbeddingScorer:
+class EmbeddingScorer(Scores):
     """The metrics of embeddings over all held-out rows: for each anchor, the place of its own positive among
     the positives and negatives of all. The loss is that of batches of `size` rows, as in training.
 
@@ -72,7 +73,6 @@ class EmbeddingScorer:
         self.begun = 0
 
     def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Embed one batch."""
         new = pooled(logits.detach(), batch, self.config).double()
         if self.found is None:
             self.found = new.new_zeros(self.examples * self.texts, new.shape[1])
@@ -92,11 +92,7 @@ class EmbeddingScorer:
         )
         return scorer
 
-    def confusion(self) -> None:
-        """None: there are no classes."""
-
     def result(self) -> dict[str, float]:
-        """Every metric. Raises DataError if nothing was scored."""
         if self.found is None:
             raise DataError("no text was scored", remedy="petune data shows the rows")
         texts = self.found.unflatten(0, (self.examples, self.texts))

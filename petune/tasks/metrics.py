@@ -90,12 +90,13 @@ class Scores(Protocol):
 
     def confusion(self) -> list[list[int]] | None:
         """How many rows of each class (outer) were taken for each (inner); None without classes."""
+        return None
 
     def result(self) -> dict[str, float]:
         """Every metric of the task. Raises DataError if nothing was scored."""
 
 
-class Scorer:
+class Scorer(Scores):
     """The metrics of one task over many batches. `labels` are the classes or tags in the order of their ids,
     where the task has any."""
 
@@ -110,12 +111,10 @@ class Scorer:
         self.entities = [0, 0, 0]  # found and true, found, true
 
     def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch in."""
         total, number = loss_sum(logits, batch, self.task)
         self.add(logits, batch["labels"], total, number)
 
     def whole(self, numbers: Sequence[float]) -> Scorer:
-        """The scorer of this task that has gathered `numbers`."""
         return Scorer.of(self.task, self.labels, numbers)
 
     def add(self, logits: Tensor, labels: Tensor, loss_sum: Tensor | float, count: float) -> None:

@@ -27,6 +27,7 @@ from petune.errors import DataError
 from petune.tasks.configs import PreferConfig
 from petune.tasks.examples import MASKED
 from petune.tasks.loss import trained_positions
+from petune.tasks.metrics import Scores
 
 Mean = Callable[[Tensor], Tensor]  # of some numbers, those of all replicas
 
@@ -114,7 +115,7 @@ def _log_odds(score: Tensor) -> Tensor:
     return score - torch.log(-torch.expm1(score))
 
 
-class PreferenceScorer:
+class PreferenceScorer(Scores):
     """The metrics of preferences over many batches: the mean loss, the share of pairs whose chosen answer has
     the larger reward, and by how much on average. A reward is beta times a score, as above."""
 
@@ -122,7 +123,6 @@ class PreferenceScorer:
         self.config, self.sums = config, list(numbers)
 
     def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch in."""
         found = judged(token_losses(logits.detach(), batch), batch, self.config)
         margins = (found.chosen - found.rejected).double()
         right, loss = (margins > 0).sum(), found.loss.double().sum()
@@ -130,25 +130,19 @@ class PreferenceScorer:
         self.sums = [before + more for before, more in zip(self.sums, new, strict=True)]
 
     def numbers(self) -> list[float]:
-        """All it has gathered, as numbers that may be added to another scorer's."""
         return self.sums
 
     def whole(self, numbers: Sequence[float]) -> PreferenceScorer:
-        """The scorer that has gathered `numbers`."""
         return PreferenceScorer(self.config, numbers)
 
-    def confusion(self) -> None:
-        """None: there are no classes."""
-
     def result(self) -> dict[str, float]:
-        """Every metric. Raises DataError if nothing was scored."""
         loss, pairs, right, margin = self.sums
         if not pairs:
             raise DataError("no pair was scored", remedy="petune data shows the rows")
         return {"loss": loss / pairs, "accuracy": right / pairs, "margin": margin / pairs}
 
 
-class JudgementScorer:
+class JudgementScorer(Scores):
     """The metrics of good and bad answers over all held-out rows: the mean loss, of batches of `size` rows as
     in training; the share of rows whose reward is on the right side of what it is held against; how much more
     good answers have gained than bad ones, the mean of each, times beta.
@@ -163,7 +157,6 @@ class JudgementScorer:
         self.begun = 0
 
     def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch in."""
         scores, _ = text_scores(token_losses(logits.detach(), batch), batch["labels"])
         places = batch.get("rows", torch.arange(self.begun, self.begun + len(scores))).cpu()
         self.begun += len(scores)
@@ -171,20 +164,14 @@ class JudgementScorer:
         self.found[1, places] = 2.0 * batch["good"].double().cpu() - 1
 
     def numbers(self) -> list[float]:
-        """All it has gathered, as numbers that may be added to another scorer's."""
         return [float(one) for one in self.found.flatten()]
 
     def whole(self, numbers: Sequence[float]) -> JudgementScorer:
-        """The scorer that has gathered `numbers`."""
         scorer = JudgementScorer(self.config, self.examples, self.size)
         scorer.found = torch.tensor(list(numbers), dtype=torch.float64).view(2, -1)
         return scorer
 
-    def confusion(self) -> None:
-        """None: there are no classes."""
-
     def result(self) -> dict[str, float]:
-        """Every metric. Raises DataError if nothing was scored."""
         if not self.examples:
             raise DataError("no answer was scored", remedy="petune data shows the rows")
         gained, good = self.found[0].unflatten(0, (-1, 2)), self.found[1, ::2] > 0

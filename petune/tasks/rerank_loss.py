@@ -17,6 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
 from petune.errors import DataError
 from petune.tasks.configs import RerankConfig
+from petune.tasks.metrics import Scores
 
 AT = 10  # places that count
 LISTED = ("mrr_at_10", "ndcg_at_10", "loss")  # of rows with several passages, the usual one first
@@ -39,7 +40,7 @@ def ranking_losses(scores: Tensor, labels: Tensor, texts: int, config: RerankCon
     return mean
 
 
-class RankingScorer:
+class RankingScorer(Scores):
     """The metrics of reranking over many batches.
 
     Of examples of several `texts`, 1 / place of the right passage (mrr_at_10) and 1 / log2(1 + place)
@@ -53,7 +54,6 @@ class RankingScorer:
         self.config, self.texts, self.sums = config, texts, list(numbers)
 
     def look(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch in."""
         scores = passage_scores(logits.detach()).double()
         labels = batch["labels"].to(scores.device)
         losses = ranking_losses(scores, labels, self.texts, self.config)
@@ -68,18 +68,12 @@ class RankingScorer:
         self.sums = [before + more for before, more in zip(self.sums, new, strict=False)]
 
     def numbers(self) -> list[float]:
-        """All it has gathered, as numbers that may be added to another scorer's."""
         return self.sums
 
     def whole(self, numbers: Sequence[float]) -> RankingScorer:
-        """The scorer that has gathered `numbers`."""
         return RankingScorer(self.config, self.texts, numbers)
 
-    def confusion(self) -> None:
-        """None: there are no classes."""
-
     def result(self) -> dict[str, float]:
-        """Every metric of such rows. Raises DataError if nothing was scored."""
         examples, loss, *rest = self.sums
         if not examples:
             raise DataError("no passage was scored", remedy="petune data shows the rows")
