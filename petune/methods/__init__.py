@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from petune.methods.configs import METHODS, Method, method_of
+    from petune.methods.configs import METHODS
     from petune.methods.merging import merge, merged_weights
     from petune.methods.registry import tune, wrap
     from petune.methods.trainable import (
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
-    "Method",
     "Tuning",
     "count_parameters",
     "describe",
@@ -40,7 +39,6 @@ __all__ = [
     "mark_only_trainable",
     "merge",
     "merged_weights",
-    "method_of",
     "tune",
     "tuned_names",
     "tuned_parameters",
@@ -52,7 +50,7 @@ __all__ = [
 ]
 
 _FILES = {
-    **dict.fromkeys(("METHODS", "Method", "method_of"), "configs"),
+    "METHODS": "configs",
     **dict.fromkeys(("tune", "wrap"), "registry"),
     **dict.fromkeys(("merge", "merged_weights"), "merging"),
     **dict.fromkeys(("Tuning", "is_wrapped", "tuning"), "wrapped"),

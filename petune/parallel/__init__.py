@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from petune.parallel.fsdp import is_sharded, local
     from petune.parallel.mesh import Mesh, alone, make_mesh, renew
     from petune.parallel.objective import Batch, Objective, Outputs
-    from petune.parallel.placement import Placement, ShardPlace, parallelize
+    from petune.parallel.placement import ShardPlace, parallelize
     from petune.parallel.plan import ALONE, ParallelPlan, describe, make_plan
     from petune.parallel.runner import Runner
 
@@ -27,7 +27,6 @@ __all__ = [
     "Outputs",
     "ParallelConfig",
     "ParallelPlan",
-    "Placement",
     "Runner",
     "ShardPlace",
     "alone",
@@ -47,7 +46,7 @@ _FILES = {
     "Runner": "runner",
     **dict.fromkeys(("is_sharded", "local"), "fsdp"),
     **dict.fromkeys(("Batch", "Objective", "Outputs"), "objective"),
-    **dict.fromkeys(("ShardPlace", "Placement", "parallelize"), "placement"),
+    **dict.fromkeys(("ShardPlace", "parallelize"), "placement"),
 }
 
 

@@ -7,7 +7,7 @@ run may not change, `resolved` whether the settings of a run are what it wrote. 
 pydantic; checking a recipe needs no torch.
 """
 
-from petune.recipe.neutral import far_from_known, neutral_settings
+from petune.recipe.neutral import far_from_known
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
 from petune.recipe.resolved import is_sealed, load_resolved, sealed_settings
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
@@ -25,7 +25,6 @@ __all__ = [
     "json_schema",
     "load_recipe",
     "load_resolved",
-    "neutral_settings",
     "recipe_folder",
     "sealed_settings",
     "settings_text",

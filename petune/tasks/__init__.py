@@ -21,9 +21,9 @@ from petune.tasks.glance import check_first_rows, hub_specs
 from petune.tasks.load import detect_format, infer_task, load_rows
 from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
 from petune.tasks.registry import TASKS, Task, check_fit
-from petune.tasks.report import DataReport, render, spans
+from petune.tasks.report import render, spans
 from petune.tasks.rerank import refuse_single
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, RowFacts, Rows, Tagged, Text
+from petune.tasks.rows import Conversation, Labelled, Message, Pair, RowFacts, Rows, Tagged, Text
 from petune.tasks.stream_place import MARK, Mark
 from petune.tasks.streamed import stream_rows
 
@@ -54,14 +54,12 @@ __all__ = [
     "Conversation",
     "DataConfig",
     "DataObject",
-    "DataReport",
     "Encoded",
     "Example",
     "Labelled",
     "Mark",
     "Message",
     "Pair",
-    "Row",
     "RowFacts",
     "Rows",
     "Scorer",
