@@ -4,21 +4,19 @@ that take longest.
 `profile` repeats the first step of a recipe, each time under one instrument, and writes nothing but the trace
 it is asked for.
 
-    rehearsal.py     the first step, again and again, at a learning rate of zero     latency.py    phases of a
-                     step, forward of modules
-    attribution.py   which module an operation belongs to, forward and backward      flops.py
-                     floating-point operations
-    operations.py    torch's profiler: self times, time of collectives, the trace    memory.py     bytes by
-                     what holds them
-    anatomy.py       all of it, as a tree of modules
+    repeat_step.py   the first step, again and again, at a learning rate of zero
+    latency.py       phases of a step, forward of modules
+    attribution.py   which module an operation belongs to, forward and backward
+    flops.py         floating-point operations
+    operations.py    torch's profiler: self times, time of collectives, the trace
+    memory.py        bytes by what holds them
+    profile.py       all of it, as a tree of modules
 """
 
 from __future__ import annotations
 
-from petune.profiling.attribution import Phase
-from petune.profiling.latency import Timing
 from petune.profiling.memory import MemoryUse
 from petune.profiling.operations import Operation
 from petune.profiling.profile import Profile, ProfiledModule, profile
 
-__all__ = ["MemoryUse", "Operation", "Phase", "Profile", "ProfiledModule", "Timing", "profile"]
+__all__ = ["MemoryUse", "Operation", "Profile", "ProfiledModule", "profile"]

@@ -150,44 +150,25 @@ def read_progress(
         facts["progress"], Fields(dict.fromkeys(told, evaluation), others=True), file, "facts.progress"
     )
     limits = {"step": step, "scored_step": progress.step, "best_step": progress.step, "worse": progress.step}
-    problems = [
-        Problem(
-            "is beyond the step",
-            f"{file}  facts.progress.{name}",
-            f"at most {limit}",
-            str(getattr(progress, name)),
-        )
-        for name, limit in limits.items()
-        if (getattr(progress, name) or 0) > limit
-    ]
+    problems = []
+
+    def fault(what: str, name: str, expected: str | None = None) -> None:
+        found = str(getattr(progress, name))
+        problems.append(Problem(what, f"{file}  facts.progress.{name}", expected, found))
+
+    for name, limit in limits.items():
+        if (getattr(progress, name) or 0) > limit:
+            fault("is beyond the step", name, f"at most {limit}")
     nothing = progress.best_step is None and progress.best_value is None and not progress.best_scores
     if not nothing and (
         progress.best_step is None or progress.best_value not in progress.best_scores.values()
     ):
-        problems.append(
-            Problem(
-                "is none of the best scores",
-                f"{file}  facts.progress.best_value",
-                found=str(progress.best_value),
-            )
-        )
+        fault("is none of the best scores", "best_value")
     if bool(progress.scores) != (progress.scored_step > 0):
-        problems.append(
-            Problem(
-                "does not go with the scores",
-                f"{file}  facts.progress.scored_step",
-                found=str(progress.scored_step),
-            )
-        )
+        fault("does not go with the scores", "scored_step")
     if progress.step != step:
-        problems = [
-            Problem(
-                "contradicts the manifest's step",
-                f"{file}  facts.progress.step",
-                str(step),
-                str(progress.step),
-            )
-        ]
+        problems.clear()
+        fault("contradicts the manifest's step", "step", str(step))
     if planned is not None and step > planned:
         problems.append(
             Problem("is beyond the end of the run", f"{file}  step", f"at most {planned}", str(step))

@@ -149,44 +149,26 @@ def check_optimizer(
 def _differences(
     mine: Mapping[str, Any], facts: Mapping[str, Any], kept: Mapping[str, Tensor], where: str
 ) -> list[Problem]:
+    problems: list[Problem] = []
+
+    def fault(what: str, *told: str | None) -> None:
+        problems.append(Problem(what, where, *told))
+
     try:
         if facts["class"] != mine["class"]:
-            return [
-                Problem(
-                    "another optimizer",
-                    where,
-                    facts["class"],
-                    mine["class"],
-                    "resume with the recipe that was saved",
-                )
-            ]
+            remedy = "resume with the recipe that was saved"
+            return [Problem("another optimizer", where, facts["class"], mine["class"], remedy)]
         here, saved = mine["state"], facts["state"]
-        problems = [
-            Problem(
-                f"no optimizer state of {name!r}, which trains here",
-                where,
-                found=", ".join(nearest(name, saved)) or None,
-            )
-            for name in sorted(set(here) - set(saved))
-        ]
-        problems += [
-            Problem(
-                f"optimizer state of {name!r}, which does not train here",
-                where,
-                ", ".join(nearest(name, here)) or None,
-            )
-            for name in sorted(set(saved) - set(here))
-        ]
+        for name in sorted(set(here) - set(saved)):
+            near = ", ".join(nearest(name, saved)) or None
+            fault(f"no optimizer state of {name!r}, which trains here", None, near)
+        for name in sorted(set(saved) - set(here)):
+            near = ", ".join(nearest(name, here)) or None
+            fault(f"optimizer state of {name!r}, which does not train here", near)
         theirs, ours = ([set(group["params"]) for group in side["groups"]] for side in (facts, mine))
         if not problems and theirs != ours:
-            problems.append(
-                Problem(
-                    "the optimizer's groups differ",
-                    where,
-                    f"{[*map(len, theirs)]} tensors",
-                    f"{[*map(len, ours)]}",
-                )
-            )
+            counts = f"{[*map(len, theirs)]} tensors", f"{[*map(len, ours)]}"
+            fault("the optimizer's groups differ", *counts)
         wanted = {
             f"optimizer/{key}/{name}": here.get(name, entry)["shape"]
             for name, entry in saved.items()
@@ -198,37 +180,28 @@ def _differences(
             for key in group["tensors"]
         }
         shapes = {name: entry["shape"] for name, entry in saved.items()}
-        for mapping in [group["options"] for group in facts["groups"]] + [
-            entry["values"] for entry in saved.values()
-        ]:
+        options, values = (
+            (group["options"] for group in facts["groups"]),
+            (one["values"] for one in saved.values()),
+        )
+        for mapping in (*options, *values):
             mapping.items()
     except (KeyError, TypeError, AttributeError) as error:
         return [Problem(f"the optimizer's JSON is not what pack_optimizer writes: {error!r}", where)]
-    problems += [
-        Problem(
-            f"optimizer state of {name!r} has another shape",
-            where,
-            str(here[name]["shape"]),
-            str(shapes[name]),
-        )
-        for name in sorted(set(here) & set(saved))
-        if here[name]["shape"] != shapes[name]
-    ]
-    problems += [Problem(f"the tensor {key!r} is missing", where) for key in sorted(set(wanted) - set(kept))]
-    problems += [
-        Problem(f"the tensor {key!r} is unexpected", where) for key in sorted(set(kept) - set(wanted))
-    ]
-    problems += [
-        Problem(
-            f"the tensor {key!r} holds {str(kept[key].dtype).removeprefix('torch.')}, not moments",
-            where,
-            "a float",
-        )
-        for key in sorted(set(wanted) & set(kept))
-        if not kept[key].is_floating_point() or kept[key].element_size() == 1
-    ]
-    return problems + [
-        Problem(f"the tensor {key!r} has another shape", where, str(wanted[key]), str([*kept[key].shape]))
-        for key in sorted(set(wanted) & set(kept))
-        if kept[key].dim() and [*kept[key].shape] != wanted[key]
-    ]
+    for name in sorted(set(here) & set(saved)):
+        if here[name]["shape"] != shapes[name]:
+            shape = str(here[name]["shape"]), str(shapes[name])
+            fault(f"optimizer state of {name!r} has another shape", *shape)
+    for key in sorted(set(wanted) - set(kept)):
+        fault(f"the tensor {key!r} is missing")
+    for key in sorted(set(kept) - set(wanted)):
+        fault(f"the tensor {key!r} is unexpected")
+    both = sorted(set(wanted) & set(kept))
+    for key in both:
+        if not kept[key].is_floating_point() or kept[key].element_size() == 1:
+            dtype = str(kept[key].dtype).removeprefix("torch.")
+            fault(f"the tensor {key!r} holds {dtype}, not moments", "a float")
+    for key in both:
+        if kept[key].dim() and [*kept[key].shape] != wanted[key]:
+            fault(f"the tensor {key!r} has another shape", str(wanted[key]), str([*kept[key].shape]))
+    return problems

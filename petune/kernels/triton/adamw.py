@@ -72,7 +72,7 @@ def adamw_(
     first: int = 0,
     copy: Tensor | None = None,
 ) -> None:
-    """`petune.kernels.memory.offloaded_adamw.adamw_`; dense tensors of float32 or bfloat16."""
+    """`petune.kernels.memory.adamw.adamw_`; dense tensors of float32 or bfloat16."""
     size = weight.numel()
     if size:
         shrink, blend, gain, rate, root = rule.scalars
