@@ -112,57 +112,36 @@ def _wide(x: Tensor, *shape: int) -> Tensor:
 # ------------------------------------------------------------------ norms
 
 
-def _total(x: Tensor, residual: Tensor | None) -> Tensor:
-    return x.new_empty(0 if residual is None else x.shape)
-
-
 def _sum(dy: Tensor, wanted: bool) -> Tensor:
     return _wide(dy, dy.shape[1]) if wanted else dy.new_empty(0)
 
 
-@_op(lambda x, weight, eps, residual=None: (_same(x), _wide(x, x.shape[0]), _total(x, residual)))
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, 1 / rms, total); total is empty without a residual. 1 / rms has no gradient."""
-    y, rstd, total = _ops(x).rms_norm(x, weight, eps, residual)
-    return y, rstd, None if residual is None else total
+@_op(lambda x, weight, eps: (_same(x), _wide(x, x.shape[0])))
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, 1 / rms); the second has no gradient."""
+    return _ops(x).rms_norm(x, weight, eps)[:2]
 
 
-@_op(lambda dy, total, weight, rstd, dresidual=None, weight_grad=False: (_same(dy), _sum(dy, weight_grad)))
+@_op(lambda dy, x, weight, rstd, weight_grad: (_same(dy), _sum(dy, weight_grad)))
 def rms_norm_backward(
-    dy: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None = None,
-    weight_grad: bool = False,
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of total, of weight)."""
-    return _ops(dy).rms_norm_backward(dy, total, weight, rstd, dresidual, weight_grad)
+    """(gradient of x, of weight)."""
+    return _ops(dy).rms_norm_backward(dy, x, weight, rstd, None, weight_grad)
 
 
 def _keep_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    x, weight, *_, residual = inputs
-    _, *statistics, total = output
-    ctx.summed = residual is not None
-    ctx.save_for_backward(total if ctx.summed else x, weight, *statistics)
-    ctx.mark_non_differentiable(*statistics)
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _arrived(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of y and, where there is a sum, of total."""
-    return torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy, dtotal if ctx.summed else None
-
-
 @_gradient(rms_norm, _keep_norm)
-def _(ctx: Any, dy: Tensor | None, _: None, dtotal: Tensor | None) -> Gradients:
-    total, weight, rstd = ctx.saved_tensors
-    dy, dtotal = _arrived(ctx, dy, dtotal)
-    needed = ctx.needs_input_grad[1]
-    dx, dweight = rms_norm_backward(dy, total, weight, rstd, dtotal, needed)
-    return dx, _made(dweight, weight, needed), None, dx if ctx.summed else None
+def _(ctx: Any, dy: Tensor, _: None) -> Gradients:
+    (x, weight, rstd), needed = ctx.saved_tensors, ctx.needs_input_grad[1]
+    dx, dweight = rms_norm_backward(dy, x, weight, rstd, needed)
+    return dx, _made(dweight, weight, needed), None
 
 
 # ------------------------------------------------------------------ LoRA

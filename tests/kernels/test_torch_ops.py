@@ -53,11 +53,6 @@ DIFFERENTIABLE: dict[str, Case] = {
         lambda *args: reference.rms_norm(*args)[0],
         (drawn(M, N), drawn(N), 1e-3),
     ),
-    "rms_norm of a sum": (
-        torch_ops.rms_norm,
-        lambda *args: reference.rms_norm(*args)[::2],
-        (drawn(M, N), drawn(N), 1e-3, drawn(M, N, seed=1)),
-    ),
     "rms_norm whose weight is frozen": (
         torch_ops.rms_norm,
         lambda *args: reference.rms_norm(*args)[0],
@@ -77,8 +72,8 @@ DIFFERENTIABLE: dict[str, Case] = {
 REST: dict[str, Case] = {
     "rms_norm_backward": (
         torch_ops.rms_norm_backward,
-        lambda *args: reference.rms_norm_backward(*args),
-        (*fixed((M, N), (M, N), (N,), (M,), (M, N)), True),
+        lambda *args: reference.rms_norm_backward(*args[:4], None, args[4]),
+        (*fixed((M, N), (M, N), (N,), (M,)), True),
     ),
     "lora_linear_backward": (
         torch_ops.lora_linear_backward,
@@ -279,8 +274,8 @@ def test_autocast_leaves_every_other_op_in_the_dtype_of_its_input(name: str) -> 
 
 def test_statistics_of_norms_have_no_gradient() -> None:
     x, weight = drawn(M, N), drawn(N)
-    y, rstd, total = torch_ops.rms_norm(x, weight, 1e-6)
-    assert y.requires_grad and not rstd.requires_grad and not total.numel()
+    y, rstd = torch_ops.rms_norm(x, weight, 1e-6)
+    assert y.requires_grad and not rstd.requires_grad
 
 
 def test_a_gradient_cannot_be_differentiated_again() -> None:
