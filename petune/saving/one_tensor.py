@@ -43,7 +43,7 @@ from petune.saving.peft import (
     PEFT_VERSION,
     PREFIX,
     TENSORS,
-    check_tensors,
+    fitting,
     is_named,
     is_saved_whole,
     is_target,
@@ -256,14 +256,7 @@ def load_one_tensor(
     shapes = {f"{name}.{layout.tensor}": layout.shape(name, layer, config) for name, layer in linears.items()}
     own = {f"{head}.{key}": value for head in heads for key, value in modules[head].named_parameters()}
     shapes |= {name: tuple(value.shape) for name, value in own.items()}
-    base = model.state_dict(keep_vars=True)
-    given = {
-        name: one for name, one in given.items() if name in shapes or not repeats(name, one, base, given)
-    }
-    check_tensors(
-        shapes, {name: tuple(value.shape) for name, value in given.items()}, folder / TENSORS, heads
-    )
-    refuse_untied(model, heads, given, folder)
+    given = fitting(model, shapes, given, heads, folder)
     wide = {name: torch.promote_types(layer.weight.dtype, torch.float32) for name, layer in linears.items()}
     dtypes = {f"{name}.{layout.tensor}": dtype for name, dtype in wide.items()}
     check_dtypes(given, dtypes | {name: value.dtype for name, value in own.items()}, str(folder / TENSORS))

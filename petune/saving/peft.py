@@ -426,11 +426,7 @@ def from_peft(
     biases = _biases(modules, layers, heads, config.get("bias") or "none")
     wanted |= {key: (name, tuple(own[name].shape)) for key, name in biases.items()}
     shapes |= {key: tuple(own[name].shape) for key, name in biases.items()}
-    given = {
-        key: value for key, value in given.items() if key in wanted or not repeats(key, value, own, given)
-    }
-    check_tensors(shapes, {key: tuple(value.shape) for key, value in given.items()}, folder / TENSORS, heads)
-    refuse_untied(base, heads, given, folder)
+    given = fitting(base, shapes, given, heads, folder)
     state = {wanted[key][0]: value for key, value in given.items()}
     state |= {name: place.from_file(state[name]) for name, place in where.items()}
     for other in rows[1:]:
@@ -557,6 +553,24 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
         )
     if problems:
         raise FileError(problems[:MOST])
+
+
+def fitting(
+    base: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, Tensor],
+    heads: tuple[str, ...],
+    folder: Path,
+) -> dict[str, Tensor]:
+    """The tensors of a file without those that only repeat the base. Raises as `check_tensors` where they are
+    not of these shapes, and as `refuse_untied`."""
+    own = base.state_dict(keep_vars=True)
+    found = {
+        key: value for key, value in given.items() if key in shapes or not repeats(key, value, own, given)
+    }
+    check_tensors(shapes, {key: tuple(value.shape) for key, value in found.items()}, folder / TENSORS, heads)
+    refuse_untied(base, heads, found, folder)
+    return found
 
 
 def check_tensors(
