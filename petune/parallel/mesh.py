@@ -67,10 +67,6 @@ class Mesh:
         """This rank's place along `axis`."""
         return int(getattr(self.at, axis))
 
-    def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """The group along `axis`; None where it has one rank."""
-        return self.groups.get(axis)
-
     @cached_property
     def engines(self) -> CopyEngines | None:
         """The copy engines by which the ranks of tp talk; None where these are not `linked`. All of them must

@@ -11,7 +11,6 @@ from petune.tasks.chat import encode_chat
 from petune.tasks.classify import encode_classify
 from petune.tasks.embed import encode_embed
 from petune.tasks.examples import Coder, Example
-from petune.tasks.formats import TASK_FORMATS
 from petune.tasks.media import CALLED
 from petune.tasks.mlm import encode_mlm
 from petune.tasks.prefer import encode_prefer
@@ -59,11 +58,6 @@ class Task:
         """What the outputs of its head are called, for rows of these labels; None for heads over a
         vocabulary, and for none."""
         return ONE_OUTPUT if self.name == "rerank" else labels
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """The formats of rows it can learn from."""
-        return TASK_FORMATS[self.name]
 
 
 TASKS: dict[str, Task] = {

@@ -396,5 +396,5 @@ class _Build:
         if core.shared is None:
             return d
         e = self.mlp("shared", h, core.shared, "projections", None)
-        self.steps.append(AddShared(*own, d, e, f"{name}.gate", f"{name}.all", behind, keep))
+        self.steps.append(AddShared(*own, d, e, f"{name}.gate", f"{name}.all", keep))
         return f"{name}.all"

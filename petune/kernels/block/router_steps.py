@@ -156,13 +156,12 @@ class Route(OfMixture):
 
 @dataclass(eq=False)
 class AddShared(OfMixture):
-    """y = d + sigmoid(x w^T) e of a shared expert's e, in place of d. behind: see Combined."""
+    """y = d + sigmoid(x w^T) e of a shared expert's e, in place of d."""
 
     d: str
     e: str
     gate: str
     y: str
-    behind: int | None = None
     keep: Level | None = None
     rows = True
 

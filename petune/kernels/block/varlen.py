@@ -60,12 +60,6 @@ class Segments:
         return self.lengths
 
     @cached_property
-    def rows(self) -> Tensor:
-        """The row of the batch that each kept token is in, [total] int64: what dropout by index numbers it
-        by, with `tokens`."""
-        return self._places // self.shape[1]
-
-    @cached_property
     def tokens(self) -> Tensor:
         """The place of each kept token in its row, padding counted, [total] int64."""
         return self._places % self.shape[1]
