@@ -17,7 +17,6 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from threading import Event, Lock
-from types import TracebackType
 from typing import Any
 
 from petune.errors import FileError, PetuneError
@@ -94,9 +93,7 @@ class FileHashes:
     def __enter__(self) -> FileHashes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._leave.set()
         self._threads.shutdown(cancel_futures=True)
         _cache.write()

@@ -11,7 +11,6 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from petune.errors import MachineError
@@ -91,9 +90,7 @@ class RunLock:
             remedy=remedy,
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._fd is not None:
             try:
                 # while it is still locked: nobody can have taken this very file
@@ -143,9 +140,7 @@ class WaitingLock:
     def __enter__(self) -> WaitingLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._fd is not None:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)

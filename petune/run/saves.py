@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -169,9 +168,7 @@ class Saves:
     def __enter__(self) -> Saves:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             return self.drain()
         # a group that broke, or a person, waits for nothing more

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from threading import Condition, Thread
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,9 +212,7 @@ class Snapshots:
     def __enter__(self) -> Snapshots:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(write=kind is None or issubclass(kind, Exception))
         if kind is None:
             self.check()
