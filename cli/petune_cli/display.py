@@ -36,8 +36,8 @@ def reporter() -> Iterator[Reporter]:
 
 
 class Live:
-    """A progress bar with loss, learning rate, speed, time left and, on a wide terminal, the most memory that
-    was held, and below it the ranks of a plan; everything else is printed above.
+    """Reporter: a progress bar with loss, learning rate, speed, time left and, on a wide terminal, the most
+    memory that was held, and below it the ranks of a plan; everything else is printed above.
 
     in_ranks: where the first rank of a plan, which is a process of its own, finds the same.
     """
@@ -83,13 +83,11 @@ class Live:
             yield panel(health(), self.held)
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
-        """Print the header and put up the bar."""
         self._print(lines, first="bold")
         self.bar.update(self.task, total=total_steps)
         self.bar.start()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Move the bar."""
         shown: dict[str, Any] = {
             "loss": f"{record['loss']:.4f}",
             "lr": f"{record['lr']:.1e}",
@@ -109,17 +107,14 @@ class Live:
         return f"peak {human(peak_memory(torch.device('cuda' if torch.cuda.is_initialized() else 'cpu')))}"
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Print the scores above the bar."""
         from petune.run.reporting import score_line
 
         self._print([score_line(record)])
 
     def note(self, line: str) -> None:
-        """Print the line above the bar."""
         self._print([line])
 
     def done(self, lines: Sequence[str]) -> None:
-        """Take the bar down and print the end."""
         self.close()
         self._print(lines, first="bold")
 

@@ -39,7 +39,8 @@ _METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """Every callback of a run. `ended_by` names the one that asked for its end."""
+    """Every callback of a run, to which it hands on what a Callback is told. `ended_by` names the one that
+    asked for its end."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         """Raises UsageError for an object without the methods of a callback."""
@@ -55,15 +56,12 @@ class Callbacks:
         self.ended_by: str | None = None
 
     def on_step(self, record: Mapping[str, Any]) -> None:
-        """Hand on a step."""
         self._call("on_step", int(record["step"]), record)
 
     def on_eval(self, record: Mapping[str, Any]) -> None:
-        """Hand on an evaluation."""
         self._call("on_eval", int(record["step"]), record)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Hand on the end."""
         for one in self.callbacks:
             self._ask(one, "on_end", int(summary["steps"]), dict(summary))
 

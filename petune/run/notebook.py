@@ -54,16 +54,13 @@ class NotebookReporter:
             self._draw()
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Show the scores."""
         self.records.append(record)
         self.note(score_line(record))
 
     def note(self, line: str) -> None:
-        """Show the line."""
         self.done([line])
 
     def done(self, lines: Sequence[str]) -> None:
-        """Show the lines."""
         self.lines += lines
         self._draw()
 

@@ -47,8 +47,8 @@ class Reporter(Protocol):
 
 
 class PlainReporter:
-    """Plain lines through `write`, petune's logger by default: about twenty step lines a run, every
-    evaluation and note."""
+    """Reporter of plain lines through `write`, petune's logger by default: about twenty step lines a run,
+    every evaluation and note."""
 
     def __init__(self, write: Callable[[str], None] = say) -> None:
         self._write = write
@@ -58,7 +58,6 @@ class PlainReporter:
         self._write(printable(line))
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
-        """Show the header as it is."""
         self.every = max(1, total_steps // 20)
         self.total = total_steps
         for line in lines:
@@ -70,21 +69,19 @@ class PlainReporter:
             self.write(step_line(record, self.total))
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Show the scores."""
         self.write(score_line(record))
 
     def note(self, line: str) -> None:
-        """Show the line."""
         self.write(line)
 
     def done(self, lines: Sequence[str]) -> None:
-        """Show the lines."""
         for line in lines:
             self.write(line)
 
 
 class Logged:
-    """Passes everything on, keeps every line in `run.log` and every record in `metrics.jsonl`."""
+    """Reporter that passes everything on, keeps every line in `run.log` and every record in
+    `metrics.jsonl`."""
 
     def __init__(
         self, inner: Reporter, log: Path, metrics: Path, lost: Callable[[OSError], None] | None = None
@@ -147,26 +144,22 @@ class Logged:
             show(held)
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
-        """Log and pass on."""
         self.total = total_steps
         for line in lines:
             self.write(line)
         self._show(self.inner.header, lines, total_steps)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Log, keep and pass on."""
         self.write(step_line(record, self.total))
         self._keep(record)
         self._show(self.inner.step, record)
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Log, keep and pass on."""
         self.write(score_line(record))
         self._keep(record)
         self._show(self.inner.evaluated, record)
 
     def note(self, line: str) -> None:
-        """Log and pass on."""
         self.write(line)
         self._show(self.inner.note, line)
 
