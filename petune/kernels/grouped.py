@@ -110,11 +110,7 @@ def product(
     low: Tensor | None = None,
     up: Tensor | None = None,
 ) -> Tensor:
-    """x[rows of g] weight[g] + low[rows of g] up[g], [m, n], rounded once where a kernel can.
-
-    weight: [groups, k, n], any strides. rows [m]: the row of x that each row of the result reads, None where
-    x [m, k] is sorted already. low [m, r], up [groups, r, n]: of a low-rank update, or None.
-    """
+    """`grouped_reference.product`, [m, n], by the form that is fastest here."""
     # a kernel that reads rows by index writes no copy of them, one that adds the update rounds once
     alone = rows is None and low is None and min(weight.shape[1:]) > NARROW and by_torch(x, weight)
     form = grouped_reference if alone else _kernels("grouped", x, weight, low, up)
@@ -125,7 +121,7 @@ def product(
 def outer(
     x: Tensor, dy: Tensor, ends: Tensor, *, x_rows: Tensor | None = None, dy_rows: Tensor | None = None
 ) -> Tensor:
-    """x[rows of g]^T dy[rows of g], [groups, k, n]. x_rows, dy_rows: as `rows` of `product`."""
+    """`grouped_reference.outer`, [groups, k, n], by the form that is fastest here."""
     wide = min(x.shape[1], dy.shape[1]) > NARROW and by_torch(x, dy)  # a weight's gradient, not a factor's
     form = grouped_reference if wide else _kernels("grouped", x, dy)
     found: Tensor = form.outer(x, dy, ends, x_rows=x_rows, dy_rows=dy_rows)
@@ -140,15 +136,13 @@ def combined(y: Tensor, routes: Routes, weights: Tensor | None = None) -> Tensor
 
 
 def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
-    """act(gate) * up * share, [m, c], rounded once. gate_up [m, 2 c] is gate | up; share [m], any float
-    dtype, is what each row counts."""
+    """`grouped_reference.gated`, [m, c], by a kernel where there is one."""
     found: Tensor = _kernels("routed", gate_up).gated(gate_up, share, act)
     return found
 
 
 def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor]:
-    """(the gradient of gate_up, that of share [m] in float32 (float64 for float64), what `gated` gave) of the
-    gradient dm [m, c] of what `gated` gave."""
+    """`grouped_reference.dgated`, by a kernel where there is one."""
     found: tuple[Tensor, Tensor, Tensor] = _kernels("routed", dm, gate_up).dgated(dm, gate_up, share, act)
     return found
 
