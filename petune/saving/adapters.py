@@ -29,7 +29,7 @@ from petune.methods.targets import within
 from petune.models import family_of
 from petune.models.spec import Attention, Family, RoutedMlp, stack_paths
 from petune.saving.fingerprint import MOST, plain_name
-from petune.saving.peft import check_tensors, refuse_untied, repeats
+from petune.saving.peft import check_tensors, refuse_untied, repeats, shapes_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter.safetensors"
 HEAD_CONFIG, HEAD_TENSORS = "head_config.json", "model_head.safetensors"
@@ -309,12 +309,7 @@ def load_adapters(model: nn.Module, fields: Mapping[str, Any], folder: Path) -> 
     if kind == "houlsby" and not own.get("cross_adapter"):  # here they begin by adding nothing
         across = [place.own for place in _bottlenecks(model) if place.crosses]
         state |= {key: wanted[key] for key in wanted if within(key, across) and key not in state}
-    check_tensors(
-        {key: tuple(value.shape) for key, value in wanted.items()},
-        {key: tuple(value.shape) for key, value in state.items()},
-        folder / TENSORS,
-        heads,
-    )
+    check_tensors(shapes_of(wanted), state, folder / TENSORS, heads)
     check_dtypes(state, {key: value.dtype for key, value in wanted.items()}, str(folder / TENSORS))
     with torch.no_grad():
         for key, value in wanted.items():

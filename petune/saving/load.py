@@ -33,7 +33,7 @@ from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.multimodal import in_text
 from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
-from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft
+from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft, shapes_of
 from petune.saving.peft_parts import in_parts, parts_named
 from petune.saving.several import holds_several, load_each
 from petune.saving.tuning_record import Record, family_name, origin_files, read_record
@@ -211,12 +211,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None, wide: bool
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     if record is not None:
-        check_tensors(
-            record.shapes,
-            {name: tuple(value.shape) for name, value in adapter.state.items()},
-            folder / TENSORS,
-            record.also_train,
-        )
+        check_tensors(record.shapes, adapter.state, folder / TENSORS, record.also_train)
         parts = parts_named(model, record.config, also_train)
         adapter = in_parts(model, adapter, parts, str(folder / TENSORS))
     state = adapter.state
@@ -283,12 +278,7 @@ def _load_tuned(model: nn.Module, folder: Path, record: Record, wide: bool) -> N
     """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned
     tensor."""
     state = read_tensors(folder / TUNED)
-    check_tensors(
-        record.shapes,
-        {name: tuple(value.shape) for name, value in state.items()},
-        folder / TUNED,
-        record.also_train,
-    )
+    check_tensors(record.shapes, state, folder / TUNED, record.also_train)
     # before the model is changed
     check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))
     devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
@@ -325,12 +315,10 @@ def _load_full(model: nn.Module, folder: Path, record: Record, wide: bool) -> No
     alone = (folder / TUNED).is_file()
     files = [folder / TUNED] if alone else _weights(folder)
     state = {name: value for file in files for name, value in read_tensors(file, links=not alone).items()}
-    found = {name: tuple(value.shape) for name, value in state.items()}
-    check_tensors(record.shapes, found, folder)
+    check_tensors(record.shapes, state, folder)
     if isinstance(model, PreTrainedModel) and any(a != b for a, b in names_in_model(model, state).items()):
         with quiet():  # experts, say, which files have one by one
             state = dict(plain_class(model).from_pretrained(folder, dtype="auto").state_dict(keep_vars=True))
-        found = {name: tuple(value.shape) for name, value in state.items()}
     own = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     given = {id(own[name]) for name in state if name in own}
     # written once, under its other name

@@ -50,6 +50,7 @@ from petune.saving.peft import (
     refuse_untied,
     repeats,
     saved_whole,
+    shapes_of,
     shortest,
     strip_wrappers,
     task_type,
@@ -255,7 +256,7 @@ def load_one_tensor(
     given = strip_wrappers(tensors, modules, folder)
     shapes = {f"{name}.{layout.tensor}": layout.shape(name, layer, config) for name, layer in linears.items()}
     own = {f"{head}.{key}": value for head in heads for key, value in modules[head].named_parameters()}
-    shapes |= {name: tuple(value.shape) for name, value in own.items()}
+    shapes |= shapes_of(own)
     given = fitting(model, shapes, given, heads, folder)
     wide = {name: torch.promote_types(layer.weight.dtype, torch.float32) for name, layer in linears.items()}
     dtypes = {f"{name}.{layout.tensor}": dtype for name, dtype in wide.items()}

@@ -568,22 +568,26 @@ def fitting(
     found = {
         key: value for key, value in given.items() if key in shapes or not repeats(key, value, own, given)
     }
-    check_tensors(shapes, {key: tuple(value.shape) for key, value in found.items()}, folder / TENSORS, heads)
+    check_tensors(shapes, found, folder / TENSORS, heads)
     refuse_untied(base, heads, found, folder)
     return found
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor."""
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
 def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Tensor],
     file: Path,
     heads: Iterable[str] = (),
 ) -> None:
     """Raise FileError naming the first ten tensors that are missing, unexpected or mis-shaped in `file`."""
-    missing, surplus = (
-        [name for name in expected if name not in found],
-        [name for name in found if name not in expected],
-    )
+    found = shapes_of(tensors)
+    missing = [name for name in expected if name not in found]
+    surplus = [name for name in found if name not in expected]
     wrong = [name for name in expected if name in found and expected[name] != found[name]]
     problems = [
         Problem("is missing", name, found=", ".join(nearest(name, surplus, 1)) or None) for name in missing
