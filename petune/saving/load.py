@@ -285,10 +285,7 @@ def _load_tuned(model: nn.Module, folder: Path, record: Record, wide: bool) -> N
     with torch.random.fork_rng(devices=list(devices)):
         methods.tune(model, replace(cast("Any", record.config.filled), also_train=record.also_train))
     wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
-    shapes = {name: tuple(value.shape) for name, value in wanted.items()}
-    check_tensors(
-        shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train
-    )
+    check_tensors(shapes_of(wanted), state, folder / TUNED, record.also_train)
     if wide:
         _widen(model, wanted, state)
     _check_dtypes(state, {name: value.dtype for name, value in wanted.items()}, folder / TUNED)
@@ -323,9 +320,7 @@ def _load_full(model: nn.Module, folder: Path, record: Record, wide: bool) -> No
     given = {id(own[name]) for name in state if name in own}
     # written once, under its other name
     tied = {name for name, value in own.items() if name not in state and id(value) in given}
-    check_tensors(
-        {name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder
-    )
+    check_tensors(shapes_of({name: own[name] for name in own if name not in tied}), state, folder)
     if wide:
         _widen(model, own, state)
     _check_dtypes(state, {name: own[name].dtype for name in state}, folder)

@@ -47,8 +47,6 @@ from petune.saving.peft import (
     is_named,
     is_saved_whole,
     is_target,
-    refuse_untied,
-    repeats,
     saved_whole,
     shapes_of,
     shortest,
