@@ -128,7 +128,7 @@ class Given:
 
     def run(self, *, verify_base: bool = False) -> Run:
         """The run, settings applied to what it does from now on. Raises UsageError for a recipe that has not
-        been trained."""
+        been trained, and for settings of the method."""
         from petune.recipe import load_recipe
         from petune.run.train import load_run
 
@@ -136,7 +136,15 @@ class Given:
             self.folder or self._absent_folder() or self._made_by_recipe(), verify_base=verify_base
         )
         if self.overrides:
-            run.recipe = load_recipe(run.recipe, self.overrides)
+            settled = load_recipe(run.recipe, self.overrides)
+            if settled.method != run.recipe.method:
+                raise UsageError(
+                    "a run keeps the method that it was trained with",
+                    where="method",
+                    found=" ".join(word for word in self.overrides if word.startswith("method")),
+                    remedy="leave it out, or train another run: petune train RECIPE",
+                )
+            run.recipe = settled
         return run
 
     def _absent_folder(self) -> Path | None:

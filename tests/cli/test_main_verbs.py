@@ -341,6 +341,15 @@ def test_eval_scores_generated_answers_and_keeps_them(
 # ------------------------------------------------------------------ Ship
 
 
+@pytest.mark.parametrize("verb", [["merge"], ["export", "--to", "peft"], ["eval"]])
+def test_a_runs_method_stands_and_a_setting_of_it_is_refused(
+    type_: Type, run_folder: FakeRun, verb: list[str]
+) -> None:
+    found = type_(*verb, str(run_folder.folder), "method.r=99")
+    assert found.code == 2 and "a run keeps the method that it was trained with" in found.err
+    assert "method.r=99" in found.err and "petune train" in found.err
+
+
 def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun) -> None:
     assert type_("merge", "runs/mine").out.startswith(str(run_folder.folder / "merged"))
     assert type_("merge", "runs/mine", "--out", "there").out.startswith("there\n")
