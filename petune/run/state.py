@@ -28,6 +28,7 @@ from petune.files.json_fields import (
 from petune.files.range_writer import RangeWriter
 from petune.files.ranges import RangeReader, sources
 from petune.files.safetensors import check_dtypes, is_finite, read_header, tensor_kinds
+from petune.models.decay import decays
 from petune.parallel import Runner, ShardPlace, is_sharded, local
 from petune.recipe import Recipe
 from petune.rng.generators import rng_state, set_rng_state
@@ -60,15 +61,15 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over tuned tensors by name, fused where all are on a GPU. rates: learning rates over the
     recipe's of those that have one of their own."""
-    decays = {True: recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
     # one update takes shards or plain tensors, not both
     own = sorted({1.0, *rates.values()})
-    kinds = [(matrix, sharded, rate) for matrix in decays for sharded in (False, True) for rate in own]
+    kinds = [(matrix, sharded, rate) for matrix in (True, False) for sharded in (False, True) for rate in own]
     members: dict[Any, list[nn.Parameter]] = {kind: [] for kind in kinds}
     for name, value in tuned.items():
-        members[value.dim() > 1, is_sharded(value), rates.get(name, 1.0)].append(value)
+        members[decays(name, value), is_sharded(value), rates.get(name, 1.0)].append(value)
     groups: list[dict[str, Any]] = [
-        {"params": values, "weight_decay": decays[matrix]} | ({} if rate == 1 else {"lr_ratio": rate})
+        {"params": values, "weight_decay": recipe.weight_decay * matrix}
+        | ({} if rate == 1 else {"lr_ratio": rate})
         for (matrix, _, rate), values in members.items()
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]

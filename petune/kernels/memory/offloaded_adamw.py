@@ -32,6 +32,7 @@ from petune.errors import UsageError
 from petune.kernels.memory.adamw import AdamWStep, adamw_for, random_words
 from petune.kernels.memory.offload import pin
 from petune.log import warn
+from petune.models.decay import decays
 
 Event = Any  # a torch.cuda.Event, or None on a CPU
 ALIGN = 64  # elements: where a parameter begins in a flat buffer, so that kernels read whole lines
@@ -166,15 +167,14 @@ class StreamedAdamW(torch.optim.Optimizer):
         _check(model, blocks, states, slots, max_grad_norm)
         self.names = {value: name for name, value in model.named_parameters()}
         self.device = device or next(iter(self.names)).device
-        decays = {True: weight_decay, False: 0.0}
+        trained = [(name, value) for value, name in self.names.items() if value.requires_grad]
         kinds = {
-            matrix: [value for value in self.names if value.requires_grad and (value.dim() > 1) is matrix]
-            for matrix in decays
+            kind: [value for name, value in trained if decays(name, value) is kind] for kind in (True, False)
         }
         groups = [
-            {"params": kinds[matrix], "weight_decay": decay}
-            for matrix, decay in decays.items()
-            if kinds[matrix]
+            {"params": values, "weight_decay": weight_decay * kind}
+            for kind, values in kinds.items()
+            if values
         ]
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rules = {self.names[value]: group for group in self.param_groups for value in group["params"]}
