@@ -28,6 +28,7 @@ from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.kernels.memory.policy_hook import shape_of
 from petune.methods import wrap
 from petune.models import family_of
+from petune.models.decay import decays
 from tests.kernels import own_blocks
 from tests.kernels.fused_pairs import stand_on
 from tests.kernels.own_blocks import assert_trains_alike, fused, tuned
@@ -228,14 +229,17 @@ def test_blocks_that_multiply_queries_are_never_recorded(monkeypatch: pytest.Mon
 def test_blocks_stream(name: str) -> None:
     plain = tuned(name, "full", {}, torch.float32)
     made = fused(plain)
-    decays = [{"params": [one for one in plain.parameters() if one.dim() > 1]}]
-    decays += [{"params": [one for one in plain.parameters() if one.dim() < 2], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [own for at, own in plain.named_parameters() if decays(at, own) is kind]}
+        for kind in (True, False)
+    ]
+    groups[1]["weight_decay"] = 0.0
     streamed = StreamedAdamW(
         made, fused_blocks(made), lr=1e-2, eps=1e-4, weight_decay=0.1, states=torch.float32
     )
     for model, optimizer in (
         (made, streamed),
-        (plain, torch.optim.AdamW(decays, 1e-2, eps=1e-4, weight_decay=0.1)),
+        (plain, torch.optim.AdamW(groups, 1e-2, eps=1e-4, weight_decay=0.1)),
     ):
         for _ in range(2):
             optimizer.zero_grad()
