@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
@@ -46,6 +47,11 @@ class ForwardPass:
     vocabulary_head: bool = False
     streamed: bool | None = None
     leaves: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of an activation."""
+        return torch.bfloat16 if self.itemsize == 2 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,7 @@ def _saved_at(
     tokens = extent.whole if beside is None else extent.own
     wide, narrow = (down.in_features, down.out_features) if isinstance(down, nn.Linear) else (0, 0)
     if isinstance(block, FusedBlock):
-        shape = replace(shape_of(block.spec, longest=extent.whole), itemsize=work.itemsize)
+        shape = shape_of(block.spec, work.dtype, extent.whole)
         mixed = (wide + 2 * narrow) * work.itemsize
         return Saved(tokens * (mixed + kept_bytes(shape, block.spec.rung.keep)))
     mixed = wide * work.itemsize + 2 * narrow * 4

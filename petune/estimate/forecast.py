@@ -255,10 +255,10 @@ def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackNam
 def cached_row(drawn: Sketch, plan: ParallelPlan) -> int:
     """Bytes of a longest row in the activation cache of a recipe that has one, on all ranks."""
     stored: Stored = "auto" if drawn.recipe.cache is True else cast("Stored", drawn.recipe.cache)
-    dtype = torch.bfloat16 if drawn.work.itemsize == 2 else torch.float32
+    work = drawn.work
     return sum(
         stack_bytes(
-            drawn.model, stack, stored, dtype, drawn.work.tokens[stack.name], 1, plan.lasts(stack.name)
+            drawn.model, stack, stored, work.dtype, work.tokens[stack.name], 1, plan.lasts(stack.name)
         )
         for stack in stacks_in(drawn.model).values()
     )

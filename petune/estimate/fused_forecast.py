@@ -218,7 +218,7 @@ def policy_for(
     longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
     rates = rates_of(device)
     itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
-    shape = shape_of(typical(alike), _dtype(drawn), rounded(longest, 128))
+    shape = shape_of(typical(alike), drawn.work.dtype, rounded(longest, 128))
     tokens = rounded(rows * longest)
     fixed = resident_bytes(fused[0]) if streams(recipe) else stands
     assert drawn.family is not None
@@ -247,18 +247,13 @@ def policy_for(
 
 def _kinds(drawn: Sketch, fused: Sequence[nn.Module], rows: int) -> list[Alike]:
     """The blocks of all stacks, each over the tokens of its own, a decoder's beside those of the encoder."""
-    dtype, found = _dtype(drawn), list[Alike]()
+    dtype, found = drawn.work.dtype, list[Alike]()
     for stack in (one for model in fused for one in model.modules() if isinstance(one, Stack)):
         own, encoder = drawn.work.tokens[stack.name], drawn.work.tokens.get("encoder", 0)
         memory = (encoder / own, rounded(encoder, 128)) if encoder and stack.name != "encoder" else None
         specs = [block.spec for block in fused_blocks(stack)]
         found += kinds_of(specs, dtype, rounded(rows * own), rounded(own, 128), memory)
     return found
-
-
-def _dtype(drawn: Sketch) -> torch.dtype:
-    """What blocks compute in."""
-    return torch.bfloat16 if drawn.work.itemsize == 2 else torch.float32
 
 
 def block_shapes(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]) -> list[BlockShape]:
@@ -275,7 +270,7 @@ def block_shapes(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]) -
     if len(specs) < sum(len(stack.blocks) for stack in stacks):
         return []
     longest = max(drawn.work.tokens.values())
-    return [replace(shape_of(spec, longest=longest), itemsize=drawn.work.itemsize) for spec in specs]
+    return [shape_of(spec, drawn.work.dtype, longest) for spec in specs]
 
 
 def unable(drawn: Sketch) -> str | None:

@@ -15,12 +15,23 @@ import torch
 from petune.errors import UsageError
 from petune.estimate import fused_forecast
 from petune.estimate.cluster import Cluster, Device, LinkSpeed
+from petune.estimate.footprint import held_by
 from petune.estimate.forecast import PROCESS, Forecast, forecast, sketch
-from petune.estimate.fused_forecast import CARDS, Outlook, on_device, outlook, policy_for
+from petune.estimate.fused_forecast import (
+    CARDS,
+    FIRST,
+    Outlook,
+    block_shapes,
+    on_device,
+    outlook,
+    policy_for,
+)
 from petune.estimate.step_time import Clock
 from petune.estimate.workload import workload
 from petune.kernels.configs import Rung
+from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.policy import GIB, LADDER, Policy
 from petune.kernels.memory.policy_hook import rounded
 from petune.parallel.mesh import Coordinate
@@ -318,6 +329,19 @@ def test_blocks_beside_a_ladder_keep_nothing_and_its_own_what_is_asked(
     assert told.policies == ()
     assert told.forecast.ranks[0].memory.activations < found.ranks[0].memory.activations or "again" in kept
     assert told.lines == (f"blocks   fused: the backbone's keep nothing, the ladder's {kept}",)
+
+
+@pytest.mark.parametrize("name", ["deberta-classify", "qwen3next-causal"])
+def test_what_a_block_calls_keeps_bytes_of_the_dtype_it_computes_in(name: str, tmp_path: Path) -> None:
+    kept = []
+    for precision in ("fp32", "bf16"):
+        drawn = sketch(recipe_of(name, tmp_path, device="cuda", dtype=precision, method="full"))
+        held = held_by(drawn.model, drawn.family, ALONE, FIRST).modules
+        (shape, *_) = block_shapes(drawn, ALONE, held)
+        (core,) = next(block for one in held for block in fused_blocks(one)).spec.called
+        assert shape.called == core_shape(core, drawn.work.itemsize, max(drawn.work.tokens.values()))
+        kept.append(shape.called_core.kept)
+    assert kept[1] < kept[0]
 
 
 def test_blocks_below_a_head_alone_keep_nothing(tmp_path: Path) -> None:
