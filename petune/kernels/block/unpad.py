@@ -91,6 +91,8 @@ def leave_padding_out(
         )
         hooks += found.register(model, owner)
         stack.edges.insert(0, Unpadded())
+        for block in fused if whole and found.unknown is not None else ():  # whose calls have masks
+            block.spec.pairs = True
     return hooks
 
 

@@ -4,6 +4,7 @@ memory; planted faults; what is refused."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +144,20 @@ def test_a_block_keeps_what_is_foretold_with_scores_of_all_keys(method: str, dro
     for tokens in (32, 96):
         said = kept_bytes(shape_of(spec, longest=tokens), "all")
         assert said == pytest.approx(held(model, 4, tokens), rel=0.05), tokens
+
+
+def test_without_a_head_rows_keep_their_padding_and_scores_of_pairs_are_counted() -> None:
+    base = copy.deepcopy(model_of(NAMES[0], "lora", torch.float32).base_model)
+    done = fuse(base, family_of(base), "reference")
+    assert done.blocks and not done.reasons, done.reasons
+    handed: list[Any] = []
+    base.encoder.layer[0].register_forward_pre_hook(
+        lambda block, args, kwargs: handed.append((args, kwargs, running().segments)), with_kwargs=True
+    )
+    base(**{name: value for name, value in batch(NAMES[0]).items() if name != "labels"})
+    ((args, _, segments),) = handed
+    assert segments is None and args[1].dim() == 4  # a mask, with which transformers' attention computes
+    assert all(block.spec.pairs for block in fused_blocks(base))
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
