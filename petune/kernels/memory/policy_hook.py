@@ -191,7 +191,7 @@ class Governor:
         memory = (read / tokens, longest_read) if read else None
         shape = shape_of(typical(specs), dtype, longest, memory)
         begins = self.passes == 1 and next(iter(_fused_stacks(model)), stack) is stack
-        rooms = _room_bytes(specs[0], shape, tokens)
+        rooms = max((_room_bytes(one, shape, tokens) for one in specs), key=sum)
         streamed = self.config.stream != "none"
         pinned = (
             len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32")

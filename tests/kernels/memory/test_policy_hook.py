@@ -39,6 +39,7 @@ from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack, own_stacks
 from petune.rng.context import bound
 from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, batch, blocks, gradients, pair
+from tests.methods.zoo import tiny
 
 GIB = 2**30
 CUDA = torch.device("cuda")
@@ -159,6 +160,25 @@ def test_the_same_rungs_are_spoken_of_once(device: Device, asked: list[Any], sai
     policies = list(made.governor.policies.values())
     assert len(policies) == 8 and len({policy.rungs for policy in policies}) == 1
     assert said == list(policies[0].lines())
+
+
+def test_room_for_other_ranks_is_that_of_the_block_with_the_widest_heads(
+    device: Device, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = governor(lambda: tiny("gemma4-causal"))
+    widths = {one.program.sizes.head_dim * one.program.sizes.heads for one in made.specs}
+    assert len(widths) == 2
+
+    class Exchange:
+        def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
+            return 0, queries
+
+    for wanted in (0, max(widths) * 1024 * made.specs[0].dtype.itemsize):
+        made.under(made.governor.config).kept(CUDA, 1024, 512)
+        assert asked[-1]["fixed"] == asked[0]["fixed"] + wanted
+        for spec in made.specs:
+            monkeypatch.setattr(spec, "exchanges", (Exchange(),))
+            monkeypatch.setattr(type(spec), "peers", None)
 
 
 def test_other_rungs_are_spoken_of(device: Device, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
