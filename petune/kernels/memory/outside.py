@@ -41,9 +41,9 @@ def resident_bytes(model: nn.Module) -> int:
 
 def fixed_bytes(*models: nn.Module) -> int:
     """Bytes on the device whatever is kept: tensors of the models, gradients and states of what trains; where
-    a model is sharded, of this process' part, and what is gathered while it runs."""
-    if (shards := shards_of(models[0])) is not None:
-        return shards.own + STATES * shards.trained + shards.gathered
+    models, all stages or none, are sharded, of this process' part, and what is gathered while each runs."""
+    if shards := [found for model in models if (found := shards_of(model)) is not None]:
+        return sum(one.own + STATES * one.trained + one.gathered for one in shards)
     tensors = (value for model in models for value in (*model.parameters(), *model.buffers()))
     values = {id(value): value for value in tensors}.values()
     trained = sum(value.numel() for value in values if value.requires_grad)

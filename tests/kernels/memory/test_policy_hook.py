@@ -354,6 +354,16 @@ def test_of_a_sharded_model_what_is_here_and_what_is_gathered_is_fixed(
     assert asked[0]["budget"] == int((60 + 20 - 10) * 0.9 * GIB) + 10 * GIB
 
 
+def test_of_several_sharded_stages_all_are_fixed(device: Device, asked: list[Any]) -> None:
+    first, second = (petune.wrap(llama(), kernels="reference") for _ in range(2))
+    put_shards(first, Shards(own=2 * GIB, trained=0, gathered=GIB))
+    put_shards(second, Shards(own=4 * GIB, trained=GIB, gathered=8 * GIB))
+    made = Planned(Governor(MemoryConfig(host=1), passes=2, beside=[second]), first, [])
+    made.governor.meet(first, ())
+    made.kept(CUDA, 2048, 512)
+    assert asked[0]["fixed"] == fixed_bytes(first, second) == (15 + STATES) * GIB
+
+
 def test_tied_embeddings_are_there_once() -> None:
     tied, untied = (
         fixed_bytes(governor(lambda tied=tied: llama(tie_word_embeddings=tied)).model)
