@@ -5,18 +5,18 @@ stored.
 
 i runs over the queries of a segment, j over its keys: its own tokens, all or no later ones or the last few of
 these, or with `keys` the tokens of the segment of another sequence. bias is one by distance
-(petune.kernels.block.distance); R_ij = by_query[i, b] + by_key[j, b] with the bucket b of the distance j - i, scores of
-positions (DeBERTa, He et al. 2021, arXiv:2006.03654). A program walks the keys of a block of queries with a running maximum and sum
-(Dao 2023, arXiv:2307.08691). What drops out is drawn as `petune.rng.dropout` does for probabilities [rows,
-heads, queries, keys]: a query has a 64-bit hash of its row, head and token, its place, from which 32-bit
-arithmetic decides about each key. The backward pass hashes once into memory, beside delta_i = dout_i . out_i;
-then
+(petune.kernels.block.distance); R_ij = by_query[i, b] + by_key[j, b] with the bucket b of the distance j - i,
+scores of positions (DeBERTa, He et al. 2021, arXiv:2006.03654). A program walks the keys of a block of
+queries with a running maximum and sum (Dao 2023, arXiv:2307.08691). What drops out is drawn as
+`petune.rng.dropout` does for probabilities [rows, heads, queries, keys]: a query has a 64-bit hash of its
+row, head and token, its place, from which 32-bit arithmetic decides about each key. The backward pass hashes
+once into memory, beside delta_i = dout_i . out_i; then
 
         dP_ij = keep_ij dout_i . v_j / (1 - p)          dS = P (dP - delta)
 
 is made twice: along keys for the gradient of q, along queries for those of k and v. The first sums dS along
-the diagonals of its tiles where the gradient of the bias is asked for; where there are scores of positions both leave
-dS in memory, of which `bucket_sums` makes their gradients. Each program owns what it writes, so
+the diagonals of its tiles where the gradient of the bias is asked for; where there are scores of positions
+both leave dS in memory, of which `bucket_sums` makes their gradients. Each program owns what it writes, so
 nothing is added up atomically and the same call gives the same bits. A launch depends on shapes and on the
 longest segments alone, never on a value in memory.
 """
@@ -45,10 +45,11 @@ class More(NamedTuple):
     """What not every call has. starts: of the keys' segments in cross-attention, of which the longest has
     `longest` tokens and `tokens` [n] int64 are their numbers in their rows, read where something drops out.
     window: a query sees the keys with query - key < window alone and, where attention is not causal, key -
-    query < window; 0 for all. bias: [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for none. sinks: [heads], the score of
-    one more key, which every query sees and which has no value. by_query [heads, m, columns], by_key [heads, n, columns], dense: scores of
-    positions, of self-attention that is not causal, where `buckets` is there, int32 [2 L - 1]: the column for each distance key - query,
-    which does not grow with it."""
+    query < window; 0 for all. bias: [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for
+    none. sinks: [heads], the score of one more key, which every query sees and which has no value. by_query
+    [heads, m, columns], by_key [heads, n, columns], dense: scores of positions, of self-attention that is not
+    causal, where `buckets` is there, int32 [2 L - 1]: the column for each distance key - query, which does
+    not grow with it."""
 
     starts: Tensor | None = None
     longest: int = 0
@@ -180,8 +181,8 @@ def _biased(scores, bias, distance, real):
 
 @triton.jit
 def _positioned(scores, by_query, by_key, buckets, query_row, key_row, distance, real, scale):
-    """Scores in base 2, with those of positions added: query_row and key_row are where rows of by_query and by_key begin, distance is from
-    the first of `buckets`."""
+    """Scores in base 2, with those of positions added: query_row and key_row are where rows of by_query and
+    by_key begin, distance is from the first of `buckets`."""
     if buckets is None:
         return scores
     else:
