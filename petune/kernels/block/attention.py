@@ -250,12 +250,17 @@ def _no_triton(
         return "a mask"
     if last:
         return "queries on one rank of keys on several"
+    return unfit(device, head_dim) or refusal(device, dtype)
+
+
+def unfit(device: torch.device, head_dim: int) -> str | None:
+    """Why our kernels take no heads of this width on a device, or None."""
     # a tile of wider heads fits into the shared memory of these alone
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
     widest = 256 if hopper else 128
     if head_dim % 8 or head_dim > widest:
         return f"head dim {head_dim} is no multiple of 8 up to {widest}"
-    return refusal(device, dtype)
+    return None
 
 
 def _no_cudnn(device: torch.device, head_dim: int, kind: _Kind, deterministic: bool) -> str | None:

@@ -186,11 +186,11 @@ class FusedBlock(nn.Module):
 
     def _core_calls(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> list[CoreCall]:
         """Of the cores that are called as they are."""
-        kind, known = hidden.device.type, self.spec.arguments
+        kind, width = hidden.device.type, self.spec.program.sizes.head_dim
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        kernels = self.spec.ops.name == "triton"
+        ours = self.spec.ops.name == "triton" and attending.unfit(hidden.device, width) is None
         return [
-            CoreCall(core, core.arguments(given, known), len(hidden), here, autocast, kernels)
+            CoreCall(core, core.arguments(given, self.spec.arguments), len(hidden), here, autocast, ours)
             for core, here in zip(self.spec.called, draws.cores, strict=True)
         ]
 

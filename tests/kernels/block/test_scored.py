@@ -3,6 +3,7 @@ float64, with dropout by index and every gradient."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 
 from petune.kernels.block.scored import Inputs, ScoredAttention
 from petune.kernels.block.varlen import Segments, from_mask
+from petune.kernels.fuse import fused_blocks
 from petune.rng.context import Running, bound_to
 from petune.rng.dropout import drop_attention, step_key
+from tests.kernels.own_blocks import fused, tuned
+from tests.methods.zoo import batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, WIDTH, SPAN, SCALE = 2, 24, 8, 0.2
@@ -108,3 +112,16 @@ def test_the_same_call_gives_the_same_bits() -> None:
         out = ScoredAttention(own, True)(tuple(leaves), far_of(own.shape[1]), SCALE, 0.0, 0)  # type: ignore[arg-type]  # all are there
         found.append([out, *torch.autograd.grad(out.sum(), leaves)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("width", [64, 20])
+def test_heads_that_kernels_do_not_take_are_attended_by_torch(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fused(tuned("deberta-classify", "lora", {"r": 2}, torch.float32, attention_head_size=width))
+    block, seen = fused_blocks(made)[0], list[bool]()
+    block.spec.ops = replace(block.spec.ops, name="triton")
+    monkeypatch.setattr(ScoredAttention, "__call__", lambda self, *args: seen.append(self.kernels) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made(**batch("deberta-classify"))
+    assert seen == [width == 64]
