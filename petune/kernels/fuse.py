@@ -1,6 +1,6 @@
 """The fuse pass: blocks of families that have a table become fused blocks, the head makes its loss lazily.
 
-It acts last, on a model or the stages of one; of blocks that a parallel plan shards it fuses single modules.
+It acts last, on a model or the stages of one.
 What cannot be fused stays as it is and the reason is said; nothing is patched.
 """
 

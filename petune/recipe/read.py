@@ -184,8 +184,11 @@ def find_recipe(text: str | Path) -> Path:
             f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}", where=shown
         ) from None
     if folder:
-        remedy = "give the .yaml file; a run folder holds recipe.yaml"
-        raise RecipeError("is a folder, not a recipe file", where=shown, remedy=remedy)
+        raise RecipeError(
+            "is a folder, not a recipe file",
+            where=shown,
+            remedy="give the .yaml file; a run folder holds recipe.yaml",
+        )
     if there:
         return path
     shipped = {file.stem: file for file in shipped_recipes()}
