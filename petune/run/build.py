@@ -41,6 +41,7 @@ from petune.models.loading import (
 )
 from petune.models.source import ModelSource, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
+from petune.parallel.placement import Placement, parts_of
 from petune.recipe import Recipe
 from petune.run.balance import balance_in
 from petune.run.fisher import weigh_by_rows
@@ -324,9 +325,7 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
             streams=streams(recipe),
             base_dtype=recipe.base_dtype,
         )
-        # read and whole they are known, and an adapter that the run begins with may have changed them
-        for module in where.modules if unread or mesh.plan.world > 1 else ():
-            hold_biases(module)
+        _hold_biases(where, unread)
         runner = Runner(where, objective)
     with phase("fusing the blocks"):
         fuse(runner, recipe)
@@ -358,6 +357,18 @@ def _checkpoint_activations(model: nn.Module) -> None:
             found=type(model).__name__,
         )
     enable({"use_reentrant": False})
+
+
+def _hold_biases(where: Placement, unread: bool) -> None:
+    """Remember the base's biases as this rank holds them. Those of a model that was in memory are known
+    whole, and an adapter that the run begins with may have changed them."""
+    for module in where.modules:
+        hold_biases(module)
+        record = tuning(module)
+        for part in parts_of(record.held.items(), where.placed, where.mesh) if not unread else ():
+            ends = zip(part.start, part.out.shape, strict=True)
+            box = tuple(slice(first, first + size) for first, size in ends)
+            part.out.copy_(record.biases[part.name][box])
 
 
 def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:

@@ -60,7 +60,7 @@ def refuse_merged(model: nn.Module) -> None:
 
 def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:
     """Every parameter and persistent buffer of the base by base name: what is tuned, in `heads`, or tied to
-    either is left out; a bias that trains has the value it had in the base."""
+    either is left out; a bias that trains has the value it had in the base, and its norm the dtype."""
     model = bare(model)
     moving = {id(value) for head in heads for value in model.get_submodule(head).parameters()}
     if is_wrapped(model):
@@ -69,11 +69,15 @@ def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Ten
     own = model.state_dict(keep_vars=True)
     # a bias that is tied trains by one of its names and is the base's under all of them
     trained = tuning(model).biases if is_wrapped(model) else {}
-    biases = {id(own[name]): value for name, value in trained.items() if name in own}
+    before = {id(own[name]): value for name, value in trained.items() if name in own}
+    for name, value in trained.items():  # a norm was widened whole for its bias
+        weight = own.get(f"{name.removesuffix('bias')}weight")
+        if weight is not None and weight.dim() == 1 and id(weight) not in moving:
+            before[id(weight)] = weight.detach().to(value.dtype)
     return {
-        plain_name(name): biases.get(id(value), value)
+        plain_name(name): before.get(id(value), value)
         for name, value in own.items()
-        if id(value) in biases or id(value) not in moving
+        if id(value) in before or id(value) not in moving
     }
 
 

@@ -352,6 +352,17 @@ def test_biases_train_under_shards_as_in_one_process(tmp_path: Path):
     assert_same_but_for_rounding(trained({**recipe, "parallel": PLANS["shard"]}), expected)
 
 
+@pytest.mark.parametrize("plan", some("tp"))
+def test_the_base_below_an_adapter_to_begin_with_has_its_own_biases(plan: str, tmp_path: Path):
+    method = {"name": "lora", "r": 2, "bias": "all"}
+    recipe = small(tmp_path, "bert", method, max_steps=2, lr=0.1, warmup=0, out="first")
+    begun = {**recipe, "init_adapter": str(run(recipe).folder / "tuned")}
+    expected = run({**begun, "out": str(tmp_path / "one")}).summary["before"]
+    found = trained({**begun, "out": str(tmp_path / "two"), "parallel": PLANS[plan]})
+    summary = json.loads((found / "summary.json").read_text())
+    assert summary["before"]["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "plans",
     [["tp", "shard"], pytest.param(["tp", "none", "shard", "pp"], marks=pytest.mark.long)],

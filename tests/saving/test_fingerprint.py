@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from petune.errors import FileError, UsageError
-from petune.methods import merged_weights, tuning
+from petune.methods import merged_weights, tuned_parameters, tuning, wrap
+from petune.methods.trainable import widen
 from petune.saving.fingerprint import base_tensors, compare, fingerprint, full_hash
 from tests.tiny_models import METHODS, MODELS, bert, llama, stir, tuned
 
@@ -29,6 +30,17 @@ def test_wrapping_and_training_leave_it_as_it_was(name: str, method: str) -> Non
     assert full_hash(model) == full_hash(plain, heads)
     with pytest.raises(FileError, match="another base model"):
         compare(saved, MODELS[name](1), "petune.json", heads)
+
+
+def test_norms_widened_for_their_biases_are_those_of_the_base() -> None:
+    plain, model = (bert().bfloat16() for _ in range(2))
+    wrap(model, "lora", r=2, bias="all")
+    widen(model, tuned_parameters(model).values())
+    stir(model)
+    saved, heads = json.loads(json.dumps(fingerprint(model))), tuning(model).also_train
+    assert {name: fingerprint(plain)["tensors"][name] for name in saved["tensors"]} == saved["tensors"]
+    assert full_hash(model) == full_hash(plain, heads)
+    compare(saved, bert(), "petune.json", heads)  # in another dtype
 
 
 def test_a_fully_tuned_model_keeps_the_build_alone() -> None:
