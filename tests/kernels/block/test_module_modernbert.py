@@ -79,7 +79,7 @@ def _without_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: inputs[key] for key in ("input_ids", "labels")}
 
 
-def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], near: float = 1e-6) -> None:
+def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], near: float = 3e-6) -> None:
     """Equal losses and gradients, and no block that ran its own forward."""
     (loss, found), (expected, wanted) = gradients(fused, inputs), gradients(plain, inputs)
     torch.testing.assert_close(loss, expected, rtol=near, atol=0)
@@ -97,7 +97,7 @@ def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], 
 def test_a_whole_model_is_transformers_own_on_every_rung(method: str, rows: str, keep: Any) -> None:
     fused, plain = pair(method)
     stand_on(fused, Rung(keep), tile=None if keep == "all" else 4)
-    near = 5e-6 if method == "side" else 1e-6  # whose gates are divided by a temperature of 0.1
+    near = 5e-6 if method == "side" else 3e-6  # whose gates are divided by a temperature of 0.1
     assert_alike(fused, plain, rows_of(rows), near)
 
 

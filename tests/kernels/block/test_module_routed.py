@@ -140,7 +140,7 @@ def test_three_steps_of_adamw_are_hugging_faces(name: str, method: str, dtype: t
             optimizer.zero_grad()
         torch.testing.assert_close(*(loss.double() for loss in losses), rtol=1e-6, atol=0)
     for key, value in own[0].items():
-        torch.testing.assert_close(value, own[1][key], rtol=0, atol=1e-6)
+        torch.testing.assert_close(value, own[1][key], rtol=0, atol=3e-6)  # norms are in float32
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -290,7 +290,7 @@ def test_choosing_is_quick_for_many_blocks() -> None:
         began = time.process_time()
         choose(LLAMA, 80, 131072, 131072, 16 * GIB, VOCABULARY, 80 * GIB, 100 * GIB, H200, MemoryConfig())
         times.append(time.process_time() - began)
-    assert min(times) < 0.05
+    assert min(times) < 0.1
 
 
 def test_ranks_that_share_blocks_keep_the_least_that_one_of_them_would() -> None:
