@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from petune.kernels.configs import Rung
 from petune.kernels.fuse import fuse, fused_blocks
+from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.methods import wrap
 from petune.models import attention, family_of
+from petune.models.decay import decays
 from petune.models.stack import own_stacks
 from petune.rng.context import running
 from petune.rng.dropout import drawing, step_key
@@ -85,6 +87,28 @@ def assert_trains_alike(
     for name, value in made.named_parameters():
         assert torch.allclose(value, values[name], rtol=0, atol=1e-6), name
     assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
+
+
+def assert_streams_alike(made: Any, plain: nn.Module, inputs: dict[str, Any], number: int = 2) -> None:
+    """The weights of a fused model whose blocks stream after some steps, as torch's AdamW has them."""
+    groups: list[dict[str, Any]] = [
+        {"params": [own for at, own in plain.named_parameters() if decays(at, own) is kind]}
+        for kind in (True, False)
+    ]
+    groups[1]["weight_decay"] = 0.0
+    streamed = StreamedAdamW(
+        made, fused_blocks(made), lr=1e-2, eps=1e-4, weight_decay=0.1, states=torch.float32
+    )
+    for model, optimizer in (
+        (made, streamed),
+        (plain, torch.optim.AdamW(groups, 1e-2, eps=1e-4, weight_decay=0.1)),
+    ):
+        for _ in range(number):
+            optimizer.zero_grad()
+            model(**inputs).loss.backward()
+            optimizer.step()
+    found, expected = made.state_dict(), plain.state_dict()
+    assert all(torch.allclose(found[key], expected[key], atol=2e-5) for key in expected)
 
 
 def cells_of_methods(methods: Iterable[str]) -> list[Any]:

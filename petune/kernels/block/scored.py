@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from petune.kernels.block.layout import places_of
 from petune.kernels.block.varlen import Segments
-from petune.rng.dropout import Drop, draw, drop_of_heads, dropped_attention, places
+from petune.rng.dropout import Drop, draw, drop_of_heads, dropped_attention
 
 # q, k, v [m, heads, d]; q_pos, k_pos [columns, heads, d], None where there are no such scores
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -53,14 +54,11 @@ class ScoredAttention:
         head here."""
         q = inputs[0]
         buckets = None if far is None else torch.cat([far[:, 0].flip(0)[:-1], far[0]]).to(torch.int32)
-        drop = drop_of_heads(draw(self._places(q.device), p), first_head) if p else None
+        drop = None
+        if p:
+            drop = drop_of_heads(draw(places_of(q, self.segments, len(q)), p), first_head)
         how = _How(self.segments, self.kernels, buckets, scale, drop)
-        return cast("Tensor", _Attend.apply(how, *inputs)).flatten(1)  # type: ignore[no-untyped-call]
-
-    def _places(self, device: torch.device) -> Tensor:
-        """See `draw`, of the kept tokens."""
-        numbers = places(*self.segments.shape, device)
-        return numbers if self.segments.places is None else numbers[self.segments.places]
+        return cast("Tensor", _Attend.apply(how, *inputs)).flatten(1)  # type: ignore[no-untyped-call]  # torch's
 
 
 @dataclass(frozen=True)

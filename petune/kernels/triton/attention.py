@@ -180,17 +180,21 @@ def _biased(scores, bias, distance, real):
 
 
 @triton.jit
-def _positioned(scores, by_query, by_key, buckets, query_row, key_row, distance, real, scale):
-    """Scores in base 2, with those of positions added: query_row and key_row are where rows of by_query and
-    by_key begin, distance is from the first of `buckets`."""
+def _positioned(scores, by_query, by_key, buckets, query_row, key_row, columns, distance, real, scale):
+    """Scores in base 2, with those of positions added if there are some: query_row and key_row are rows of
+    by_query and by_key, distance is from the first of `buckets`."""
     if buckets is None:
         return scores
     else:
         column = tl.load(buckets + distance, real, 0)
         if by_query is not None:
-            scores += tl.load(by_query + query_row + column, real, 0.0).to(tl.float32) * (scale * _LOG2E)
+            scores += tl.load(by_query + query_row * columns + column, real, 0.0).to(tl.float32) * (
+                scale * _LOG2E
+            )
         if by_key is not None:
-            scores += tl.load(by_key + key_row + column, real, 0.0).to(tl.float32) * (scale * _LOG2E)
+            scores += tl.load(by_key + key_row * columns + column, real, 0.0).to(tl.float32) * (
+                scale * _LOG2E
+            )
         return scores
 
 
@@ -233,10 +237,10 @@ def _forward_kernel(
         scores = _capped(products, scale, CAP) * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
         both = real[:, None] & there[None]
         scores = _biased(scores, bias, key[None] - query[:, None], both)
-        if buckets is not None:
-            query_row, key_row = (head * m + row)[:, None] * columns, (head * m + other)[None] * columns
-            distance = key[None] - query[:, None] + zero
-            scores = _positioned(scores, by_query, by_key, buckets, query_row, key_row, distance, both, scale)
+        distance, first_row = key[None] - query[:, None] + zero, head * m
+        scores = _positioned(
+            scores, by_query, by_key, buckets, (first_row + row)[:, None], (first_row + other)[None], columns, distance, both, scale
+        )  # fmt: skip
         scores = tl.where(
             _seen(there[None], query[:, None], key[None], CAUSAL, WINDOW), scores, float("-inf")
         )
@@ -351,12 +355,10 @@ def _keys_kernel(
             distance = key[:, None] - query[None] + (head * bias_head + middle)
             both = real[None] & there[:, None]
             scores = _biased(scores, bias, distance, both)
-            if buckets is not None:
-                query_row, key_row = (head * m + row)[None] * columns, (head * m + other)[:, None] * columns
-                apart = key[:, None] - query[None] + zero
-                scores = _positioned(
-                    scores, by_query, by_key, buckets, query_row, key_row, apart, both, scale
-                )
+            apart, first_row = key[:, None] - query[None] + zero, head * m
+            scores = _positioned(
+                scores, by_query, by_key, buckets, (first_row + row)[None], (first_row + other)[:, None], columns, apart, both, scale
+            )  # fmt: skip
             if CAUSAL or WINDOW:
                 scores = tl.where(
                     _seen(True, query[None], key[:, None], CAUSAL, WINDOW), scores, float("-inf")
@@ -428,10 +430,10 @@ def _queries_kernel(
         scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
         both = real[:, None] & there[None]
         scores = _biased(scores, bias, key[None] - query[:, None], both)
-        if buckets is not None:
-            query_row, key_row = (head * m + row)[:, None] * columns, (head * m + other)[None] * columns
-            distance = key[None] - query[:, None] + zero
-            scores = _positioned(scores, by_query, by_key, buckets, query_row, key_row, distance, both, scale)
+        distance, first_row = key[None] - query[:, None] + zero, head * m
+        scores = _positioned(
+            scores, by_query, by_key, buckets, (first_row + row)[:, None], (first_row + other)[None], columns, distance, both, scale
+        )  # fmt: skip
         seen = _seen(there[None], query[:, None], key[None], CAUSAL, WINDOW)
         weights = tl.exp2(tl.where(seen, scores, float("-inf")) - logs)
         values = _load(v + head // GROUP * v_head, other, v_row, there, D, W)

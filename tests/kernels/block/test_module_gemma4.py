@@ -22,7 +22,6 @@ from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.graphs.replay import ungraph
 from petune.kernels.memory.buffers import kept_bytes
-from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.kernels.memory.policy_hook import shape_of
 from petune.methods import wrap
 from petune.models import family_of
@@ -206,22 +205,7 @@ def test_blocks_are_replayed_whichever_width_of_heads_comes_first(first: str) ->
 
 def test_blocks_stream() -> None:
     plain = tuned("full", torch.float32)
-    made = own_blocks.fused(plain)
-    decays = [{"params": [one for one in plain.parameters() if one.dim() > 1]}]
-    decays += [{"params": [one for one in plain.parameters() if one.dim() < 2], "weight_decay": 0.0}]
-    streamed = StreamedAdamW(
-        made, fused_blocks(made), lr=1e-2, eps=1e-4, weight_decay=0.1, states=torch.float32
-    )
-    for model, optimizer in (
-        (made, streamed),
-        (plain, torch.optim.AdamW(decays, 1e-2, eps=1e-4, weight_decay=0.1)),
-    ):
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(**rows_of("padded")).loss.backward()
-            optimizer.step()
-    found, expected = made.state_dict(), plain.state_dict()
-    assert all(torch.allclose(found[key], expected[key], atol=2e-5) for key in expected)
+    own_blocks.assert_streams_alike(own_blocks.fused(plain), plain, rows_of("padded"))
 
 
 def held(model: Any, number: int) -> float:

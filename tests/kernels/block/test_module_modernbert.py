@@ -25,13 +25,13 @@ from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse
 from petune.kernels.graphs.replay import ungraph
 from petune.kernels.memory import block_cost
-from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models import attention, family_of
 from petune.models.stack import own_stacks
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BATCHES, blocks, stand_on
+from tests.kernels.own_blocks import assert_streams_alike
 from tests.kernels.replays import replayed
 from tests.methods.more_models import MODERNBERT
 from tests.methods.zoo import SETTINGS, assert_same_gradients, batch, gradients, stir
@@ -188,19 +188,7 @@ def test_blocks_are_replayed_though_the_first_has_no_norm() -> None:
 
 def test_blocks_stream_though_the_first_has_fewer_weights() -> None:
     fused, plain = pair("full")
-    decays = [{"params": [one for one in plain.parameters() if one.dim() > 1]}]
-    decays += [{"params": [one for one in plain.parameters() if one.dim() < 2], "weight_decay": 0.0}]
-    optimizers = (
-        StreamedAdamW(fused, blocks(fused), lr=1e-2, eps=1e-4, weight_decay=0.1, states=torch.float32),
-        torch.optim.AdamW(decays, lr=1e-2, eps=1e-4, weight_decay=0.1),
-    )
-    for _ in range(3):
-        for model, optimizer in zip((fused, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(**rows_of("padded")).loss.backward()
-            optimizer.step()
-    found, expected = fused.state_dict(), plain.state_dict()
-    assert all(torch.allclose(found[name], expected[name], atol=2e-5) for name in expected)
+    assert_streams_alike(fused, plain, rows_of("padded"), 3)
 
 
 def test_what_a_block_costs_knows_its_window_and_that_the_first_lacks_a_norm() -> None:

@@ -24,14 +24,12 @@ from petune.kernels.graphs.replay import ungraph
 from petune.kernels.head.hooks import has_fused_head
 from petune.kernels.memory.buffers import kept_bytes
 from petune.kernels.memory.offload import Store
-from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.kernels.memory.policy_hook import shape_of
 from petune.methods import wrap
 from petune.models import family_of
-from petune.models.decay import decays
 from tests.kernels import own_blocks
 from tests.kernels.fused_pairs import stand_on
-from tests.kernels.own_blocks import assert_trains_alike, fused, tuned
+from tests.kernels.own_blocks import assert_streams_alike, assert_trains_alike, fused, tuned
 from tests.kernels.replays import replayed
 from tests.methods.more_models import TURNED
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny
@@ -228,25 +226,7 @@ def test_blocks_that_multiply_queries_are_never_recorded(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["cohere-causal", "ministral3-causal"])
 def test_blocks_stream(name: str) -> None:
     plain = tuned(name, "full", {}, torch.float32)
-    made = fused(plain)
-    groups: list[dict[str, Any]] = [
-        {"params": [own for at, own in plain.named_parameters() if decays(at, own) is kind]}
-        for kind in (True, False)
-    ]
-    groups[1]["weight_decay"] = 0.0
-    streamed = StreamedAdamW(
-        made, fused_blocks(made), lr=1e-2, eps=1e-4, weight_decay=0.1, states=torch.float32
-    )
-    for model, optimizer in (
-        (made, streamed),
-        (plain, torch.optim.AdamW(groups, 1e-2, eps=1e-4, weight_decay=0.1)),
-    ):
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(**rows_of(name, "padded")).loss.backward()
-            optimizer.step()
-    found, expected = made.state_dict(), plain.state_dict()
-    assert all(torch.allclose(found[key], expected[key], atol=2e-5) for key in expected)
+    assert_streams_alike(fused(plain), plain, rows_of(name, "padded"))
 
 
 def held(model: Any, number: int) -> float:
