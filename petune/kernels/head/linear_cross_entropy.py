@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -26,6 +27,7 @@ IGNORED = -100  # the label that Hugging Face gives to what does not count
 ROWS = 4096  # of a chunk at most: more make no matmul faster
 FEWEST = 1024  # and at least: fewer make it slower
 BYTES = 2**30  # of a chunk's logits, between the two
+ALIGNED = 8  # of columns a matmul has a multiple: 16 bytes of bf16
 
 HeadUpdate = tuple[Tensor, Tensor, float]  # a [r, k], b [v, r], scale: + scale h a^T b^T
 # logits [m, v], labels [m] -> losses [m]; the logits become their gradient
@@ -98,7 +100,8 @@ def linear_cross_entropy(
         # the product is float32 on its way
         chunk = chunk_rows(columns, dtype.itemsize if low is None else 4 * dtype.itemsize)
     a, b = (None, None) if low is None else (low[0] * low[2], low[1])
-    inputs = (hidden, weight, bias, a, b, labels, entropy, chunk, dtype, ops, part)
+    head = (_aligned(weight), _aligned(bias), a, _aligned(b))
+    inputs = (hidden, *head, labels, partial(_inside, entropy, len(weight)), chunk, dtype, ops, part)
     found: Tensor
     if each:
         found = cast("Any", _TokenLosses).apply(*inputs)
@@ -115,6 +118,18 @@ def _matmul_dtype(hidden: Tensor) -> torch.dtype:
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return hidden.dtype
     return torch.get_autocast_dtype(kind)
+
+
+def _aligned(value: Tensor | None) -> Tensor | None:
+    """What a head has for each class, with zeros behind: of an odd number of classes (BART has 50,265) cuBLAS
+    takes kernels that are several times as slow."""
+    missing = 0 if value is None else -len(value) % ALIGNED
+    return value if value is None or not missing else F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing))
+
+
+def _inside(entropy: Entropy, columns: int, logits: Tensor, labels: Tensor) -> Tensor:
+    """By the classes that there are: the logits behind them, and their gradients, are zeros."""
+    return entropy(logits[:, :columns], labels)
 
 
 def chunk_rows(columns: int, itemsize: int = 2) -> int:

@@ -16,7 +16,7 @@ from math import ceil, inf, log
 from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Action, Section
 from petune.kernels.configs import Level
-from petune.kernels.head.linear_cross_entropy import chunk_rows
+from petune.kernels.head.linear_cross_entropy import ALIGNED, chunk_rows
 from petune.kernels.memory.op_cost import (
     Cost,
     KernelCost,
@@ -207,8 +207,9 @@ def linear_cross_entropy(
     times, rows = _tiles(tokens, chunk_rows(vocabulary, itemsize))
     product, numbers = matmul(rows, width, vocabulary, itemsize), width * vocabulary * (trained > 0)
     summed = matmul(vocabulary, rows, width, itemsize) + Cost(0, (8 - itemsize) * numbers)
+    copied = 2 * itemsize * width * vocabulary * (vocabulary % ALIGNED > 0)
     return costing(
-        KernelCost("logits", "memory", cast(numbers, trained, itemsize)),
+        KernelCost("logits", "memory", cast(numbers, trained, itemsize) + Cost(0, copied)),
         KernelCost("logits", "matmul", product, times),
         KernelCost("loss", "memory", cross_entropy_(rows, vocabulary, itemsize), times),
         KernelCost("dhidden", "matmul", product, times),

@@ -15,7 +15,7 @@ from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import ScheduledPass, Section
 from petune.kernels.block.steps import Add, Step
 from petune.kernels.configs import Level
-from petune.kernels.head.linear_cross_entropy import chunk_rows
+from petune.kernels.head.linear_cross_entropy import ALIGNED, chunk_rows
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import needs_of, of_shape
 
@@ -215,11 +215,12 @@ def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> i
     """Bytes alive at once between the last block and the loss, and back, for a final norm that is one
     operation.
 
-    The last block's result, the same normed, the gradient of that, and a chunk of logits.
+    The last block's result, the same normed, the gradient of that, a chunk of logits, and a copy of the head
+    where its classes are aligned.
     """
-    return (
-        3 * itemsize * tokens * width + itemsize * min(tokens, chunk_rows(vocabulary, itemsize)) * vocabulary
-    )
+    rows = min(tokens, chunk_rows(vocabulary, itemsize))
+    copied = width * vocabulary * (vocabulary % ALIGNED > 0)
+    return itemsize * (3 * tokens * width + rows * vocabulary + copied)
 
 
 def standing_bytes(shape: BlockShape) -> int:

@@ -122,6 +122,24 @@ def test_logits_of_all_rows_are_never_there(chunk: int) -> None:
     assert made.largest == max(-(-N // pieces) * V, V * K)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("each", [False, True])
+def test_products_of_an_odd_vocabulary_are_aligned(setting: str, each: bool) -> None:
+    parts, labels = operands()
+    odd = {
+        name: (value[:-1] if name in ("weight", "bias", "b") else value).detach().requires_grad_()
+        for name, value in parts.items()
+    }
+    labels = labels.clamp(max=V - 2)
+    with Made(V) as made:
+        found = fused(odd, labels, each=each, **SETTINGS[setting]).sum()
+        got = grads(found, odd)
+    assert made.rows >= N  # of products with V columns, where the head has one less
+    expected = plain(odd, labels, **SETTINGS[setting])
+    torch.testing.assert_close(found, expected)
+    assert_alike(got, grads(expected, odd))
+
+
 def test_without_gradients_only_the_loss_is_made() -> None:
     parts, labels = operands()
     with torch.no_grad(), Made(K) as made:
