@@ -109,9 +109,8 @@ def fuse_stages(
     device = device or first.device
     ops = select(kernels, device, _dtype(model, first.dtype))
     if ops is None:
-        done = Fused(
-            False, 0, ("kernels: off" if kernels == "off" else cast("str", refusal(device, first.dtype)),)
-        )
+        why = "kernels: off" if kernels == "off" else cast("str", refusal(device, first.dtype))
+        done = Fused(False, 0, (why,))
     else:
         limit = None if memory.host is None else int(memory.host * GIB)
         plan = Plan(ops, memory, Store(device, limit), models, in_flight)
@@ -271,11 +270,12 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
 
 
 def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
-    """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, call
-    no graph of autograd's, read no positions, and what they say to other ranks can be part of one."""
-    fixed = plan.memory.stream == "none" and shards_of(model) is None
-    told = any(spec.mixtures or spec.called or spec.program.reach for spec in specs)
+    """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, read
+    no positions, call only attention that scores them, whole, and can have what they say to ranks in one."""
+    told = any(spec.mixtures or spec.program.reach for spec in specs)
+    told |= any(spec.crossings or core.table.positions is None for spec in specs for core in spec.called)
     says = all(one.recordable for spec in specs for one in spec.crossings)
+    fixed = plan.memory.stream == "none" and shards_of(model) is None
     return plan.ops.name == "triton" and fixed and not told and says
 
 

@@ -71,6 +71,7 @@ ATTENTION = Attention(
         asked="relative_attention",
         twice="share_att_key",
         handed=("attention_mask", "relative_pos"),
+        distances="relative_pos",
         queries="query_states",
         drops=("dropout", "pos_dropout"),
     ),

@@ -17,9 +17,18 @@ from petune.rng.context import bound, running
 def shared() -> Iterator[None]:
     """What is computed inside is of no row: dropout of it is drawn alike wherever it is made."""
     now = running()
-    with bound(rows=None, token=0, feature=0, segments=None) as inside:
+    with bound(rows=None, numbers=None, token=0, feature=0, segments=None) as inside:
         yield
     now.drawn = inside.drawn
+
+
+def by_distance(relative: Tensor) -> Tensor:
+    """What pairs of tokens [..., t, t] are numbered by, which depends on key - query alone, for each of
+    these, [2 t - 1]; one that is that already."""
+    if relative.dim() == 1:
+        return relative
+    pairs = relative.reshape(-1, *relative.shape[-2:])[0]
+    return torch.cat([pairs[:, 0].flip(0)[:-1], pairs[0]])
 
 
 def attended(
@@ -31,7 +40,7 @@ def attended(
     **others: Any,
 ) -> Tensor:
     """What transformers' attention of DeBERTa makes of hidden states [..., width], by `attend`
-    (petune.kernels.block.scored); drawn in the same order."""
+    (petune.kernels.block.scored); drawn in the same order. relative_pos: [1, t, t], or `by_distance`."""
     kinds, count = module.pos_att_type, module.num_attention_heads
 
     def heads(linear: nn.Module, x: Tensor) -> Tensor:
@@ -41,12 +50,10 @@ def attended(
     q, k, v = (heads(one, hidden_states) for one in (module.query_proj, module.key_proj, module.value_proj))
     terms = 1 + ("c2p" in kinds) + ("p2c" in kinds)
     scale = 1 / torch.tensor(float(q.shape[-1] * terms)).sqrt().item()  # of float32 digits, as the base's
-    q_pos = k_pos = far = None
+    q_pos = k_pos = buckets = None
     if module.relative_attention and relative_pos is not None and rel_embeddings is not None:
         columns = 2 * module.pos_ebd_size
-        # which depends on the distance alone
-        far = relative_pos.reshape(-1, *relative_pos.shape[-2:])[0] + module.pos_ebd_size
-        far = far.clamp(0, columns - 1)
+        buckets = (by_distance(relative_pos) + module.pos_ebd_size).clamp(0, columns - 1).to(torch.int32)
         with shared():
             table = module.pos_dropout(rel_embeddings)[None, :columns]
             if module.share_att_key:
@@ -56,5 +63,5 @@ def attended(
                 q_pos = heads(module.pos_query_proj, table) if "p2c" in kinds else None
         q_pos, k_pos = q_pos if "p2c" in kinds else None, k_pos if "c2p" in kinds else None
     p = module.dropout.p if module.training else 0.0
-    out = attend((q, k, v, q_pos, k_pos), far, scale, p, getattr(module, "first_head", 0))
+    out = attend((q, k, v, q_pos, k_pos), buckets, scale, p, getattr(module, "first_head", 0))
     return out.view(*hidden_states.shape[:-1], -1)

@@ -76,8 +76,9 @@ class Positions:
     extends the classes of `at`, whose name is "", and of modules below it, so that dropout is drawn by index
     there, and `at` takes a function `attend` for scores and what follows. asked, twice: the attributes of
     `at` that say whether it scores any, and whether the table goes through q and k. handed: what else a block
-    hands `at`, by name; queries: what it would, where they are made of others than hidden states. drops: the
-    dropouts of `at`.
+    hands `at`, by name; distances: that of them which says how far keys are from queries, [1, t, t], and
+    depends on key - query alone; queries: what it would, where they are made of others than hidden states.
+    drops: the dropouts of `at`.
     """
 
     argument: str
@@ -88,6 +89,7 @@ class Positions:
     asked: str
     twice: str
     handed: tuple[str, ...]
+    distances: str
     queries: str
     drops: tuple[str, ...]
 

@@ -33,6 +33,8 @@ class Running:
     dropouts of that site so far. sizes: tokens per rank of the tp axis when the sequence is cut, else empty;
     rank: which of them this is; laid: tokens of each rank in the recording in which this call's may lie, else
     empty.
+    bases, numbers: the words of the draws of the site, one for each, and the places of its tokens, as
+    `petune.rng.dropout` draws and places them, where somebody has done so before; else empty, and None.
     token, feature: the place in the whole sequence and in the whole last dim of the first element that is
     held here. segments: which tokens of a padded or packed batch are kept and attend to each other
     (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the
@@ -45,6 +47,8 @@ class Running:
     key: int | None = None
     site: str = ""
     drawn: int = 0
+    bases: tuple[int | Tensor, ...] = ()
+    numbers: Tensor | None = None
     sizes: tuple[int, ...] = ()
     rank: int = 0
     laid: tuple[int, ...] = ()

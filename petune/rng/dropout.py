@@ -121,15 +121,17 @@ def draw(numbers: Tensor, p: float) -> Drop:
 
 def drop_of_heads(how: Drop, first: int) -> Drop:
     """The same draw of attention probabilities for the heads from number `first` on."""
-    return how._replace(base=_signed((cast("int", how.base) + first) & _WORD))
+    base = how.base
+    return how._replace(base=_signed((base + first) & _WORD) if isinstance(base, int) else base + first)
 
 
-def _next_base() -> int:
+def _next_base() -> int | Tensor:
     """The base of the next draw, and the count of it."""
     now = running()
-    base = _mixed(_mixed(cast("int", now.key) ^ _site_number(now.site)) + now.drawn)
-    now.drawn += 1
-    return _signed(base)
+    at, now.drawn = now.drawn, now.drawn + 1
+    if now.bases:
+        return now.bases[at]
+    return _signed(_mixed(_mixed(cast("int", now.key) ^ _site_number(now.site)) + at))
 
 
 def _check(p: float) -> None:
@@ -213,7 +215,7 @@ class _Fused(torch.autograd.Function):
     """Dropout in one kernel; the gradient is dropped by the same draw, so no mask is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: Tensor, base: int, p: float, feature: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, numbers: Tensor, base: int | Tensor, p: float, feature: int) -> Tensor:
         ctx.save_for_backward(numbers)
         ctx.rest = base, p, feature
         matrix = x.reshape(len(numbers), _width(x))
@@ -255,7 +257,9 @@ def _width(x: Tensor) -> int:
 def _places(shape: Sequence[int], token: int, device: torch.device) -> Tensor:
     """The numbers [rows, tokens] int64 of the tokens of a tensor of this shape, of whose rows `token` is the
     first; of a batch whose padding was left out, [1, kept], those of `running().segments`."""
-    kept = running().segments
+    known, kept = running().numbers, running().segments
+    if known is not None and tuple(shape[:2]) == (1, len(known)):
+        return known[None]
     if kept is not None and tuple(shape[:2]) == (1, kept.total) != kept.shape:
         numbers = _places(kept.shape, token, device).view(-1)
         return (numbers if kept.places is None else numbers[kept.places])[None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,7 +29,7 @@ from petune.models.boundary import Boundary
 from petune.models.exchange import Exchange
 from petune.models.experts import Spread, spread_of
 from petune.models.tuned_parts import TENSORS, BottleneckPart, LowRank
-from petune.rng.context import Running, running
+from petune.rng.context import running
 from petune.rng.dropout import Drop
 
 Where = tuple[nn.Module, str] | None  # an attribute of a module
@@ -210,32 +211,33 @@ def _probability(owner: nn.Module, name: str) -> float:
 
 class Draws(NamedTuple):
     """What drops out in one call of a block, None where nothing does. groups: of the input of each part's
-    update; drops: of each of the program's dropouts; bottlenecks: within each. cores: where each that is
-    called begins to draw."""
+    update; drops: of each of the program's dropouts; bottlenecks: within each; cores: one after the other in
+    each that is called, whatever drops out there."""
 
     groups: tuple[tuple[Drop | None, ...], ...]
     drops: tuple[Drop | None, ...]
     bottlenecks: tuple[Drop | None, ...] = ()
-    cores: tuple[Running, ...] = ()
+    cores: tuple[tuple[Drop, ...], ...] = ()
 
     @classmethod
     def nothing(cls, parts: BlockLayers, program: Program) -> Draws:
         """What is drawn where nothing drops out."""
         groups = tuple((None,) * len(group) for group in parts.groups)
-        here = (replace(running()),) * len(program.called)
-        return cls(groups, (None,) * len(program.dropouts), (None,) * len(program.bottlenecks), here)
+        cores = ((),) * len(program.called)
+        return cls(groups, (None,) * len(program.dropouts), (None,) * len(program.bottlenecks), cores)
 
     @property
     def all(self) -> list[Drop]:
         """One after the other."""
-        every = (*(draw for group in self.groups for draw in group), *self.drops, *self.bottlenecks)
+        groups, cores = chain(*self.groups), chain(*self.cores)
+        every = (*groups, *self.drops, *self.bottlenecks, *cores)
         return [draw for draw in every if draw is not None]
 
     def replaced(self, by: Iterator[Drop]) -> Draws:
         """Others in the places of `all`."""
         groups = tuple(tuple(draw and next(by) for draw in group) for group in self.groups)
         drops, behind = (tuple(draw and next(by) for draw in own) for own in (self.drops, self.bottlenecks))
-        return Draws(groups, drops, behind, self.cores)
+        return Draws(groups, drops, behind, tuple(tuple(next(by) for _ in own) for own in self.cores))
 
 
 @dataclass(frozen=True)

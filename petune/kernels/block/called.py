@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,8 +22,8 @@ from petune.kernels.block.scored import ScoredAttention
 from petune.models.extension import extend
 from petune.models.spec import Attention, LinearAttention, Positions, Role
 from petune.models.tuned_linear import bottleneck_of, linear_of
-from petune.rng.context import Running
-from petune.rng.dropout import drawing
+from petune.rng.context import Running, running
+from petune.rng.dropout import Drop, drawing
 
 # What a block hands its core by name, and attention with scores besides, beside arguments unknown to itself
 _READ, _PLACED = ("attention_mask",), ("position_ids", "position_embeddings")
@@ -50,6 +50,13 @@ class CalledCore:
     def tensors(self) -> list[Tensor]:
         """Its parameters as they are at this moment."""
         return [self.module.get_parameter(name) for name in self.names]
+
+    @property
+    def settings(self) -> list[object]:
+        """What a call reads beside tensors, for the comparison of two moments."""
+        linears = (linear_of(layer) for layer in self.layers if isinstance(layer, nn.Linear))
+        updates = [(part.scale, part.dropout) for part in linears if part is not None]
+        return [[(layer.training, getattr(layer, "p", None)) for layer in self.layers], updates]
 
     @property
     def draws(self) -> int:
@@ -99,6 +106,26 @@ class CoreCall:
     autocast: tuple[bool, torch.dtype]
     kernels: bool = False
     states: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        core: CalledCore,
+        drawn: Sequence[Drop],
+        given: Mapping[str, Any],
+        known: Sequence[str],
+        batch: int,
+        kind: str,
+        kernels: bool,
+    ) -> CoreCall:
+        """A call that is running, on a kind of device, with what is `drawn` for it. given, known: see
+        `CalledCore.arguments`."""
+        here = replace(running(), drawn=0, bases=tuple(drop.base for drop in drawn))
+        if drawn and here.segments is not None:  # attention that scores positions, which may be recorded:
+            # by index without a key too, as torch's generator has drawn bases then
+            here.key, here.numbers = here.key or 0, drawn[0].numbers
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return cls(core, core.arguments(given, known), batch, here, autocast, kernels)
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, table: Tensor | None = None) -> Tensor:
         """What it makes of hidden states [m, width], and of a table [positions, width], with these tensors in

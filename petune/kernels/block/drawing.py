@@ -3,7 +3,6 @@ dropout."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Literal, cast
 
@@ -63,6 +62,7 @@ def sides(program: Program, draws: Draws) -> list[Side]:
     ]
     every += [(one, of["drop", at]) for at, one in enumerate(draws.drops)]
     every += [(one, of["bottleneck", at]) for at, one in enumerate(draws.bottlenecks)]
+    every += [(one, "own") for drawn in draws.cores for one in drawn]
     return [side for one, side in every if one is not None]
 
 
@@ -81,9 +81,8 @@ def drawn(spec: Spec, parts: BlockLayers, places: Places) -> Draws:
         at = how.at
         if how.kind == "group":
             groups.append(tuple(one(part.dropout, how) for part in parts.groups[at]))
-        elif how.kind == "core":  # which draws by itself
-            cores.append(replace(running()))
-            running().drawn += spec.called[at].draws
+        elif how.kind == "core":  # which says itself with what probability
+            cores.append(tuple(draw(places.own, 1.0) for _ in range(spec.called[at].draws)))
         elif how.kind == "bottleneck":
             part = parts.bottlenecks[at]
             behind.append(None if part.tensors is None else one(part.dropout, how))

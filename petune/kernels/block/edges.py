@@ -11,6 +11,7 @@ from torch import Tensor
 from petune.kernels.block.layout import MASKS, MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, pack, unpack
+from petune.models.disentangled import by_distance
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running
 
@@ -33,11 +34,13 @@ class Unpadded:
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
         """See stack_protocols.Edges: the encoder's hidden states have rows and padding of their own."""
-        if name in MASKS:
-            return None if value is NO_MASK else value
         positions = stack.rule.positions
+        if name in MASKS:  # beside segments attention that scores positions reads none either
+            gone = value is NO_MASK or (positions is not None and here.segments is not None)
+            return None if gone else value
         if positions is not None and name in (positions.argument, *positions.handed):  # of no row
-            return value
+            apart = name == positions.distances and here.segments is not None
+            return by_distance(value) if apart else value
         return cast("Tensor", _packed(value, here.memory if name == MEMORY else here.segments))
 
     def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:

@@ -123,7 +123,7 @@ class FusedBlock(nn.Module):
             return f"it {what} an encoder"
         if "bias" in inputs and (reason := self._declines_bias(given.get(BIAS))) is not None:
             return reason
-        if "table" in inputs and self._table(given) is None:
+        if "table" in inputs and self.table(given) is None:
             return "it is handed no table of positions"
         others = (core.table.positions for core in self.spec.called)
         if any(one is not None and given.get(one.queries) is not None for one in others):
@@ -138,12 +138,9 @@ class FusedBlock(nn.Module):
     def _declines_bias(self, bias: Tensor | None) -> str | None:
         if bias is None and self.spec.distances is None:
             return "it is handed no bias of relative positions"
-        dense = bias is not None and bias.dim() == 4
-        return (
-            "padding is left out, and its bias is one of padded rows"
-            if dense and running().segments is not None
-            else None
-        )
+        if bias is None or bias.dim() != 4 or running().segments is None:
+            return None
+        return "padding is left out, and its bias is one of padded rows"
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
         if self.spec.goes_in_halves(len(hidden), given):
@@ -153,7 +150,7 @@ class FusedBlock(nn.Module):
         layout = Layout.of(hidden, memory, self.spec.by_sequence)
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
         call = self._call_of(parts, layout, hidden, given, bias)
-        inputs = self.inputs(hidden, memory, bias, self._table(given))
+        inputs = self.inputs(hidden, memory, bias, self.table(given))
         if torch.is_grad_enabled():
             return self.result(Node.apply(call, *inputs, *self.tensors(parts)), bias)  # type: ignore[no-untyped-call]
         call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
@@ -175,7 +172,7 @@ class FusedBlock(nn.Module):
         forms = self.forms(hidden, layout, masks, bias)
         call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
         call = replace(call, reach=self._reach(hidden, given)) if program.reach else call
-        return replace(call, called=self._core_calls(hidden, given, draws)) if self.spec.called else call
+        return replace(call, called=self.core_calls(given, draws, hidden)) if self.spec.called else call
 
     def _reach(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         """What its queries are multiplied by at each place, [p], as the block's own attention rounds it."""
@@ -184,15 +181,16 @@ class FusedBlock(nn.Module):
         found = core.reach(self.get_submodule(core.at), given["position_ids"])
         return found.to(self.spec.computes_in(hidden.device.type)).flatten()
 
-    def _core_calls(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> list[CoreCall]:
-        """Of the cores that are called as they are."""
-        kind, width = hidden.device.type, self.spec.program.sizes.head_dim
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        ours = self.spec.ops.name == "triton" and attending.unfit(hidden.device, width) is None
-        return [
-            CoreCall(core, core.arguments(given, self.spec.arguments), len(hidden), here, autocast, ours)
-            for core, here in zip(self.spec.called, draws.cores, strict=True)
-        ]
+    def core_calls(self, given: dict[str, Any], draws: Draws, like: Tensor) -> list[CoreCall]:
+        """Of the cores that are called as they are, with hidden states of this form."""
+        rest = given, self.spec.arguments, len(like), like.device.type, self.scores(like)
+        every = zip(self.spec.called, draws.cores, strict=True)
+        return [CoreCall.of(core, drawn, *rest) for core, drawn in every]
+
+    def scores(self, like: Tensor) -> bool:
+        """Whether kernels make scores of positions there."""
+        unfit = attending.unfit(like.device, self.spec.program.sizes.head_dim)
+        return self.spec.ops.name == "triton" and unfit is None
 
     def halved(self, hidden: Tensor, given: dict[str, Any]) -> tuple[BlockPass, list[Tensor | None]]:
         """Both halves of a call with hidden states of this shape, as it is running, and its tensors."""
@@ -240,7 +238,7 @@ class FusedBlock(nn.Module):
             return given
         return made_by(*self.spec.distances, longest, self.spec.program.attends[0].causal)
 
-    def _table(self, given: dict[str, Any]) -> Tensor | None:
+    def table(self, given: dict[str, Any]) -> Tensor | None:
         """The table of positions that attention scores itself, None where none does."""
         called = (core.table.positions for core in self.spec.called if core.table.tabled)
         return next((given.get(one.argument) for one in called if one is not None), None)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from petune.kernels.block.layout import places_of
 from petune.kernels.block.varlen import Segments
+from petune.rng.context import running
 from petune.rng.dropout import Drop, draw, drop_of_heads, dropped_attention
 
 # q, k, v [m, heads, d]; q_pos, k_pos [columns, heads, d], None where there are no such scores
@@ -43,20 +44,20 @@ class ScoredAttention:
     def __call__(
         self,
         inputs: Inputs,
-        far: Tensor | None,
+        buckets: Tensor | None,
         scale: float,
         p: float,
         first_head: int,
     ) -> Tensor:
-        """out [m, heads d], differentiable. far: [t, t], the column of positions for each query and key of a
-        row, which depends on their distance alone and does not grow with key - query; None without scores of
-        positions. p: of dropout of the probabilities; first_head: the number in the whole model of the first
-        head here."""
-        q = inputs[0]
-        buckets = None if far is None else torch.cat([far[:, 0].flip(0)[:-1], far[0]]).to(torch.int32)
+        """out [m, heads d], differentiable. buckets: int32 [2 t - 1], the column of positions for each
+        distance key - query, which does not grow with it; None without scores of positions. p:
+        of dropout of the probabilities; first_head: the number in the whole model of the first head here."""
         drop = None
         if p:
-            drop = drop_of_heads(draw(places_of(q, self.segments, len(q)), p), first_head)
+            numbers = running().numbers
+            if numbers is None:
+                numbers = places_of(inputs[0], self.segments, len(inputs[0]))
+            drop = drop_of_heads(draw(numbers, p), first_head)
         how = _How(self.segments, self.kernels, buckets, scale, drop)
         return cast("Tensor", _Attend.apply(how, *inputs)).flatten(1)  # type: ignore[no-untyped-call]  # torch's
 

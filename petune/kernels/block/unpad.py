@@ -124,8 +124,8 @@ class FindSegments:
       moment;
     - with fewer tokens than `least`, asked so too.
     Where `flattened`, asked so too, says so, whole rows beside those of an encoder are segments as well.
-    whole: all whole rows are, and what stands for a mask that is taken away is none at all: attention that
-    scores positions has no other sign that nothing is masked, and its model's embeddings read a mask.
+    whole: all whole rows are, as attention that scores positions has no other sign that nothing is masked;
+    the mask stays, as its model's embeddings read it, and is taken away where the stack begins.
 
     Padding is also computed, which is said once, where it may be read:
     - before or between the tokens of a row: a pooler reads the first place, and the loss of a token the place
@@ -197,8 +197,11 @@ class FindSegments:
         if known is None:
             return None
         across = call.get(MEMORY) is not None and "encoder_attention_mask" in self.arguments
-        masks = ["attention_mask"] + ["encoder_attention_mask"] * across
-        return (), call | self._positions(call) | dict.fromkeys(masks, None if self.whole else NO_MASK)
+        masks = dict.fromkeys(["attention_mask"] + ["encoder_attention_mask"] * across, NO_MASK)
+        if self.whole:  # who has no mask looks for padding, for which the host waits
+            given, read = call.get("attention_mask"), _read(call)
+            masks = {"attention_mask": read.new_ones(read.shape[:2]) if given is None else given}
+        return (), call | self._positions(call) | masks
 
     def _positions(self, call: Call) -> Call:
         """Those of a mask that is taken away, where the owner would have counted them."""

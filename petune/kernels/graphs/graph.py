@@ -27,17 +27,19 @@ from petune.models.stack import Call as Arguments
 from petune.rng.context import Running, bound, bound_to
 
 Meeting = tuple[Tensor, Tensor, float]
+_NO_KERNEL = "attention within segments has no kernel here, and reads their lengths on the host"
 
 
 class Arrival:
     """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary
     positions for each kind of block, and the kind of each, none where blocks read none; the segments of both;
     the form of each attention of each block; what drops out in each block; a bias by distance [heads, 2
-    longest - 1] that an earlier stage has handed on. trains: whether hidden states, the encoder's and the
-    bias need gradients. meeting: on a ladder, what its gates mix in, [levels, b, t, w], the gates [levels]
-    and their temperature. laid: where the tokens are cut across ranks, those that each has in the recording;
-    inlet: rows of hidden states there, [m, w]; halved: whether both halves of the rows go through in turns;
-    turned_apart: whether each row has rotary positions of its own."""
+    longest - 1] that an earlier stage has handed on; a table of positions that attention scores, and what
+    says how far tokens are from one another, by distance. trains: whether hidden states, the encoder's, the
+    bias and the table need gradients. meeting: on a ladder, what its gates mix in, [levels, b, t, w], the
+    gates [levels] and their temperature. laid: where the tokens are cut across ranks, those that each has in
+    the recording; inlet: rows of hidden states there, [m, w]; halved: whether both halves of the rows go
+    through in turns; turned_apart: whether each row has rotary positions of its own."""
 
     def __init__(
         self,
@@ -65,13 +67,19 @@ class Arrival:
         self.bias = cast("Tensor | None", call.get(BIAS))
         self.draws: Sequence[Draws] = ()
         self.meeting = meeting
+        scored = (core.table.positions for core in block.spec.called)
+        named = {one.distances: call.get(one.distances) for one in scored if one is not None}
+        self.apart = {name: value for name, value in named.items() if value is not None}
+        self.table = block.table(call)
         distances = block.distances if self.bias is None else self.bias
-        inputs = hidden, memory, distances
+        inputs = hidden, memory, distances, self.table
         self.trains = tuple(one is not None and one.requires_grad for one in inputs)
         angles = [(cos.dtype, 0 if segments is not None else len(cos)) for cos, _ in self.angles]
         self.laid = here.laid or here.sizes
         kind = self.backends, hidden.dtype, self.trains, (*angles, *self.kinds), self.laid, halved
-        self.bucket = Bucket.of((len(hidden), tokens), segments, kind, across)
+        on = hidden.device.type  # what blocks call computes as autocast says
+        rounding = (torch.is_autocast_enabled(on), torch.get_autocast_dtype(on)) if block.spec.called else ()
+        self.bucket = Bucket.of((len(hidden), tokens), segments, (*kind, *rounding), across)
         self.inlet = len(hidden) * self.laid[here.rank] if self.laid else self.bucket.tokens
 
     def refusal(self, blocks: Sequence[FusedBlock]) -> str | None:
@@ -79,7 +87,12 @@ class Arrival:
         if self.bias is not None and self.bias.dim() == 4:
             return "it is handed a bias of relative positions"
         if self.segments is not None and "sdpa" in chain(*self.backends) and self.hidden.is_cuda:
-            return "attention within segments has no kernel here, and reads their lengths on the host"
+            return _NO_KERNEL
+        if blocks[0].spec.called:
+            if self.segments is None:
+                return "what its blocks call reads a mask"
+            if self.hidden.is_cuda and not all(block.scores(self.hidden) for block in blocks):
+                return _NO_KERNEL
         return "there are hooks on its blocks" if hooked(blocks) else None
 
     def distances(self, block: FusedBlock, longest: int) -> Tensor | None:
@@ -146,7 +159,9 @@ class Graph:
         )
         distances = arrival.distances(block, own.longest)
         bias = None if distances is None else torch.zeros_like(distances)
-        inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias}
+        table = None if arrival.table is None else torch.zeros_like(arrival.table)
+        inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias, "table": table}
+        self.apart = {name: value.new_zeros(2 * own.longest - 1) for name, value in arrival.apart.items()}
         self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs]
         # attention on own tokens reads the positions of those
         turned = len(inlet) if any(block.spec.exchanges) else own.tokens
@@ -208,7 +223,11 @@ class Graph:
         )
 
         def call(layout: Layout, draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
-            return block.call(parts, block.hows(layout, self.backends[at], draws), draws, angles)
+            made = block.call(parts, block.hows(layout, self.backends[at], draws), draws, angles)
+            if not block.spec.called:
+                return made
+            with bound(rows=None, segments=self.slots, host=()):
+                return replace(made, called=block.core_calls(self.apart, draws, self.outlet[None]))
 
         def half(rows: slice) -> Call:
             own = self._of(rows, self.draws[at], angles)
@@ -255,6 +274,8 @@ class Graph:
         ):
             if slots is not None and size is not None and segments is not None:
                 _send(size.starts(segments, self.bucket.rows - len(segments.lengths)), slots.starts)
+        for name, room in self.apart.items():
+            _centred(arrival.apart[name], room)
         drawn = [draw for one in arrival.draws for draw in one.all]
         if drawn:
             for side, at in self.telling.items():
@@ -266,9 +287,9 @@ class Graph:
 
     def inputs_of(self, arrival: Arrival, block: FusedBlock) -> list[Tensor]:
         """What the first block is given: hidden states [b, t, w], an encoder's states, a bias up to the
-        bucket's longest."""
+        bucket's longest, a table of positions."""
         bias = arrival.distances(block, self.bucket.own.longest)
-        return block.inputs(arrival.hidden, arrival.memory, bias)
+        return block.inputs(arrival.hidden, arrival.memory, bias, arrival.table)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The stack's output for `inputs_of`, then those of a meeting."""
@@ -299,6 +320,16 @@ class Graph:
 def _send(numbers: Sequence[int], room: Tensor) -> None:
     """`numbers` to where they are read, without waiting."""
     room.copy_(torch.tensor(numbers, dtype=room.dtype, pin_memory=room.is_cuda), non_blocking=True)
+
+
+def _centred(values: Tensor, room: Tensor) -> None:
+    """`values` [2 n - 1] for each distance up to `room`'s; beyond the farthest known that of it."""
+    middle, own = len(room) // 2, len(values) // 2
+    near = min(middle, own)
+    first, end = middle - near, middle + near + 1
+    room[first:end].copy_(values[own - near : own + near + 1])
+    room[:first].copy_(room[first])
+    room[end:].copy_(room[end - 1])
 
 
 def fill(room: Tensor, x: Tensor) -> None:

@@ -369,7 +369,7 @@ class Graphs:
         """The blocks with their weights, as they are recorded."""
         assert self.weights is not None
         pieces, rooms, inputs = [], iter(self.learned.rooms), blocks[0].spec.program.inputs
-        trains = dict(zip(("x", "memory", "bias"), graph.bucket.kind[2], strict=True))
+        trains = dict(zip(("x", "memory", "bias", "table"), graph.bucket.kind[2], strict=True))
         needs_x, *others = (trains[name] for name in inputs)
         gates: Sequence[Gate | None] = graph.gates or [None] * len(blocks)
         for at, (block, parts, tensors, gate) in enumerate(

@@ -51,12 +51,15 @@ class Weights:
         behind = [part for own in parts for part in own.bottlenecks]
         self.scaled += [((part.activation, part.scale), part.dropout) for part in behind]
         self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
+        self.called = [core.settings for block in blocks for core in block.spec.called]
+        self.draws = any(block.training and core.draws for block in blocks for core in block.spec.called)
         self.recorded = (
             [id(value) for value in places],  # of None too: an update may be passed by
             self.lay,
             [value.requires_grad for value in self.all],
             self.scaled,
             self.modes,
+            self.called,
         )
         self.alike = len({block.training and block.spec.attention_dropouts for block in blocks}) == 1
         self.guards: Guards | None = None  # see `current`
@@ -88,9 +91,8 @@ class Weights:
     @cached_property
     def drops(self) -> bool:
         """Whether anything drops out."""
-        return any(dropout for _, dropout in self.scaled) or any(
-            training and any(others) for training, *others in self.modes
-        )
+        own = any(dropout for _, dropout in self.scaled) or self.draws
+        return own or any(training and any(others) for training, *others in self.modes)
 
     @cached_property
     def undrawn(self) -> Sequence[Draws]:

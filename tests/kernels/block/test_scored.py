@@ -14,6 +14,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 from petune.kernels.block.scored import Inputs, ScoredAttention
 from petune.kernels.block.varlen import Segments, from_mask
 from petune.kernels.fuse import fused_blocks
+from petune.models.disentangled import by_distance
 from petune.rng.context import Running, bound_to
 from petune.rng.dropout import drop_attention, step_key
 from tests.kernels.own_blocks import fused, tuned
@@ -35,6 +36,11 @@ def far_of(tokens: int) -> Tensor:
     x = torch.empty(1, tokens, 1)
     found = build_relative_position(x, x, bucket_size=SPAN, max_position=32)
     return (found[0] + SPAN).clamp(0, 2 * SPAN - 1).to(DEVICE)
+
+
+def buckets_of(tokens: int) -> Tensor:
+    """The same for each distance."""
+    return by_distance(far_of(tokens)).to(torch.int32)
 
 
 def segments() -> Segments:
@@ -91,10 +97,10 @@ def test_segments_attend_as_padded_rows_do(kinds: str, kernels: bool, dtype: Any
     leaves = [None if one is None else one.detach().clone().requires_grad_() for one in inputs]
     exact = [None if one is None else one.detach().double().requires_grad_() for one in inputs]
     there = [one for one in leaves if one is not None]
-    far = far_of(own.shape[1]) if any(KINDS[kinds]) else None
+    buckets = buckets_of(own.shape[1]) if any(KINDS[kinds]) else None
     dout = torch.randn(own.total, HEADS * WIDTH, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with bound_to(here()):
-        out = ScoredAttention(own, kernels)(leaves, far, SCALE, p, 3)  # type: ignore[arg-type]  # a list
+        out = ScoredAttention(own, kernels)(leaves, buckets, SCALE, p, 3)  # type: ignore[arg-type]  # a list
     with bound_to(here()):
         wanted = expected(exact, own, p)  # type: ignore[arg-type]  # a list
     found = [out, *torch.autograd.grad(out, there, dout.to(dtype))]
@@ -109,7 +115,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
     inputs, found = given(own.total, torch.float32, KINDS["both"]), []
     for _ in range(2):
         leaves = [one.detach().requires_grad_() for one in inputs if one is not None]
-        out = ScoredAttention(own, True)(tuple(leaves), far_of(own.shape[1]), SCALE, 0.0, 0)  # type: ignore[arg-type]  # all are there
+        out = ScoredAttention(own, True)(tuple(leaves), buckets_of(own.shape[1]), SCALE, 0.0, 0)  # type: ignore[arg-type]  # all are there
         found.append([out, *torch.autograd.grad(out.sum(), leaves)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

@@ -1,0 +1,137 @@
+"""Blocks of DeBERTa, whose attention is called as it is, train from recordings as they do block by block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from petune.kernels.fuse import fused_blocks
+from petune.kernels.graphs import bucket as buckets
+from petune.rng.context import Running
+from petune.rng.dropout import drawing, step_key
+from tests.kernels.own_blocks import fused, tuned
+from tests.kernels.replays import Again, replayed
+from tests.methods.zoo import assert_same_gradients, gradients
+
+DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2}
+METHODS: dict[str, dict[str, Any]] = {"lora": {"r": 4, "dropout": 0.3}, "full": {}, "dora": {"r": 4}}
+# of texts; the third is held by the recording of the second
+LENGTHS = [(9, 4, 7), (30, 3, 7), (12, 5, 8), (9, 9, 9)]
+LENGTHS += [(60, 9, 70)]  # the longest of a recording is 128
+CELLS = [
+    ("lora", "deberta-classify"),
+    ("full", "deberta2-mlm"),
+    pytest.param("full", "deberta-classify", marks=pytest.mark.long),
+    pytest.param("lora", "deberta2-mlm", marks=pytest.mark.long),
+    pytest.param("dora", "deberta-classify", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that tiny batches can tell apart."""
+    monkeypatch.setattr(buckets, "QUANTUM", 16)
+
+
+def pair(
+    method: str, name: str = "deberta-classify", dtype: Any = torch.float64, **config: Any
+) -> tuple[Any, Any, Again]:
+    """The same fused model, replayed and not."""
+    config = {"max_position_embeddings": 128} | config
+    plain = fused(tuned(name, method, METHODS[method], dtype, **config))
+    model = copy.deepcopy(plain)
+    return model, plain, replayed(model)
+
+
+def texts(model: Any, lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
+    """Texts of these lengths, padded to the longest."""
+    draw = torch.Generator().manual_seed(seed)
+    there = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(3, 40, there.shape, generator=draw) * there
+    labels = torch.randint(0, model.config.num_labels, (len(lengths),), generator=draw)
+    if hasattr(model, "cls"):
+        labels = ids.masked_fill(~there, -100)
+    found = {"input_ids": ids, "labels": labels}
+    return found if bool(there.all()) else found | {"attention_mask": there.long()}
+
+
+def step(model: Any, inputs: dict[str, Tensor], number: int, key: bool = True) -> tuple[Tensor, Any]:
+    here = Running(rows=torch.tensor([4, -1, 9]), key=step_key(0, number)) if key else Running()
+    with drawing(here):
+        return gradients(model, inputs)
+
+
+@pytest.mark.parametrize(("method", "name"), CELLS)
+def test_texts_of_any_length_train_as_block_by_block_with_dropout(method: str, name: str) -> None:
+    model, plain, recorder = pair(method, name, **DROPS)
+    for number, lengths in enumerate(LENGTHS):
+        inputs = texts(model, lengths, number)
+        (loss, found), (expected, wanted) = (step(one, inputs, number) for one in (model, plain))
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+        assert_same_gradients(found, wanted, 1e-9)
+        with torch.no_grad():
+            for one in (model, plain):
+                for value in one.parameters():
+                    value.sub_(0 if value.grad is None else 0.01 * value.grad)
+    assert (recorder.recorded, recorder.forwards, recorder.backwards) == (3, len(LENGTHS), len(LENGTHS))
+
+
+def test_without_a_key_every_replay_draws_what_blocks_one_by_one_draw() -> None:
+    model, plain, recorder = pair("lora", **DROPS)
+    losses = []
+    for _ in range(3):
+        found = []
+        for one in (model, plain):
+            torch.manual_seed(len(losses))
+            found.append(step(one, texts(model, LENGTHS[0]), 0, key=False))
+        (loss, own), (expected, wanted) = found
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+        assert_same_gradients(own, wanted, 1e-9)
+        losses.append(float(loss))
+    assert len(set(losses)) == 3 and recorder.forwards == 3
+
+
+@pytest.mark.long
+def test_by_kernels_with_draws_in_memory_scores_are_the_same() -> None:
+    model, plain, recorder = pair("lora", dtype=torch.float32, num_hidden_layers=1, **DROPS)
+    for one in (model, plain):
+        for block in fused_blocks(one):
+            block.spec.ops = replace(block.spec.ops, name="triton")
+    inputs = texts(model, (5, 3, 2))
+    (loss, found), (expected, wanted) = (step(one, inputs, 1) for one in (model, plain))
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert_same_gradients(found, wanted, 1e-5)
+    assert recorder.recorded == 1
+
+
+@pytest.mark.parametrize(
+    "which", ["p of probabilities", pytest.param("p of an update", marks=pytest.mark.long), "autocast"]
+)
+def test_what_a_call_reads_beside_tensors_is_part_of_a_recording(which: str) -> None:
+    dtype = torch.bfloat16 if which == "autocast" else torch.float32
+    model, plain, recorder = pair("lora", dtype=dtype, **DROPS)
+    inputs = texts(model, LENGTHS[0])
+    step(model, inputs, 0)
+    for one in (model, plain):
+        own = fused_blocks(one)[0].attention.self
+        if which == "p of probabilities":
+            own.dropout.p = 0.5
+        elif which == "p of an update":
+            own.query_proj.dropout = 0.6
+    with torch.autocast("cpu", torch.bfloat16, enabled=which == "autocast"):
+        (loss, _), (expected, _) = (step(one, inputs, 0) for one in (model, plain))
+    torch.testing.assert_close(loss, expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0)
+    assert recorder.recorded == 2
+
+
+def test_padding_before_tokens_runs_block_by_block() -> None:
+    model, _, recorder = pair("lora")
+    inputs = texts(model, LENGTHS[0])
+    step(model, inputs | {name: inputs[name].flip(1) for name in ("input_ids", "attention_mask")}, 0)
+    assert recorder.recorded == 0
