@@ -191,7 +191,7 @@ def _the_first_alone(self: BoundCore, graph: Any, dy: Tensor, asked: Any, needs:
 
 
 def _elsewhere(self: CoreCall, tensors: Any, x: Tensor) -> Tensor:
-    self.here = replace(self.here, drawn=self.here.drawn + 1)  # from call to call
+    self.here = replace(self.here, bases=tuple(base + 1 for base in self.here.bases))  # from call to call
     return CoreCall.__call__(self, tensors, x)
 
 
