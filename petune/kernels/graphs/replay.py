@@ -14,6 +14,7 @@ an encoder has a second inlet for the encoder's states, in as many segments; a b
 Addresses are part of a recording, values are not: weights may be trained, and LoRA's factors are made from
 them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
 and a word for each draw. Tensors that are moved or replaced make all recordings void.
+What blocks call (called.py) is recorded with the graph of autograd's that it is, in both passes.
 
 Of blocks that ranks share what they say is recorded too, so all of them replay the same, and each decision
 here is the same on all. Where tokens are cut across ranks they are laid in the bucket's before (`room_for`).

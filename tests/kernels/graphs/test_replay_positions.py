@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune.kernels.fuse import fused_blocks
+from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.graphs import bucket as buckets
+from petune.kernels.graphs.replay import Graphs
+from petune.models import family_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.own_blocks import fused, tuned
-from tests.kernels.replays import Again, replayed
+from tests.kernels.replays import Again, replayed, stacks
 from tests.methods.zoo import assert_same_gradients, gradients
 
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2}
@@ -62,7 +64,8 @@ def texts(model: Any, lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor
 
 
 def step(model: Any, inputs: dict[str, Tensor], number: int, key: bool = True) -> tuple[Tensor, Any]:
-    here = Running(rows=torch.tensor([4, -1, 9]), key=step_key(0, number)) if key else Running()
+    rows = torch.tensor([4, -1, 9], device=inputs["input_ids"].device)
+    here = Running(rows=rows, key=step_key(0, number)) if key else Running()
     with drawing(here):
         return gradients(model, inputs)
 
@@ -135,3 +138,32 @@ def test_padding_before_tokens_runs_block_by_block() -> None:
     inputs = texts(model, LENGTHS[0])
     step(model, inputs | {name: inputs[name].flip(1) for name in ("input_ids", "attention_mask")}, 0)
     assert recorder.recorded == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("name", ["deberta-classify", "deberta2-mlm"])
+def test_on_a_device_replays_train_as_block_by_block(name: str, method: str, autocast: bool) -> None:
+    wide = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
+    plain = tuned(name, method, METHODS[method], **wide, **DROPS, max_position_embeddings=512)
+    plain.to("cuda", torch.bfloat16)
+    assert fuse(plain, family_of(plain), "auto").blocks
+    for stack in stacks(plain):
+        assert isinstance(stack.whole, Graphs)
+        stack.whole = None
+    model = copy.deepcopy(plain)
+    for stack in stacks(model):
+        stack.whole = Graphs()
+    draw = torch.Generator().manual_seed(0)
+    for number in range(8):
+        lengths = torch.randint(1, 300, (3,), generator=draw).tolist()
+        inputs = {key: value.cuda() for key, value in texts(model, lengths, number).items()}
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            (loss, own), (expected, wanted) = (step(one, inputs, number) for one in (model, plain))
+        torch.testing.assert_close(loss.float(), expected.float(), rtol=2e-2, atol=2e-2)
+        for path, value in own.items():
+            apart, most = float((value - wanted[path]).norm()), float(wanted[path].norm())
+            assert apart <= 0.1 * most + 1e-6, (number, path)
+    assert all(stack.whole.graphs for stack in stacks(model))  # type: ignore[union-attr]  # Graphs
