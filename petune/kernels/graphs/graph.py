@@ -323,7 +323,8 @@ def _send(numbers: Sequence[int], room: Tensor) -> None:
 
 
 def _centred(values: Tensor, room: Tensor) -> None:
-    """`values` [2 n - 1] for each distance up to `room`'s; beyond the farthest known that of it."""
+    """`values` [2 n - 1] for each distance up to `room`'s; beyond the farthest known that of it, which leaves
+    them in order."""
     middle, own = len(room) // 2, len(values) // 2
     near = min(middle, own)
     first, end = middle - near, middle + near + 1
