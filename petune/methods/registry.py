@@ -9,6 +9,7 @@ from torch import nn
 
 from petune.errors import UsageError
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig, make_memory
+from petune.kernels.delta import compute_mixers
 from petune.kernels.fuse import check_kernels, fuse
 from petune.log import say, warn
 from petune.methods.configs import METHODS, MethodConfig, make_config, name_of
@@ -152,6 +153,7 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
     method.apply(model, family, config, also_train)
     if family is not None:
         tell_samples(model, family)
+        compute_mixers()
     biases = base_biases(model, getattr(config, "bias", "none"), also_train)
     remember(model, Tuning(name, config, family.name if family else None, also_train, biases))
 

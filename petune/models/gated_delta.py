@@ -12,15 +12,26 @@ autocast.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
+KERNELS: dict[str, Callable[..., Tensor | None]] = {}  # by type of device: see petune.kernels.delta
 EPS = 1e-6  # of the lengths that queries and keys are divided by
 WIDE = 4  # bytes of what it is computed in
+
+
+class MixedHeads(NamedTuple):
+    """How q, k and v lie side by side: key heads, key features of each, heads and value features of each."""
+
+    key_heads: int
+    keys: int
+    heads: int
+    values: int
 
 
 def keys_of(features: int) -> int:
@@ -50,6 +61,22 @@ def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:
             same = samples[:, back:] == samples[:, :-back]
             y = y + F.pad(x[:, :-back].to(wide) * tap * same[..., None], (0, 0, back, 0))
     return y.to(x.dtype)
+
+
+def mixed_rule(x: Tensor, g: Tensor, beta: Tensor, samples: Tensor | None, heads: MixedHeads) -> Tensor:
+    """`gated_delta_rule` of q, k and v that lie side by side in x [rows, tokens, features], by kernels where
+    these can."""
+    known = {} if torch.compiler.is_compiling() else KERNELS  # which compiled code cannot look into
+    found = known[x.device.type](x, g, beta, samples, heads) if x.device.type in known else None
+    if found is not None:
+        return found
+    of_keys = heads.key_heads * heads.keys
+    parts = x.split([of_keys, of_keys, heads.heads * heads.values], -1)
+    q, k, v = (
+        part.unflatten(-1, (-1, size))
+        for part, size in zip(parts, (heads.keys, heads.keys, heads.values), strict=True)
+    )
+    return gated_delta_rule(q, k, v, g, beta, samples)
 
 
 def gated_delta_rule(

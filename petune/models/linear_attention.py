@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 
 from petune.errors import UsageError
 from petune.models.extension import extend
-from petune.models.gated_delta import causal_convolution, gated_delta_rule
+from petune.models.gated_delta import MixedHeads, causal_convolution, mixed_rule
 from petune.models.spec import Family, stack_paths
 
 BY_POSITION = ("input_ids", "attention_mask", "position_ids", "past_key_values")  # arguments of such a module
@@ -41,9 +41,14 @@ class GatedDelta(nn.Module):
     out_proj: nn.Module
     activation: str
 
+    num_k_heads: int
+    head_k_dim: int
+    num_v_heads: int
+    head_v_dim: int
+
     def projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k [rows, tokens, key heads, features], v, z [rows, tokens, heads, features], b, a [rows, tokens,
-        heads] of hidden states [rows, tokens, width]."""
+        """q, k and v side by side [rows, tokens, features], z [rows, tokens, heads, features], b, a [rows,
+        tokens, heads] of hidden states [rows, tokens, width]."""
         raise NotImplementedError
 
     def begin(self, leaf: str) -> None:
@@ -68,14 +73,11 @@ class GatedDelta(nn.Module):
             return cast("Any", super()).forward(hidden_states, cache_params, attention_mask, **kwargs)
         if attention_mask is not None:  # [rows, tokens], 0 where there is no token
             hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
-        q, k, v, z, b, a = self.projected(hidden_states)
-        heads = [x.shape[2:] for x in (q, k, v)]
-        mixed = self.convolved(torch.cat([x.flatten(2) for x in (q, k, v)], -1), seq_idx)
-        parts = mixed.split([shape.numel() for shape in heads], -1)
-        q, k, v = (part.unflatten(-1, shape) for part, shape in zip(parts, heads, strict=True))
+        x, z, b, a = self.projected(hidden_states)
         wide = torch.promote_types(a.dtype, torch.float32)
         g = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias)
-        y = gated_delta_rule(q, k, v, g, b.sigmoid(), seq_idx)
+        heads = MixedHeads(self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim)
+        y = mixed_rule(self.convolved(x, seq_idx), g, b.sigmoid(), seq_idx, heads)
         return self.out_proj(self.norm(y.flatten(0, 2), z.flatten(0, 2)).view_as(y).flatten(2))
 
     def better_as_it_is(self, kwargs: dict[str, Any]) -> bool:

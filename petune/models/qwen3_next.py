@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from petune.models import llama, moe
@@ -23,8 +24,8 @@ class Interleaved(GatedDelta):
     def projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """As the base."""
         own = cast("Any", self)
-        found: tuple[Tensor, ...] = own.fix_query_key_value_ordering(own.in_proj_qkvz(x), own.in_proj_ba(x))
-        return found
+        q, k, v, *rest = own.fix_query_key_value_ordering(own.in_proj_qkvz(x), own.in_proj_ba(x))
+        return torch.cat([part.flatten(2) for part in (q, k, v)], -1), *rest
 
 
 class SeparateMixer(GatedDelta):
@@ -33,11 +34,8 @@ class SeparateMixer(GatedDelta):
     def projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """As the base."""
         own = cast("Any", self)
-        widths = [own.key_dim, own.key_dim, own.value_dim]
-        features = [own.head_k_dim, own.head_k_dim, own.head_v_dim]
-        parts = own.in_proj_qkv(x).split(widths, -1)
-        q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, features, strict=True))
-        return q, k, v, own.in_proj_z(x).view_as(v), own.in_proj_b(x), own.in_proj_a(x)
+        z = own.in_proj_z(x).unflatten(-1, (-1, own.head_v_dim))
+        return own.in_proj_qkv(x), z, own.in_proj_b(x), own.in_proj_a(x)
 
 
 def mixing(form: type[nn.Module], group: LinearGroup) -> SubLayer:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import petune
 from petune.errors import UsageError
 from petune.methods import merge, wrap
-from petune.models import linear_attention
+from petune.models import gated_delta, linear_attention
 from petune.models.gated_delta import gated_delta_rule
 from petune.models.linear_attention import samples_of
 from petune.models.sites import find_sites
@@ -128,7 +128,7 @@ def test_petunes_rule_computes_what_trains_where_transformers_has_no_kernels(mon
         calls.append(given)
         return gated_delta_rule(*given)
 
-    monkeypatch.setattr(linear_attention, "gated_delta_rule", counted)
+    monkeypatch.setattr(gated_delta, "gated_delta_rule", counted)
     model = petune.wrap(tiny(NAMES[0]), "full", kernels="off")
     inputs = {"input_ids": batch(NAMES[0])["input_ids"], "use_cache": False}
 

@@ -1,0 +1,220 @@
+"""The gated delta rule's way back: see gated_delta.py.
+
+dN = P^T dY + exp(b_last - b) K dS and dR = T^T dN go through the chunks from the last on (`_states_kernel`), as
+the states do on the way ahead. All else are sums over one chunk, in which N is computed again, and dA = -dR N^T
+below the diagonal (`_inputs_kernel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.kernels.triton.gated_delta import (
+    ChunksKept,
+    chunk_meets,
+    columns_of,
+    features_of,
+    numbers_of,
+    power_of,
+    seen_in,
+    shapes,
+    signature,
+    sizes_of,
+    square_of,
+    stages_of,
+)
+from petune.kernels.triton.residual import Variant
+from petune.models.gated_delta import CHUNK, MixedHeads
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    samples: Tensor | None,
+    heads: MixedHeads,
+    kept: ChunksKept,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x in its dtype, of g and beta in float32."""
+    rows, tokens, _ = x.shape
+    dx, (dg, dbeta) = torch.empty_like(x), (torch.empty_like(g, dtype=torch.float32) for _ in range(2))
+    if not dy.numel():
+        return dx, dg.zero_(), dbeta.zero_()
+    dy, told, sizes = dy.contiguous(), numbers_of(samples, x), sizes_of(heads, samples)
+    dstates, dr, columns = torch.empty_like(kept.states), torch.empty_like(dy), columns_of(heads, rows)
+    _states_kernel[(triton.cdiv(heads.values, columns), rows * heads.heads)](
+        *(dy, x, beta, *told, kept.solved, kept.scores, kept.decay, kept.units, dstates, dr, tokens),
+        **sizes,
+        BV=columns,
+        num_warps=4,
+        num_stages=stages_of(columns),
+    )
+    _inputs_kernel[(triton.cdiv(tokens, CHUNK), rows * heads.key_heads)](
+        *(dy, dr, x, beta, *told, kept.solved, kept.decay, kept.units, kept.states, dstates),
+        *(dx, dg, dbeta, tokens, heads.keys**0.5),
+        **sizes,
+        BV=min(32, power_of(heads.values)),
+        num_warps=8,
+        num_stages=1,
+    )
+    return dx, dg, dbeta
+
+
+# ------------------------------------------------------------------ back through the chunks
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _states_kernel(
+    dy, x, beta, samples, samples_row, solved, scores, decay, units, dstates, dr, tokens,
+    PACKED: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    first, row, head = tl.program_id(0) * BV, tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    WIDTH: tl.constexpr = 2 * KEY_HEADS * K + HEADS * V
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    chunks, long_row, long_head = tl.cdiv(tokens, C), row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    key_head = head // (HEADS // KEY_HEADS)
+    own = x + long_row * tokens * WIDTH
+    samples += long_row * samples_row
+    decay += long_head * chunks * C
+    units += (long_row * KEY_HEADS + key_head) * 2 * chunks * C
+    key, column = tl.arange(0, BK), first + tl.arange(0, BV)
+    inside = (key < K)[:, None] & (column < V)[None, :]
+    held_at = key[:, None] * V + column[None, :]
+    dstate = tl.zeros((BK, BV), tl.float32)
+    for back in range(chunks):
+        chunk = chunks - 1 - back
+        at = chunk * C + tl.arange(0, C)
+        q = features_of(own + key_head * K, at, WIDTH, 0, tokens, K, BK)
+        k = features_of(own + (KEY_HEADS + key_head) * K, at, WIDTH, 0, tokens, K, BK)
+        t, p = (
+            square_of(solved, long_head * chunks + chunk, C),
+            square_of(scores, long_head * chunks + chunk, C),
+        )
+        gate = (long_row * tokens + at) * HEADS + head
+        live = (at < tokens)[:, None] & (column < V)[None, :]
+        grad = tl.load(dy + gate[:, None] * V + column[None, :], mask=live, other=0.0)
+        q_unit, k_unit = tl.load(units + at), tl.load(units + chunks * C + at)
+        strength = tl.load(beta + gate, mask=at < tokens, other=0.0).to(tl.float32)
+        since, until, left = chunk_meets(samples, decay, chunk, tokens, PACKED, C)
+        held = dstate.to(DTYPE)
+        tl.store(dstates + (long_head * chunks + chunk) * K * V + held_at, held, mask=inside)
+        dwritten = tl.dot(k, held) * (until * k_unit)[:, None]
+        dwritten = tl.dot(tl.trans(p), grad, dwritten)
+        given = tl.dot(tl.trans(t), dwritten.to(DTYPE))
+        tl.store(dr + gate[:, None] * V + column[None, :], given.to(DTYPE), mask=live)
+        asked = (grad.to(tl.float32) * (since * q_unit)[:, None]).to(DTYPE)
+        dstate = tl.dot(tl.trans(q), asked, dstate * left)
+        asked = (given * (-strength * since * k_unit)[:, None]).to(DTYPE)
+        dstate = tl.dot(tl.trans(k), asked, dstate)
+
+
+# ------------------------------------------------------------------ gradients of a chunk's inputs
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _inputs_kernel(
+    dy, dr, x, beta, samples, samples_row, solved, decay, units, states, dstates, dx, dg, dbeta, tokens, root,
+    PACKED: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    chunk, row, key_head = tl.program_id(0), tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    WIDTH: tl.constexpr = 2 * KEY_HEADS * K + HEADS * V
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    chunks, long_row = tl.cdiv(tokens, C), row.to(tl.int64)
+    place, key = tl.arange(0, C), tl.arange(0, BK)
+    at = chunk * C + place
+    own, into = x + long_row * tokens * WIDTH, dx + long_row * tokens * WIDTH
+    samples += long_row * samples_row
+    q = features_of(own + key_head * K, at, WIDTH, 0, tokens, K, BK)
+    k = features_of(own + (KEY_HEADS + key_head) * K, at, WIDTH, 0, tokens, K, BK)
+    unit = units + tl.program_id(1).to(tl.int64) * 2 * chunks * C + at
+    q_unit, k_unit = tl.load(unit), tl.load(unit + chunks * C)
+    dq, dk = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        long_head = long_row * HEADS + head
+        gate = (long_row * tokens + at) * HEADS + head
+        strength = tl.load(beta + gate, mask=at < tokens, other=0.0).to(tl.float32)
+        since, until, left = chunk_meets(samples, decay + long_head * chunks * C, chunk, tokens, PACKED, C)
+        t = square_of(solved, long_head * chunks + chunk, C)
+        dpairs, dsystem = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        dstrength, dtotal = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+        duntil, dleft = tl.zeros((C,), tl.float32), tl.zeros((BK,), tl.float32)
+        for first in range(0, V, BV):
+            column = first + tl.arange(0, BV)
+            inside = (key < K)[:, None] & (column < V)[None, :]
+            held = (long_head * chunks + chunk) * K * V + key[:, None] * V + column[None, :]
+            state = tl.load(states + held, mask=inside, other=0.0)
+            dstate = tl.load(dstates + held, mask=inside, other=0.0)
+            v = features_of(own + 2 * KEY_HEADS * K + head * V, at, WIDTH, first, tokens, V, BV).to(
+                tl.float32
+            )
+            live = (at < tokens)[:, None] & (column < V)[None, :]
+            grad = tl.load(dy + gate[:, None] * V + column[None, :], mask=live, other=0.0)
+            given = tl.load(dr + gate[:, None] * V + column[None, :], mask=live, other=0.0)
+            grad_wide, given_wide = grad.to(tl.float32), given.to(tl.float32)
+            read = tl.dot(k, state) * (since * k_unit)[:, None]
+            written = tl.dot(t, (strength[:, None] * (v - read)).to(DTYPE))
+            dstrength += tl.sum(given_wide * (v - read), 1)
+            asked = tl.dot(q, state) * (since * q_unit)[:, None]
+            dtotal += tl.sum(grad_wide * asked - strength[:, None] * given_wide * read, 1)
+            stored = tl.dot(k, dstate) * (until * k_unit)[:, None]
+            duntil += tl.sum(written * stored, 1)
+            dleft += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+            narrow = tl.trans(written.to(DTYPE))
+            dpairs = tl.dot(grad, narrow, dpairs)
+            dsystem = tl.dot(given, narrow, dsystem)
+            scaled = (grad_wide * since[:, None]).to(DTYPE)
+            dq = tl.dot(scaled, tl.trans(state), dq)
+            scaled = (given_wide * (-strength * since)[:, None]).to(DTYPE)
+            dk = tl.dot(scaled, tl.trans(state), dk)
+            scaled = (written * until[:, None]).to(DTYPE)
+            dk = tl.dot(scaled, tl.trans(dstate), dk)
+            dv = into + 2 * KEY_HEADS * K + head * V + at[:, None].to(tl.int64) * WIDTH + column[None, :]
+            tl.store(dv, (given_wide * strength[:, None]).to(DTYPE), mask=live)
+        total = tl.load(decay + long_head * chunks * C + at)
+        between = tl.exp(total[:, None] - total[None, :])
+        between = tl.where(seen_in(samples, chunk, tokens, PACKED, C), between, 0.0)
+        dpairs *= between
+        dbetween = dpairs * tl.dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :]
+        dtotal += tl.sum(dbetween, 1) - tl.sum(dbetween, 0)
+        dq = tl.dot((dpairs * k_unit[None, :]).to(DTYPE), k, dq)
+        dk = tl.dot(tl.trans((dpairs * q_unit[:, None]).to(DTYPE)), q, dk)
+        dsystem = tl.where(place[:, None] > place[None, :], -dsystem * between, 0.0)
+        dbetween = dsystem * tl.dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :]
+        dstrength += tl.sum(dbetween, 1)
+        dbetween *= strength[:, None]
+        dtotal += tl.sum(dbetween, 1) - tl.sum(dbetween, 0)
+        dsystem *= strength[:, None]
+        dk = tl.dot(((dsystem + tl.trans(dsystem)) * k_unit[None, :]).to(DTYPE), k, dk)
+        dtotal += tl.where(place == C - 1, tl.sum(duntil, 0) + tl.sum(dleft, 0) * left, 0.0) - duntil
+        # the sum of what is behind: of all less that of what is ahead
+        behind = tl.sum(dtotal, 0) - tl.cumsum(dtotal, 0) + dtotal
+        tl.store(dg + gate, behind, mask=at < tokens)
+        tl.store(dbeta + gate, dstrength, mask=at < tokens)
+    # behind the lengths
+    q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
+    along = tl.sum(q_wide * dq, 1) * root * root * q_unit * q_unit
+    dq = (dq - q_wide * along[:, None]) * q_unit[:, None]
+    along = tl.sum(k_wide * dk, 1) * k_unit * k_unit
+    dk = (dk - k_wide * along[:, None]) * k_unit[:, None]
+    live = (at < tokens)[:, None] & (key < K)[None, :]
+    into += at[:, None].to(tl.int64) * WIDTH + key_head * K + key[None, :]
+    tl.store(into, dq.to(DTYPE), mask=live)
+    tl.store(into + KEY_HEADS * K, dk.to(DTYPE), mask=live)
+
+
+def variants() -> Iterator[Variant]:
+    """See tests/kernels/gate.py."""
+    for kind, columns, sizes in shapes():
+        own = sizes | {"BV": columns}
+        yield _states_kernel, signature(_states_kernel, kind), own, 4, stages_of(columns)
+        yield _inputs_kernel, signature(_inputs_kernel, kind), sizes | {"BV": 32}, 8, 1
