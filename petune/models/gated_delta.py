@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
-KERNELS: dict[str, Callable[..., Tensor | None]] = {}  # by type of device: see petune.kernels.delta
 EPS = 1e-6  # of the lengths that queries and keys are divided by
 WIDE = 4  # bytes of what it is computed in
 
@@ -32,6 +31,23 @@ class MixedHeads(NamedTuple):
     keys: int
     heads: int
     values: int
+
+
+class MixerKernels(NamedTuple):
+    """What computes parts of mixers on a device, or gives None where it cannot: `mixed_rule`; a convolution
+    with SiLU of x, its weight and samples; a gated norm's module of heads and gates."""
+
+    rule: Callable[..., Tensor | None]
+    convolution: Callable[..., Tensor | None]
+    norm: Callable[..., Tensor | None]
+
+
+KERNELS: dict[str, MixerKernels] = {}  # by type of device: see petune.kernels.delta
+
+
+def kernels_at(x: Tensor) -> MixerKernels | None:
+    """Those where x is, unless torch.compile reads, which cannot look into them."""
+    return None if torch.compiler.is_compiling() else KERNELS.get(x.device.type)
 
 
 def keys_of(features: int) -> int:
@@ -66,9 +82,8 @@ def causal_convolution(x: Tensor, weight: Tensor, samples: Tensor) -> Tensor:
 def mixed_rule(x: Tensor, g: Tensor, beta: Tensor, samples: Tensor | None, heads: MixedHeads) -> Tensor:
     """`gated_delta_rule` of q, k and v that lie side by side in x [rows, tokens, features], by kernels where
     these can."""
-    known = {} if torch.compiler.is_compiling() else KERNELS  # which compiled code cannot look into
-    found = known[x.device.type](x, g, beta, samples, heads) if x.device.type in known else None
-    if found is not None:
+    kernels = kernels_at(x)
+    if kernels is not None and (found := kernels.rule(x, g, beta, samples, heads)) is not None:
         return found
     of_keys = heads.key_heads * heads.keys
     parts = x.split([of_keys, of_keys, heads.heads * heads.values], -1)

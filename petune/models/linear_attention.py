@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 
 from petune.errors import UsageError
 from petune.models.extension import extend
-from petune.models.gated_delta import MixedHeads, causal_convolution, mixed_rule
+from petune.models.gated_delta import MixedHeads, causal_convolution, kernels_at, mixed_rule
 from petune.models.spec import Family, stack_paths
 
 BY_POSITION = ("input_ids", "attention_mask", "position_ids", "past_key_values")  # arguments of such a module
@@ -78,7 +78,7 @@ class GatedDelta(nn.Module):
         g = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias)
         heads = MixedHeads(self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim)
         y = mixed_rule(self.convolved(x, seq_idx), g, b.sigmoid(), seq_idx, heads)
-        return self.out_proj(self.norm(y.flatten(0, 2), z.flatten(0, 2)).view_as(y).flatten(2))
+        return self.out_proj(self.normed(y.flatten(0, 2), z.flatten(0, 2)).view_as(y).flatten(2))
 
     def better_as_it_is(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call without a cache, of rows of one sample, goes transformers' own way: where it has
@@ -89,12 +89,22 @@ class GatedDelta(nn.Module):
 
     def convolved(self, x: Tensor, samples: Tensor | None) -> Tensor:
         """[rows, tokens, features] behind the convolution and its activation."""
+        if (kernels := kernels_at(x)) is not None and self.activation == "silu" and self.conv1d.bias is None:
+            found = kernels.convolution(x, self.conv1d.weight[:, 0], samples)
+            if found is not None:
+                return found
         if samples is not None:
             y: Tensor = ACT2FN[self.activation](causal_convolution(x, self.conv1d.weight[:, 0], samples))
             return y
         y = self.conv1d(x.mT.to(self.conv1d.weight.dtype))[..., : x.shape[1]]
         y = ACT2FN[self.activation](y)
         return y.to(x.dtype).mT
+
+    def normed(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The norm of heads [heads, features], times what their gates let through."""
+        found = None if (kernels := kernels_at(x)) is None else kernels.norm(self.norm, x, gate)
+        y: Tensor = self.norm(x, gate) if found is None else found
+        return y
 
 
 class TellSamples:

@@ -47,6 +47,7 @@ class ChunksKept(NamedTuple):
 
 
 def power_of(size: int) -> int:
+    """The power of two that covers `size`, from 16, the least a tensor core takes."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -62,6 +63,7 @@ def stages_of(columns: int) -> int:
 
 
 def sizes_of(heads: MixedHeads, samples: Tensor | None) -> dict[str, Any]:
+    """What all kernels are compiled for."""
     return {
         "PACKED": samples is not None,
         "KEY_HEADS": heads.key_heads,
