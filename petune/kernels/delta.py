@@ -14,26 +14,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petune.kernels.dispatch import refusal
-from petune.models.gated_delta import KERNELS, MixedHeads, MixerKernels
+from petune.models.gated_delta import KERNELS, WIDEST, MixedHeads, MixerKernels
 from petune.models.transition import applied
 
 DTYPES = (torch.bfloat16, torch.float16)
 Modules = tuple[ModuleType, ModuleType, ModuleType]
-WIDEST = 128  # key features of a head: a program holds the states of all
 
 
 def mixed_rule(
     x: Tensor, g: Tensor, beta: Tensor, samples: Tensor | None, heads: MixedHeads
 ) -> Tensor | None:
     """`petune.models.gated_delta.mixed_rule`, or None where no kernel computes it."""
-    if not supported(x.dtype, heads) or (kernels := _kernels(x.device, x.dtype)) is None:
-        return None
-    return applied(_Rule, x, g, beta, samples, heads, kernels)
-
-
-def supported(dtype: torch.dtype, heads: MixedHeads) -> bool:
-    """Whether there are kernels for such values and heads."""
-    return dtype in DTYPES and heads.keys <= WIDEST
+    kernels = _kernels(x.device, x.dtype) if x.dtype in DTYPES and heads.keys <= WIDEST else None
+    return None if kernels is None else applied(_Rule, x, g, beta, samples, heads, kernels)
 
 
 @lru_cache

@@ -21,6 +21,7 @@ from torch import Tensor
 
 CHUNK = 64  # tokens
 EPS = 1e-6  # of the lengths that queries and keys are divided by
+WIDEST = 128  # key features of a head that kernels compute: a program holds the states of all
 WIDE = 4  # bytes of what it is computed in
 
 
@@ -56,11 +57,22 @@ def keys_of(features: int) -> int:
     return 3 * features // 2
 
 
+def by_kernels(mixer: Any, itemsize: int) -> bool:
+    """Whether kernels compute a mixer where activations have so many bytes; of one without memory, as on a
+    GPU."""
+    on = mixer.A_log.device.type
+    return itemsize == 2 and mixer.head_k_dim <= WIDEST and (on == "meta" or on in KERNELS)
+
+
 def state_bytes(mixer: Any, itemsize: int) -> float:
     """Bytes per token that autograd keeps of a mixer inside its linears, what goes into the last of them too:
-    of the rule, chunk by chunk, with a state for each chunk; of queries and keys before they are repeated and
-    divided; of the convolution and the norm. itemsize: of activations."""
+    of the rule, chunk by chunk, with a state for each chunk; of the convolution and the norm; and without
+    kernels, of queries and keys before they are repeated and divided. itemsize: of activations."""
     heads, keys, values = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    if by_kernels(mixer, itemsize):
+        of_head = 2 * CHUNK + keys * values / CHUNK + 3 * values + 1  # pairs of tokens, state, heads, beta
+        wide = 4 * heads + 2 * mixer.num_k_heads  # decays and what they are made of, lengths
+        return WIDE * wide + itemsize * (heads * of_head + 2 * mixer.conv_dim)
     rule = 6 * keys + 3 * values + 5 * CHUNK + keys * values / CHUNK  # of a head: q and k, v, chunks, state
     wide = heads * (rule + 3 * values) + 2 * mixer.key_dim
     return float(WIDE * wide + 2 * itemsize * (heads * values + mixer.conv_dim))

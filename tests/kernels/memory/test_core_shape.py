@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from petune.kernels import delta
 from petune.kernels.configs import Rung
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.memory.block_cost import H100, backward, forward, recomputed
@@ -16,7 +17,7 @@ from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import remade
 from petune.methods import wrap
-from petune.models import family_of
+from petune.models import family_of, gated_delta
 from tests.kernels.fused_pairs import stand_on
 from tests.methods.zoo import SETTINGS, tiny
 
@@ -65,6 +66,16 @@ def test_blocks_of_mixers_and_of_gated_attention_keep_what_is_foretold(method: s
     model = made(method, dtype)
     for number, (block, near) in enumerate(zip(fused_blocks(model), (0.05, 0.15), strict=True)):
         assert kept_bytes(shape_of(block.spec), "all") == pytest.approx(held(model, number), rel=near)
+
+
+@pytest.mark.long
+def test_of_a_mixer_by_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "_kernels", lambda *_: delta.modules())
+    block = fused_blocks(model := made("lora", torch.bfloat16))[0]
+    plain = kept_bytes(shape_of(block.spec), "all")
+    monkeypatch.setitem(gated_delta.KERNELS, "cpu", gated_delta.KERNELS["cuda"])
+    found = kept_bytes(shape_of(block.spec), "all")
+    assert found == pytest.approx(held(model, 0), rel=0.05) and found < plain / 2
 
 
 def test_all_but_the_highest_rung_keep_nothing_of_a_core_and_call_it_again() -> None:
