@@ -72,7 +72,7 @@ def state_bytes(mixer: Any, itemsize: int) -> float:
     if by_kernels(mixer, itemsize):
         of_head = 2 * CHUNK + keys * values / CHUNK + 3 * values + 1  # pairs of tokens, state, heads, beta
         wide = 4 * heads + 2 * mixer.num_k_heads  # decays and what they are made of, lengths
-        return WIDE * wide + itemsize * (heads * of_head + 2 * mixer.conv_dim)
+        return float(WIDE * wide + itemsize * (heads * of_head + 2 * mixer.conv_dim))
     rule = 6 * keys + 3 * values + 5 * CHUNK + keys * values / CHUNK  # of a head: q and k, v, chunks, state
     wide = heads * (rule + 3 * values) + 2 * mixer.key_dim
     return float(WIDE * wide + 2 * itemsize * (heads * values + mixer.conv_dim))
