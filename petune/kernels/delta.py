@@ -122,6 +122,9 @@ def _watched(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+MIXERS = MixerKernels(mixed_rule, convolution, gated_norm)
+
+
 def compute_mixers() -> None:
     """Let mixers be computed by kernels where these can, from now on."""
-    KERNELS["cuda"] = MixerKernels(mixed_rule, convolution, gated_norm)
+    KERNELS["cuda"] = MIXERS

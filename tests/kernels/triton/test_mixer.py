@@ -72,8 +72,10 @@ def test_a_gated_norm_is_transformers_both_ways(shape: tuple[int, int], dtype: t
 def test_a_model_in_bfloat16_trains_by_kernels_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrap(tiny("qwen3_5-causal", linear_value_head_dim=16), "full", kernels="off")
     stir(model, std=0.1)
-    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(5))
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    model, on = model.to(DEVICE), torch.device(DEVICE).type
+    monkeypatch.delitem(gated_delta.KERNELS, on, raising=False)
+    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]).to(DEVICE)
 
     def gradients(model: Any) -> dict[str, Tensor]:
         model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
@@ -83,8 +85,7 @@ def test_a_model_in_bfloat16_trains_by_kernels_as_without(monkeypatch: pytest.Mo
     plain = gradients(copy.deepcopy(half))
     calls: list[Any] = []
     monkeypatch.setattr(delta, "_kernels", lambda *given: calls.append(given) or delta.modules())
-    delta.compute_mixers()
-    monkeypatch.setitem(gated_delta.KERNELS, "cpu", gated_delta.KERNELS["cuda"])
+    monkeypatch.setitem(gated_delta.KERNELS, on, delta.MIXERS)
     found = gradients(half)
     assert len(calls) == 3 * model.config.layer_types.count("linear_attention")
     for name, value in exact.items():
