@@ -31,11 +31,17 @@ def share_of(part: WorkPart, cut: Cut | None, index: int) -> float:
     if cut.layout("mlp" if of_mlp else "attention") == "sequence":
         if part.place == "scores" and cut.exchange == "ulysses":
             return 1 / len(cut.sequence)
-        if part.place == "scores" and part.causal:
+        if _late(part, cut):
             start, whole = sum(cut.sequence[:index]), sum(cut.sequence)
             return ((start + cut.sequence[index]) ** 2 - start**2) / whole**2
         return _fraction(cut.sequence, index)
     return _fraction(cut.columns if of_mlp else cut.heads, index)
+
+
+def _late(part: WorkPart, cut: Cut) -> bool:
+    """Whether tokens cost the more the later they are: where ranks have causal attention's in a row."""
+    folded = cut.folds and part.folds
+    return part.place == "scores" and part.causal and cut.exchange != "ulysses" and not folded
 
 
 Weighed = tuple[tuple[WorkPart, float], ...]
@@ -112,11 +118,10 @@ def even_tokens(cut: Cut | None) -> tuple[bool, ...]:
 def tokens_by_speed(
     cut: Cut, parts: Mapping[WorkPart, int], by_rank: Sequence[frozenset[Rates]], rows: float
 ) -> tuple[int, ...]:
-    """Tokens of the ranks, of which later ones cost more where attention is causal. by_rank: of each, the
+    """Tokens of the ranks, of which later ones may cost more where attention is causal. by_rank: of each, the
     rates of all devices at its place."""
     own = {part: times for part, times in parts.items() if by_tokens(part, cut)}
-    turned = cut.exchange == "ulysses"
-    late = {part: own[part] for part in own if part.place == "scores" and part.causal and not turned}
+    late = {part: own[part] for part in own if _late(part, cut)}
     same = {part: own[part] for part in own if part not in late}
     lines = {
         rates: [(line_of(one, same, rows), line_of(one, late, rows)) for one in rates]

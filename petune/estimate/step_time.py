@@ -6,7 +6,7 @@ stages and replicas send is the table of petune.estimate.comm_cost, over the slo
 send it; nothing hides it but for the weights that FSDP gathers, which come while blocks compute, and what
 `overlap` hides (petune.estimate.halves). The order in a pipeline is its schedule's own
 (petune.estimate.timeline). A causal model's later tokens see more keys, so
-ranks of a cut sequence have more scores the later their tokens are.
+ranks of a cut sequence have more scores the later their tokens are, unless each has some from both ends.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from petune.models.spec import (
 )
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.fsdp import weighed
+from petune.parallel.plan import foldable
 
 Place = Literal["attention", "scores", "mlp", "experts", "connection", "ladder", "embedding", "head"]
 
@@ -60,7 +61,7 @@ class WorkPart:
     backward pass comes here. heads: of attention, with those of keys and their width; columns: of an
     activation; norms: over `width` features, stepwise: RMS norms by torch, one operation after the other;
     vocabulary: of a loss; rows: of a table that is looked up;
-    copies: of each token, one for every expert that it goes through."""
+    copies: of each token, one for every expert that it goes through. folds: see `foldable`."""
 
     place: Place
     tokens: int
@@ -70,6 +71,7 @@ class WorkPart:
     keys: int = 0
     heads: tuple[int, int, int] | None = None
     causal: bool = False
+    folds: bool = False
     columns: int = 0
     gated: bool = False
     norms: int = 0
@@ -249,7 +251,8 @@ class _Reader:
                 causal = core.causal and not region.cross
                 out = cast("tuple[str, nn.Module]", child_of(block, region.leave))[1]
                 own = *sizes[:2], ends_of(out)[0] // sizes[0]  # heads of other blocks may have another width
-                yield part, replace(plain, place="scores", keys=keys, heads=own, causal=causal)
+                scores = replace(plain, place="scores", keys=keys, heads=own)
+                yield part, replace(scores, causal=causal, folds=foldable(rule))
             else:
                 own = columns * getattr(self.shape, region.columns) // self.shape.columns
                 yield (replace(part, columns=own, gated=gated),)

@@ -45,7 +45,7 @@ from petune.models.spec import Config, Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, carried_by, own_stacks, run_block, tail_of
 from petune.models.tuned_linear import TunedModule
 from petune.rng.context import running
-from petune.rng.dropout import draw, dropped
+from petune.rng.dropout import draw, dropped, tokens_here
 
 
 class Ladder(TunedModule, PreTrainedModel):
@@ -174,13 +174,12 @@ class Ladder(TunedModule, PreTrainedModel):
             side |= arrived
         if self.rotary is not None:
             own, positions = side["hidden_states"], call.get("position_ids")
-            seen = slice(running().token, running().token + own.shape[1])
+            here = tokens_here(own.shape[1], own.device)
             if positions is None:  # blocks that are told their angles alone
                 kept = running().segments
-                positions = torch.arange(seen.stop, device=own.device) if kept is None else kept.tokens
-                positions = positions[None]
+                positions = (here if kept is None else kept.tokens)[None]
             if positions.shape[-1] != own.shape[1]:  # those of all ranks
-                positions = positions[..., seen]
+                positions = positions[..., here]
             if "position_ids" in call:  # which blocks may read themselves
                 side["position_ids"] = positions
             if hasattr(self.rotary, "mrope_section"):  # of time, height and width, which text counts alike

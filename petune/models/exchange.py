@@ -7,6 +7,12 @@ say to one another inside of attention, each as a function and its adjoint.
     ring      nothing: k | v, and on the way back their gradients, travel while attention is computed
     cross     nothing: k | v are those of another sequence, which every rank holds whole
 
+Ranks have their tokens in a row, or folded: a piece from the front of the sequence and one from its back,
+such that the queries of each rank see as many keys where attention is causal. Segments, which lie one behind
+the other, are in a row: each rank has some of them.
+
+        tokens of three ranks, folded:   0 0 1 1 2 2 2 2 1 1 0 0
+
 An exchange is the attribute `exchange` of an attention module. Tensors in, tensors out, no autograd, as those
 of a boundary (petune.models.boundary); the model's own modules attend through the same object
 (petune.models.attention).
@@ -23,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.rng.context import Piece, pieces_of
 
 ExchangeKind = Literal["gather", "ulysses", "ring", "cross"]
 Sizes = tuple[int, ...]  # one number for each rank
@@ -55,8 +62,8 @@ class Exchanged:
 @runtime_checkable
 class Exchange(Protocol):
     """The exchange of rank `index`. sizes: tokens of each rank in the call that it is for, empty where the
-    sequence is not cut. shares: of each rank as the plan says, a ratio. overlapped: other work is to hide the
-    communication."""
+    sequence is not cut; folded: see the file. shares: of each rank as the plan says, a ratio. overlapped:
+    other work is to hide the communication."""
 
     @property
     def overlapped(self) -> bool:
@@ -76,6 +83,10 @@ class Exchange(Protocol):
 
     @property
     def sizes(self) -> Sizes:
+        """See the class."""
+
+    @property
+    def folded(self) -> bool:
         """See the class."""
 
     def here(self) -> Self:
@@ -152,21 +163,55 @@ def exchange_of(module: nn.Module) -> Any:
     return cast("Any", module.__dict__.get("exchange"))
 
 
-# ------------------------------------------------------------------ what is one rank's of masks and biases
+# ------------------------------------------------------------------ which tokens are one rank's
+
+
+def own_pieces(x: Tensor, pieces: Sequence[Piece], dim: int) -> Tensor:
+    """Of `x` the tokens of some pieces along `dim`, a view where it is one piece."""
+    found = [x.narrow(dim, first, end - first) for first, end in pieces]
+    return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+
+def fold(x: Tensor, sizes: Sizes) -> Tensor:
+    """[b, t, ...], tokens in their order, as ranks have them folded one after the other. Tokens that are
+    missing at the end are zeros."""
+    lengths = [size - size // 2 for size in sizes] + [size // 2 for size in reversed(sizes)]
+    count = next(at for at in range(len(lengths) + 1) if sum(lengths[:at]) == x.shape[1])
+    parts = list(x.split(lengths[:count], 1))
+    parts += [x.new_zeros(len(x), length, *x.shape[2:]) for length in lengths[count:]]
+    return torch.cat([parts[at] for rank in range(len(sizes)) for at in (rank, -1 - rank)], 1)
+
+
+def unfold(x: Tensor, sizes: Sizes, index: int = 0) -> Tensor:
+    """What was folded in its order again, up to the last token of rank `index`; by default all."""
+    parts = x.split([half for size in sizes for half in (size - size // 2, size // 2)], 1)
+    return torch.cat([*parts[::2], *reversed(parts[1::2][index:])], 1)
 
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The queries [first, end) of `whole` that are here, which look at `keys` keys."""
+    """The queries of `whole` that are here, one or two `pieces`, which look at `keys` keys."""
 
-    first: int
-    end: int
+    pieces: tuple[Piece, ...]
     whole: int
     keys: int
 
     @property
+    def first(self) -> int:
+        return self.pieces[0][0]
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1][1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the pieces."""
+        return [end - first for first, end in self.pieces]
+
+    @property
     def own(self) -> int:
-        return self.end - self.first
+        return sum(self.lengths)
 
     def of(self, mask: Tensor | None) -> Tensor | None:
         """Own rows of a mask or bias [..., 1 | whole | own, keys]. Raises UsageError for one that was made
@@ -180,13 +225,18 @@ class QueryRows:
                 expected=f"[..., {self.whole}, {self.keys}]",
                 found=str(list(mask.shape)),
             )
-        return mask.narrow(-2, self.first, self.own) if rows == self.whole else mask
+        return own_pieces(mask, self.pieces, -2) if rows == self.whole else mask
 
 
-def rows_of(sizes: Sizes, index: int, keys: int | None = None) -> QueryRows:
+def rows_of(sizes: Sizes, index: int, keys: int | None = None, folded: bool = False) -> QueryRows:
     """The queries of rank `index`, which look at the same sequence unless it is another of `keys` tokens."""
-    first, whole = sum(sizes[:index]), sum(sizes)
-    return QueryRows(first, first + sizes[index], whole, whole if keys is None else keys)
+    whole = sum(sizes)
+    return QueryRows(pieces_of(sizes, index, folded), whole, whole if keys is None else keys)
+
+
+def all_rows(whole: int) -> QueryRows:
+    """All queries of a sequence, which look at it."""
+    return QueryRows(((0, whole),), whole, whole)
 
 
 def some_heads(mask: Tensor | None, count: int, first: int, held: int) -> Tensor | None:

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from petune.errors import Problem, UsageError
-from petune.models.spec import Config, Family, Shape, StackName, StackRule
+from petune.models.spec import Attention, Config, Family, Shape, StackName, StackRule
 from petune.parallel.configs import (
     CUTS,
     LOOPED,
@@ -60,6 +60,19 @@ class Cut:
     def layout(self, kind: str) -> CutBy | Connection:
         """The layout of a region of a kind; a mixer is whole on every rank."""
         return {"attention": self.attention, "mlp": self.mlp}.get(kind, "whole")
+
+    @property
+    def folds(self) -> bool:
+        """Whether ranks have two pieces of a sequence where a stack is `foldable`."""
+        return self.attention == self.mlp == "sequence" and self.exchange == "gather"
+
+
+def foldable(rule: StackRule) -> bool:
+    """Whether ranks that gather keys may have two pieces of a stack's sequence (petune.models.exchange): its
+    attention is causal, and reads of tokens nothing beside but masks and positions."""
+    attends = [core for core in rule.cores if isinstance(core, Attention)]
+    plain = all(core.causal and core.memory is None and core.positions is None for core in attends)
+    return plain and bool(attends) and rule.linear is None and rule.bias is None
 
 
 @dataclass(frozen=True)

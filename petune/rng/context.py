@@ -10,7 +10,7 @@ thread-local, as autograd recomputes on a thread of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import local
@@ -22,6 +22,8 @@ from torch import Tensor
 # a tensor on a device, the same on the CPU, and how often each had been changed in place by then
 Twins = tuple[tuple[Tensor, Tensor, tuple[int, int]], ...]
 
+Piece = tuple[int, int]  # tokens [first, end) of a sequence
+
 
 @dataclass
 class Running:
@@ -32,7 +34,7 @@ class Running:
     the step's dropout is drawn from. site: names the place in the model, `stack.block`; drawn counts the
     dropouts of that site so far. sizes: tokens per rank of the tp axis when the sequence is cut, else empty;
     rank: which of them this is; laid: tokens of each rank in the recording in which this call's may lie, else
-    empty.
+    empty; folded: each rank has two pieces of the sequence (petune.models.exchange).
     bases, numbers: the words of the draws of the site, one for each, and the places of its tokens, as
     `petune.rng.dropout` draws and places them, where somebody has done so before; else empty, and None.
     token, feature: the place in the whole sequence and in the whole last dim of the first element that is
@@ -52,6 +54,7 @@ class Running:
     sizes: tuple[int, ...] = ()
     rank: int = 0
     laid: tuple[int, ...] = ()
+    folded: bool = False
     token: int = 0
     feature: int = 0
     segments: Any = None
@@ -87,6 +90,16 @@ def bound_to(here: Running) -> Iterator[Running]:
         yield _now.running
     finally:
         _now.running = before
+
+
+def pieces_of(sizes: Sequence[int], index: int, folded: bool) -> tuple[Piece, ...]:
+    """The tokens of rank `index`: one piece, or two where they are folded."""
+    first, whole = sum(sizes[:index]), sum(sizes)
+    if not folded:
+        return ((first, first + sizes[index]),)
+    fronts, backs = ([size - size // 2 for size in sizes], [size // 2 for size in sizes])
+    front, back = sum(fronts[:index]), whole - sum(backs[:index])
+    return (front, front + fronts[index]), (back - backs[index], back)
 
 
 # ------------------------------------------------------------------ what the host knows without asking

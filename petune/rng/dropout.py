@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from petune.errors import UsageError
-from petune.rng.context import Running, bound_to, running
+from petune.rng.context import Running, bound_to, pieces_of, running
 
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are spread evenly
@@ -102,7 +102,17 @@ def places(batch: int, length: int, device: torch.device) -> Tensor:
     Of a batch whose padding was left out, [1, kept], those of the kept tokens. Raises UsageError when
     `running().rows` are not `batch`.
     """
-    return _places((batch, length), running().token, device).view(-1)
+    now = running()
+    return _places((batch, length), tokens_here(length, device) if now.folded else now.token, device).view(-1)
+
+
+def tokens_here(count: int, device: torch.device) -> Tensor:
+    """The numbers in their whole sequence of the `count` tokens that are held here, [count] int64."""
+    now = running()
+    if not now.folded:
+        return _numbers(count, now.token, device)
+    pieces = pieces_of(now.sizes, now.rank, now.folded)
+    return torch.cat([_numbers(end - first, first, device) for first, end in pieces])
 
 
 def draw(numbers: Tensor, p: float) -> Drop:
@@ -157,10 +167,12 @@ def drop(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p, True)
     if x.dim() == 2 and now.rows is not None and len(x) > len(now.rows) and len(x) % len(now.rows) == 0:
         return drop(x.unflatten(0, (len(now.rows), -1)), p).flatten(0, 1)
-    if x.dim() > 3 and (now.token or now.feature):
+    if x.dim() > 3 and (now.token or now.feature or now.folded):
         raise _unplaced(f"a tensor of shape {list(x.shape)}, in a model whose blocks are cut")
-    firsts = (now.token, *[0] * (x.dim() - 3), now.feature) if x.dim() > 2 else (now.feature,)
-    return _dropped(x, p, firsts)
+    if x.dim() < 3:
+        return _dropped(x, p, (now.feature,))
+    token = tokens_here(x.shape[1], x.device) if now.folded else now.token
+    return _dropped(x, p, (token, *[0] * (x.dim() - 3), now.feature))
 
 
 def drop_attention(probabilities: Tensor, p: float, head: int, query: int) -> Tensor:
@@ -174,8 +186,9 @@ def drop_attention(probabilities: Tensor, p: float, head: int, query: int) -> Te
     return _dropped(probabilities, p, (head, query, 0))
 
 
-def _dropped(x: Tensor, p: float, firsts: tuple[int, ...]) -> Tensor:
-    """One draw of the running site; `firsts` are the numbers of the first element along dims 1, 2, ..."""
+def _dropped(x: Tensor, p: float, firsts: tuple[Any, ...]) -> Tensor:
+    """One draw of the running site; `firsts` are the numbers of the first element along dims 1, 2, ...; along
+    dim 1 perhaps those of all elements."""
     _check(p)
     if p == 0:
         return x
@@ -228,7 +241,7 @@ class _Fused(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _drawn(x: Tensor, p: float, firsts: tuple[int, ...]) -> Drop:
+def _drawn(x: Tensor, p: float, firsts: tuple[Any, ...]) -> Drop:
     """The next draw for `x`; the matrix's rows are the places of `x`, which are all its dims but the last."""
     base = _next_base()
     numbers = _rows(x.shape, x.device) << 32 if len(firsts) == 1 else _places(x.shape, firsts[0], x.device)
@@ -254,16 +267,17 @@ def _width(x: Tensor) -> int:
     return x.shape[-1] if x.dim() > 1 else 1
 
 
-def _places(shape: Sequence[int], token: int, device: torch.device) -> Tensor:
+def _places(shape: Sequence[int], token: int | Tensor, device: torch.device) -> Tensor:
     """The numbers [rows, tokens] int64 of the tokens of a tensor of this shape, of whose rows `token` is the
-    first; of a batch whose padding was left out, [1, kept], those of `running().segments`."""
+    first, or are all; of a batch whose padding was left out, [1, kept], those of `running().segments`."""
     known, kept = running().numbers, running().segments
     if known is not None and tuple(shape[:2]) == (1, len(known)):
         return known[None]
     if kept is not None and tuple(shape[:2]) == (1, kept.total) != kept.shape:
         numbers = _places(kept.shape, token, device).view(-1)
         return (numbers if kept.places is None else numbers[kept.places])[None]
-    return (_rows(shape, device) << 32).unsqueeze(-1) + _numbers(shape[1], token, device)
+    tokens = token if isinstance(token, Tensor) else _numbers(shape[1], token, device)
+    return (_rows(shape, device) << 32).unsqueeze(-1) + tokens
 
 
 def _rows(shape: Sequence[int], device: torch.device) -> Tensor:

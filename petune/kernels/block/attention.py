@@ -145,6 +145,7 @@ def choose(
     distant: bool = False,
     capped: bool = False,
     last: bool = False,
+    folded: bool = False,
     sinks: bool = False,
 ) -> ChosenForm:
     """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; again it costs a
@@ -153,8 +154,8 @@ def choose(
     segmented: of queries or of keys. masked: a dense mask or bias. drops: probabilities drop out. plain: no
     kernel of our own. keys: of cross-attention, the most tokens that a row or segment of keys has. window,
     distant (a bias by distance), capped (a soft cap), sinks: see `How`. last: of causal attention, queries
-    that are the last few of their keys' tokens. On a CUDA device each form is told of when it is first
-    chosen.
+    that are the last few of their keys' tokens; folded: of two pieces of a row (pieces.py). On a CUDA device
+    each form is told of when it is first chosen.
     """
     own = {"dropout of attention": drops, "a bias by distance": distant, "a soft cap": capped, "sinks": sinks}
     if ours := next((words for words, there in own.items() if there), None):
@@ -168,6 +169,7 @@ def choose(
             window is not None and window < tokens,
             1 in (tokens, keys),
             last,
+            folded,
         )
         deterministic = torch.are_deterministic_algorithms_enabled()
         found = _chosen(device, dtype, head_dim, kind, tokens <= SHORT, plain, deterministic)
@@ -183,7 +185,8 @@ def _tell(choice: ChosenForm) -> None:
 
 
 class _Kind(NamedTuple):
-    """What a call that libraries have forms for has. single: rows of one token. last: see `choose`."""
+    """What a call that libraries have forms for has. single: rows of one token. last, folded: see
+    `choose`."""
 
     segmented: bool
     masked: bool
@@ -191,6 +194,7 @@ class _Kind(NamedTuple):
     windowed: bool
     single: bool
     last: bool
+    folded: bool
 
 
 @cache
@@ -273,7 +277,7 @@ def _no_cudnn(device: torch.device, head_dim: int, kind: _Kind, deterministic: b
         return "cuDNN knows no sliding window here"
     if kind.single:
         return "cuDNN takes no rows of one token"
-    if kind.last:
+    if kind.last and not kind.folded:
         return "cuDNN takes queries to be the first of the keys' tokens"
     if deterministic:
         return "cuDNN's backward pass is not deterministic"
@@ -333,7 +337,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How
 ) -> Gradients:
-    rest = (None, None, None, len(q) // how.batch, len(k) // how.batch, 0.0, how.causal)
+    rest = (None, None, None, _length(how, q), _length(how, k), 0.0, how.causal)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         *_by_head(how.batch, dout, q, k, v, out), *kept, *rest, scale=how.scale
     )
@@ -341,8 +345,18 @@ def _cudnn_backward(
 
 
 def _by_head(batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """[m, heads, d] as views [batch, heads, length, d]."""
-    return tuple(x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in tensors)
+    """[m, heads, d], or [batch, length, heads, d], as views [batch, heads, length, d]."""
+    return tuple(in_rows(x, batch).transpose(1, 2) for x in tensors)
+
+
+def in_rows(x: Tensor, batch: int) -> Tensor:
+    """[m, heads, d], if not so already, as a view [batch, length, heads, d]."""
+    return x if x.dim() > 3 else x.view(batch, -1, *x.shape[1:])
+
+
+def _length(how: How, x: Tensor) -> int:
+    """Tokens of each row."""
+    return x.shape[1] if x.dim() > 3 else len(x) // how.batch
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -374,13 +388,13 @@ def _flash_backward(
 def _laid_out(how: How, *tensors: Tensor) -> Sequence[Tensor]:
     """[m, heads, d] as the kernels take them: as they are where there are segments, else [batch, length,
     heads, d]."""
-    return tensors if how.ragged else [x.view(how.batch, -1, *x.shape[1:]) for x in tensors]
+    return tensors if how.ragged else [in_rows(x, how.batch) for x in tensors]
 
 
 def _starts(how: How, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
     """(where segments of queries and of keys begin, None for rows; the longest of queries, of keys)."""
     if not how.ragged:
-        return None, None, len(q) // how.batch, len(k) // how.batch
+        return None, None, _length(how, q), _length(how, k)
     queries, keys = how.sides(q, k)
     return queries.starts, keys.starts, queries.longest, keys.longest
 

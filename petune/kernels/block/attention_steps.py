@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
-from petune.kernels.block.attention import How
+from petune.kernels.block import pieces
+from petune.kernels.block.attention import Gradients, How
 from petune.kernels.block.part import Heads
 from petune.kernels.block.rotary_steps import angles_in
 from petune.kernels.block.steps import BlockRun, Charge, Step, Values
@@ -246,7 +247,8 @@ class Attend(Step):
         return replace(how, bias=v[self.bias] if how.part is None else how.part.of(v[self.bias]))
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        out, v[self.lse] = attending.forward(*self.split(v, self._seen(run)), self._how(run, v))
+        how = self._how(run, v)
+        out, v[self.lse] = _form(how).forward(*self.split(v, self._seen(run)), how)
         v[self.a] = out.flatten(1)
 
     def backward(self, run: BlockRun, v: Values) -> None:
@@ -263,7 +265,7 @@ class Attend(Step):
         seen = self._seen(run)
         given = (da, *self.split(v, seen), out, v[self.lse], how)
         dsinks = self._asked(run, how)
-        grads = attending.backward(*given, dbias, dsinks)
+        grads: Gradients = _form(how).backward(*given, dbias, dsinks)
         if self.sinks is not None and dsinks is not None:
             run.sink.add(self.sinks[1], dsinks)
         if seen is not None:
@@ -312,6 +314,10 @@ class Attend(Step):
             for name, columns in zip(self.sources, self._columns(shape), strict=True)
         }
 
+    def beside(self, shape: BlockShape) -> int:
+        """See Step. What two pieces of own tokens get, before it lies in one."""
+        return self._queries * shape.itemsize if self.gathered and self.causal else 0
+
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. dq in float32 and a sum for each head; or, once those are gone, the gradients that are
         put side by side."""
@@ -344,3 +350,8 @@ class Attend(Step):
         """Tokens, those of a sequence, heads, and columns of one."""
         times = 1.0 if self.traded is None or self.exchange is None else 1 / self.exchange.share
         return rows * times, sequence, self.heads, self.kv_heads, self.head_dim
+
+
+def _form(how: How) -> Any:
+    """What computes a call's attention."""
+    return attending if how.part is None or not how.part.apart else pieces

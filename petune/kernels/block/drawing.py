@@ -33,14 +33,14 @@ class Places:
     @cached_property
     def within(self) -> Tensor:
         """Of all tokens of a sequence, of which a rank may hold some."""
-        with bound(token=0):
+        with bound(token=0, folded=False):
             return places_of(self.hidden, self.layout.segments, self.layout.longest)
 
     @cached_property
     def across(self) -> Tensor:
         """Of the tokens of the memory, which every rank holds."""
         read = self.hidden if self.memory is None else self.memory
-        with bound(token=0):
+        with bound(token=0, folded=False):
             return places_of(read, self.layout.memory, read.shape[1])
 
 

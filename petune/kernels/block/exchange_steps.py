@@ -22,7 +22,7 @@ from petune.kernels.block.steps import BlockRun, Step, Values
 from petune.kernels.block.turns import then
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.memory.shape import BlockShape
-from petune.models.exchange import Exchange, Exchanged, QueryRows, Sizes, rows_of
+from petune.models.exchange import Exchange, Exchanged, Sizes, all_rows, fold, rows_of, unfold
 
 
 @dataclass(eq=False)
@@ -81,13 +81,19 @@ class Gather(_Crossing):
 
     def forward(self, run: BlockRun, v: Values) -> None:
         part, own = self._part(run), v[self.x][:, self.heads * self.head_dim :]
-        found = part.crossed.enter(batched(run, own), ())
-        v[self.y] = flat(found if part.seen is None else found[:, slice(*part.seen)])
+        found, exchange = part.crossed.enter(batched(run, own), ()), part.exchange
+        if exchange.folded:
+            found = unfold(found, exchange.sizes, 0 if part.seen is None else exchange.index)
+        elif part.seen is not None:
+            found = found[:, slice(*part.seen)]
+        v[self.y] = flat(found)
 
     def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. What own queries do not see gets zeros from here."""
         part, found = self._part(run), batched(run, run.grads.pop(self.y))
-        if part.seen is not None:
+        if part.exchange.folded:
+            found = fold(found, part.exchange.sizes)
+        elif part.seen is not None:
             found = F.pad(found, (0, 0, part.seen[0], part.rows.whole - part.seen[1]))
         dkv = flat(part.crossed.enter_backward(found, ())).unflatten(1, (-1, self.head_dim))
         then(partial(self._put_together, run, dkv))
@@ -105,6 +111,10 @@ class Gather(_Crossing):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         return {self.y: self.exchange.whole(self._columns() * shape.itemsize)}
+
+    def beside(self, shape: BlockShape) -> int:
+        """See Step. The message, of which attention reads a copy."""
+        return sum(self.sizes(shape).values())
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step. Where they are turned next, those of the queries are handed on as they are."""
@@ -201,9 +211,9 @@ def shared(how: How, step: Attend, exchange: Exchange) -> How:
 def _part_of(how: How, step: Attend, exchange: Exchange) -> AttentionPart:
     if step.traded is not None:
         whole = sum(exchange.sizes)
-        return AttentionPart(exchange, QueryRows(0, whole, whole, whole), step.traded)
+        return AttentionPart(exchange, all_rows(whole), step.traded)
     keys = how.mask.shape[-1] if step.crosses and how.mask is not None else None
-    rows = rows_of(exchange.sizes, exchange.index, keys)
+    rows = rows_of(exchange.sizes, exchange.index, keys, exchange.folded)
     # what comes later is not attended to at all
     later = exchange.kind == "gather" and how.causal and how.mask is None
     return AttentionPart(exchange, rows, seen=(0, rows.end) if later else None)

@@ -252,10 +252,8 @@ class FusedBlock(nn.Module):
 
     def result(self, out: Tensor, bias: Tensor | None) -> Any:
         """What the block's own forward returns; of several values one that is not known is None."""
-        carry = self.spec.carry
-        return (
-            tuple({"hidden_states": out, BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
-        )
+        found = tuple({"hidden_states": out, BIAS: bias}.get(name) for name in self.spec.carry)
+        return found if len(found) > 1 else out
 
     def linears(self) -> BlockLayers:
         """The layers as they are at this moment.
@@ -363,6 +361,7 @@ class FusedBlock(nn.Module):
                 capped=bool(one.softcap),
                 sinks=one.sinks is not None,
                 last=one.gathered and one.causal,
+                folded=running().folded,
             ).backend
             for one in self.spec.program.attends
         )

@@ -31,6 +31,11 @@ class AttentionPart:
     seen: tuple[int, int] | None = None
 
     @property
+    def apart(self) -> bool:
+        """Whether own queries are two pieces of a row, which see unlike keys."""
+        return self.seen is not None and len(self.rows.pieces) > 1
+
+    @property
     def crossed(self) -> Crossed:
         """The exchange, of a kind that has a step before attention."""
         return cast("Crossed", self.exchange)

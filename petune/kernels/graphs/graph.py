@@ -63,7 +63,8 @@ class Arrival:
         tokens = sum(here.sizes) or hidden.shape[1]
         longest = tokens if segments is None else segments.longest
         layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)
-        self.backends, self.longest = _forms(blocks, hidden, layout), layout.row
+        with bound_to(here):
+            self.backends, self.longest = _forms(blocks, hidden, layout), layout.row
         self.bias = cast("Tensor | None", call.get(BIAS))
         self.draws: Sequence[Draws] = ()
         self.meeting = meeting
@@ -75,8 +76,9 @@ class Arrival:
         inputs = hidden, memory, distances, self.table
         self.trains = tuple(one is not None and one.requires_grad for one in inputs)
         angles = [(cos.dtype, 0 if segments is not None else len(cos)) for cos, _ in self.angles]
-        self.laid = here.laid or here.sizes
-        kind = self.backends, hidden.dtype, self.trains, (*angles, *self.kinds), self.laid, halved
+        self.laid, self.folded = here.laid or here.sizes, here.folded
+        angled = (*angles, *self.kinds)
+        kind = self.backends, hidden.dtype, self.trains, angled, self.folded, self.laid, halved
         on = hidden.device.type  # what blocks call computes as autocast says
         rounding = (torch.is_autocast_enabled(on), torch.get_autocast_dtype(on)) if block.spec.called else ()
         self.bucket = Bucket.of((len(hidden), tokens), segments, (*kind, *rounding), across)
@@ -146,6 +148,7 @@ class Graph:
     ) -> None:
         self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
         self.laid, self.halved, self.turned_apart = arrival.laid, arrival.halved, arrival.turned_apart
+        self.folded = arrival.folded
         inlet, self.outlet, *rooms = rooms
         self.gates, self.meeting = list[Gate](), list[Tensor]()
         if arrival.meeting is not None:
@@ -233,7 +236,7 @@ class Graph:
             own = self._of(rows, self.draws[at], angles)
             return call(layout._replace(batch=rows.stop - rows.start), *own)
 
-        with bound(sizes=self.laid):
+        with bound(sizes=self.laid, folded=self.folded):
             if self.halved:
                 return calls_of_halves(self.bucket.rows, self.turned_apart, half)
             return (call(layout, self.draws[at], angles),)

@@ -22,7 +22,7 @@ from petune.rng.context import running
 @dataclass(frozen=True)
 class Among(Crossing, ABC):
     """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a
-    cut sequence raises. shares, sizes, overlapped: see petune.models.exchange.Exchange."""
+    cut sequence raises. shares, sizes, folded, overlapped: see petune.models.exchange.Exchange."""
 
     kind: ClassVar[ExchangeKind]
     split_turns: ClassVar[bool] = True
@@ -32,6 +32,7 @@ class Among(Crossing, ABC):
     sizes: Sizes = ()
     overlapped: bool = False
     engines: CopyEngines | None = None
+    folded: bool = False
 
     def __call__(
         self,
@@ -74,7 +75,7 @@ class Among(Crossing, ABC):
         return type(self), (None, self.index, self.shares)
 
     def here(self) -> Self:
-        return replace(self, sizes=self._sizes())
+        return replace(self, sizes=self._sizes(), folded=running().folded)
 
     def described(self, kv_heads: int) -> Exchanged:
         return Exchanged(self.kind, self.shares, self.index)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.models.attention import Attended, AttentionCall, causal, no_later
-from petune.models.exchange import Exchanged, ExchangeKind, QueryRows, rows_of, some_heads
+from petune.models.exchange import Exchanged, ExchangeKind, all_rows, rows_of, some_heads, unfold
 from petune.models.transition import transition
 from petune.parallel.collectives import Sizes, gather_seq
 from petune.parallel.link import Link
@@ -77,32 +77,24 @@ class GatherExchange(Among):
         **kw: Any,
     ) -> Attended:
         """What a causal mask would hide from all own queries is not attended to at all."""
-        part = rows_of(sizes, self.index)
+        folded = running().folded
+        part = rows_of(sizes, self.index, folded=folded)
         pair = torch.cat([key, value], -1).transpose(1, 2)  # one message instead of two
-        key, value = (
-            gather_seq(pair, sizes, self.group).transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
-        )
-        bias = part.of(kw.pop("position_bias", None))
-        if not causal(module, mask, kw.pop("is_causal", None)):
-            return attend(
-                module,
-                query,
-                key,
-                value,
-                part.of(mask),
-                is_causal=False,
-                position_bias=bias,
-                first_query=part.first,
-                **kw,
-            )
-        seen = None if bias is None else bias[..., : part.end]
-        key, value, first = key[:, :, : part.end], value[:, :, : part.end], part.first
-        if first == 0:  # SDPA has kernels for this case
-            return attend(module, query, key, value, None, is_causal=True, position_bias=seen, **kw)
-        mask = no_later(first, part.end, query.device)
-        return attend(
-            module, query, key, value, mask, is_causal=False, position_bias=seen, first_query=first, **kw
-        )
+        whole = gather_seq(pair, sizes, self.group)
+        whole = (unfold(whole, sizes) if folded else whole).transpose(1, 2)
+        key, value = whole.split([key.shape[-1], value.shape[-1]], -1)
+        hides = causal(module, mask, kw.pop("is_causal", None))
+        bias, found, drawn = kw.pop("position_bias", None), [], running().drawn
+        for own, (first, end) in zip(query.split(part.lengths, 2), part.pieces, strict=True):
+            running().drawn = drawn  # what drops out of both pieces is one draw
+            rows, seen = replace(part, pieces=((first, end),)), end if hides else part.keys
+            # where a row begins SDPA has kernels
+            shown = rows.of(mask) if not hides or not first else no_later(first, end, query.device)
+            near = rows.of(bias)
+            kw["position_bias"] = None if near is None else near[..., :seen]
+            kw |= {"is_causal": hides and not first, "first_query": first}
+            found.append(attend(module, own, key[:, :, :seen], value[:, :, :seen], shown, **kw)[0])
+        return found[0] if len(found) == 1 else torch.cat(found, 1), None
 
 
 @dataclass(frozen=True)
@@ -114,6 +106,7 @@ class Cross:
     overlapped: ClassVar[bool] = False
     split_turns: ClassVar[bool] = False
     recordable: ClassVar[bool] = False  # of which rows own queries are, follows from all lengths
+    folded: ClassVar[bool] = False
     index: int
     shares: Sizes = ()
     sizes: Sizes = ()
@@ -224,7 +217,7 @@ class Ulysses(Among):
                 message.split([own[self.index] for own in columns], -1), sides, strict=True
             )
         )
-        part = QueryRows(0, sum(sizes), sum(sizes), sum(sizes))
+        part = all_rows(sum(sizes))
         kw["position_bias"] = some_heads(part.of(kw.get("position_bias")), count, first, held)
         kw["first_head"] = getattr(module, "first_head", 0) + first
         output, _ = attend(module, query, key, value, some_heads(part.of(mask), count, first, held), **kw)

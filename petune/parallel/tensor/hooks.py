@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.models.boundary import Boundary, BoundaryHook, boundary_of, put_boundary
+from petune.models.exchange import fold, own_pieces, unfold
 from petune.models.spec import Family, Region, Shape, child_of
 from petune.models.stack import Call, Stack
 from petune.models.transition import transition
@@ -32,11 +33,11 @@ from petune.parallel.boundary import SequenceBoundary, WholeBoundary
 from petune.parallel.collectives import MaybeGroup, Sizes, alone, copy, gather_shared, split_shared
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.mesh import Mesh
-from petune.parallel.plan import Cut, apportion
+from petune.parallel.plan import Cut, apportion, foldable
 from petune.parallel.sequence.exchange import Cross, GatherExchange, Ring, Ulysses
 from petune.parallel.tensor.overlap import Overlap, TiledLeave, make_overlap
 from petune.parallel.tensor.shard_params import features_of, module_at, stacks_of
-from petune.rng.context import Running, running
+from petune.rng.context import Running, pieces_of, running
 
 # by the connection of blocks, and by how attention on own tokens sees the others'
 BOUNDARIES: dict[str, Any] = {"whole": WholeBoundary, "sequence": SequenceBoundary}
@@ -116,11 +117,10 @@ def _put_exchange(
     engines: CopyEngines | None = None,
 ) -> None:
     """Say of attention on own tokens how it sees the others'."""
-    shares = plan.sequence
     cast("Any", enter).exchange = (
-        Cross(rank, shares)
+        Cross(rank, plan.sequence)
         if region.cross
-        else EXCHANGES[plan.exchange](group, rank, shares, overlapped=plan.overlap, engines=engines)
+        else EXCHANGES[plan.exchange](group, rank, plan.sequence, overlapped=plan.overlap, engines=engines)
     )
 
 
@@ -334,7 +334,9 @@ class StackEdges(StatelessHook):
             what, found = "a sequence cut across ranks needs a token for each", f"{length} of {self.least}"
             raise UsageError(what, found=found, remedy="pad the rows")
         sizes, laid = self._sizes(length, stack.room_for(carry["hidden_states"], here))
-        here = replace(here, sizes=sizes, rank=self.rank, laid=laid, token=sum(sizes[: self.rank]))
+        folded = self.plan.folds and foldable(stack.rule) and here.segments is None and min(sizes) > 1
+        first = pieces_of(sizes, self.rank, folded)[0][0]
+        here = replace(here, sizes=sizes, rank=self.rank, laid=laid, folded=folded, token=first)
         carry = carry | {"hidden_states": self.part(carry["hidden_states"], here)}
         if self.plan.attention == "sequence":
             carry |= self._bias(stack, stack.blocks[0], carry, length)
@@ -368,8 +370,8 @@ class StackEdges(StatelessHook):
             return copy(value, self.group)
         if self.plan.attention != "sequence" or name not in ("position_ids", "position_embeddings"):
             return value
-        own = slice(here.token, here.token + here.sizes[self.rank])
-        return value[:, own] if name == "position_embeddings" else value[..., own]
+        pieces = pieces_of(here.sizes, self.rank, here.folded)
+        return own_pieces(value, pieces, 1 if name == "position_embeddings" else -1)
 
     def _bias(self, stack: Stack, first: nn.Module, carry: Call, length: int) -> Call:
         """A learned position bias is made by the first block from the lengths it sees: that of the whole
@@ -389,7 +391,10 @@ class StackEdges(StatelessHook):
         return carry | self._bias(stack, beside[0][1], carry, sum(here.sizes))
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
+        hidden = fold(hidden, here.sizes) if here.folded else hidden
         return split_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        return gather_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden
+        if self.plan.connection == "sequence":
+            hidden = gather_shared(hidden, here.sizes, self.group)
+        return unfold(hidden, here.sizes) if here.folded else hidden

@@ -129,13 +129,21 @@ def on_one(case: Case, queries: int, keys: int) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad((output * weight(queries)).sum(), inputs)]
 
 
+def tokens_of(sizes: tuple[int, ...], index: int, folded: bool) -> list[int]:
+    """Those of a rank: in a row, or as a line is folded up whose ends meet."""
+    ends = [rank for rank, size in enumerate(sizes) for _ in range(size if not folded else size - size // 2)]
+    if folded:
+        ends += [rank for rank in reversed(range(len(sizes))) for _ in range(sizes[rank] // 2)]
+    return [token for token, rank in enumerate(ends) if rank == index]
+
+
 def on_ranks(
-    kind: str, sizes: tuple[int, ...], cases: Mapping[str, Case], keys: int | None
+    kind: str, sizes: tuple[int, ...], cases: Mapping[str, Case], keys: int | None, folded: bool = False
 ) -> dict[str, list[Tensor]]:
     """The same of one rank's part of the sequence; the bias, and keys of their own, are whole on every
     rank."""
     index, whole = dist.get_rank(), sum(sizes)
-    own = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+    own = tokens_of(sizes, index, folded)
     found = {}
     for name, case in cases.items():
         module = case.module()
@@ -145,7 +153,7 @@ def on_ranks(
         inputs = [x[:, :, own] for x in inputs[:cut]] + inputs[cut:]
         inputs = [x.clone().requires_grad_() for x in inputs]
         bias = inputs[3] if case.bias else None
-        with bound_to(Running(sizes=sizes, token=own.start)):
+        with bound_to(Running(sizes=sizes, rank=index, token=sum(sizes[:index]), folded=folded)):
             mask = case.made(whole, whole if keys is None else keys)
             output, _ = attention(module, *inputs[:3], mask, position_bias=bias, **case.keywords)
         assert output.is_contiguous()
@@ -162,6 +170,12 @@ def joined(parts: list[list[Tensor]], cross: bool = False) -> list[Tensor]:
     return [torch.cat(output, 1), torch.cat(query, 2), *sides, *(sum(x) for x in bias)]
 
 
+def in_order(parts: list[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    """[rows, tokens, ...] of ranks that have them folded."""
+    own = [token for index in range(len(sizes)) for token in tokens_of(sizes, index, True)]
+    return torch.cat(parts, 1)[:, torch.tensor(own).argsort()]
+
+
 def assert_equal(found: list[Tensor], expected: list[Tensor], name: str) -> None:
     for what, own, plain in zip(("output", "query", "key", "value", "bias"), found, expected, strict=False):
         assert own.shape == plain.shape, (name, what)
@@ -175,6 +189,16 @@ def test_a_cut_sequence_attends_as_a_whole_one_does(kind: str, sizes: tuple[int,
     ranks = run(len(sizes), on_ranks, kind, sizes, CASES, None)
     for name, case in CASES.items():
         assert_equal(joined([rank[name] for rank in ranks]), on_one(case, sum(sizes), sum(sizes)), name)
+
+
+@pytest.mark.parametrize("sizes", [(11, 5), (5, 3, 2)], ids=str)
+def test_ranks_with_a_piece_from_both_ends_attend_as_one_does(sizes: tuple[int, ...]) -> None:
+    cases = {name: case for name, case in CASES.items() if not case.bias}
+    ranks = run(len(sizes), on_ranks, "gather", sizes, cases, None, True)
+    for name, case in cases.items():
+        output, *grads = zip(*(rank[name] for rank in ranks), strict=True)
+        found = [in_order([x.transpose(1, 2) for x in own], sizes).transpose(1, 2) for own in grads]
+        assert_equal([in_order(output, sizes), *found], on_one(case, sum(sizes), sum(sizes)), name)
 
 
 @pytest.mark.parametrize("sizes", CUTS, ids=str)
@@ -242,16 +266,17 @@ def assert_causal(kind: str) -> None:
 # -- dropout --
 
 
-def dropped(kind: str, sizes: tuple[int, ...]) -> Tensor:
+def dropped(kind: str, sizes: tuple[int, ...], folded: bool = False) -> Tensor:
     """Probabilities after dropout of one rank's queries, as values are unit vectors: [b, own, heads,
     keys]."""
     index, whole = dist.get_rank(), sum(sizes)
-    own = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+    own = tokens_of(sizes, index, folded)
     module = Case(is_causal=True).module()
     module.exchange = KINDS[kind](dist.group.WORLD, index)
     query, key, _ = Case().inputs(whole, whole)
     value = torch.eye(whole, dtype=torch.float64).expand(ROWS, HEADS, whole, whole)
-    with drawing(Running(rows=torch.tensor([4, 1]), key=5, site="decoder.1", sizes=sizes, token=own.start)):
+    place = Running(sizes=sizes, rank=index, token=sum(sizes[:index]), folded=folded)
+    with drawing(replace(place, rows=torch.tensor([4, 1]), key=5, site="decoder.1")):
         return attention(module, query[:, :, own], key[:, :, own], value[:, :, own], None, dropout=0.4)[0]
 
 
@@ -261,6 +286,8 @@ def test_ranks_drop_the_probabilities_that_one_process_drops(kind: str) -> None:
     assert 0.4 < float((whole != 0).double().mean()) * 18 / 10 < 0.8
     for sizes in [(6, 3), (4, 3, 2)]:
         torch.testing.assert_close(torch.cat(run(len(sizes), dropped, kind, sizes), 1), whole)
+    if kind == "gather":
+        torch.testing.assert_close(in_order(run(2, dropped, kind, (6, 3), True), (6, 3)), whole)
 
 
 def test_a_ring_refuses_attention_dropout_and_names_the_remedy() -> None:
