@@ -1,0 +1,47 @@
+"""What part of causal attention a rank has by the tokens that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from petune.estimate.rank_shares import share_of
+from petune.estimate.workload import WorkPart
+from petune.models import FAMILIES
+from petune.parallel.plan import Cut, foldable
+
+SP = Cut("sequence", "sequence", "sequence", "gather", (), (), (), (3, 1), (), False)
+SCORES = WorkPart("scores", 8, 8, 4, causal=True, folds=True)
+
+
+@pytest.mark.parametrize(
+    ("cut", "part", "share"),
+    [
+        (SP, SCORES, 1 / 4),
+        (SP, replace(SCORES, folds=False), 7 / 16),
+        (replace(SP, mlp="heads"), SCORES, 7 / 16),
+        (replace(SP, exchange="ring"), SCORES, 7 / 16),
+        (replace(SP, exchange="ulysses"), SCORES, 1 / 2),
+        (SP, replace(SCORES, causal=False, folds=False), 1 / 4),
+    ],
+)
+def test_scores_follow_tokens_where_ranks_have_them_from_both_ends(
+    cut: Cut, part: WorkPart, share: float
+) -> None:
+    assert share_of(part, cut, 1) == pytest.approx(share)
+
+
+def test_only_stacks_of_causal_attention_alone_have_pieces() -> None:
+    found = {
+        name: {stack: foldable(rule) for stack, rule in FAMILIES[name].stacks.items()} for name in TABLES
+    }
+    assert found == TABLES
+
+
+TABLES = {
+    "llama": {"decoder": True},
+    "bert": {"encoder": False},
+    "bart": {"encoder": False, "decoder": False},
+    "t5": {"encoder": False, "decoder": False},
+}
