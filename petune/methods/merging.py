@@ -20,9 +20,10 @@ from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
 from petune.log import warn
 from petune.methods.configs import method_of
-from petune.methods.rounding import merged_tensors, refuse_unrounded
+from petune.methods.rounding import merged_tensors, refuse_unrounded, rounded_bias
 from petune.methods.saving import forget
 from petune.methods.several import settle
+from petune.methods.trainable import base_dtype, bias_changes, trained_whole
 from petune.methods.wrapped import sole_tuning
 from petune.models import attention
 from petune.models.damage import refuse_absent
@@ -44,8 +45,9 @@ def merge(model: Model, name: str | None = None) -> Model:
 
     name: which of several adapters on one base; the others are dropped. Its parameters all require gradients
     again, as those of a freshly loaded model do, and have the base's shapes and dtypes: an update [out, in]
-    is added in float32 at least and rounded once. A quantised base becomes dense, with the values that it was
-    trained with. Raises UsageError for adapter and side, and for several adapters without a name.
+    is added in float32 at least and rounded once, and so is what trained in float32 beside a narrower base. A
+    quantised base becomes dense, with the values that it was trained with. Raises UsageError for adapter and
+    side, and for several adapters without a name.
     """
     if name is not None:
         settle(model, name)
@@ -56,7 +58,7 @@ def merge(model: Model, name: str | None = None) -> Model:
     disown_stacks(model)
     attention.leave(model)
     forget_samples(model)
-    layers = list(tuned_layers(model))
+    layers, dtype, whole = list(tuned_layers(model)), base_dtype(model), trained_whole(model)
     made: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
     for name, layer in layers:
         if layer.merged:
@@ -71,6 +73,8 @@ def merge(model: Model, name: str | None = None) -> Model:
             setattr(plain, own, value)
         model.set_submodule(name, plain)
     restore_dense(model)
+    for value in whole:
+        value.data = value.data.to(dtype)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     forget(model)
@@ -166,6 +170,25 @@ def merged_weights(
             layer.merged = False
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+@contextmanager
+def rounded_whole(model: nn.Module, dtype: torch.dtype, *, seed: int | None = None) -> Iterator[None]:
+    """What has trained beside the update, biases with their norms and modules trained whole, in `dtype` for
+    the length of a block, as a merged model is written; the values it had come back afterwards.
+
+    seed: rounds biases to bfloat16 stochastically, as `merged_weights` does weights.
+    """
+    before = {value: value.data for value in trained_whole(model)}
+    try:
+        for value, own in before.items():
+            value.data = own.to(dtype)
+        for name, (bias, base) in bias_changes(model).items():
+            bias.data = rounded_bias(name, before[bias], base, dtype, seed)
+        yield
+    finally:
+        for value, own in before.items():
+            value.data = own
 
 
 def _refuse_training(model: nn.Module, args: Any) -> None:

@@ -8,7 +8,7 @@ weight's entries, at the price of noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from petune.errors import UsageError
 from petune.kernels.memory.adamw import random_bits, random_words, rounded
 from petune.models.frozen_weight import dense_of
-from petune.models.tuned_linear import TunedLayer
+from petune.models.tuned_linear import TunedLayer, WeightChange
 
 AT_ONCE = 1 << 22  # numbers that are rounded stochastically at once
 
@@ -41,6 +41,17 @@ def merged_tensors(
         else value
         for own, value in nearest.items()
     }
+
+
+def rounded_bias(
+    name: str, trained: Tensor, base: Tensor, dtype: torch.dtype, seed: int | None = None
+) -> Tensor:
+    """A bias of the base that has trained, in `dtype`; rounded as `merged_tensors` does weights. name: in its
+    model. base: what it began as."""
+    nearest = trained.detach().to(dtype)
+    if seed is None or dtype is not torch.bfloat16:
+        return nearest
+    return _stochastic(trained.detach().float(), base, nearest, name, seed)
 
 
 @torch.no_grad()
@@ -117,29 +128,48 @@ class RoundingCost(NamedTuple):
         return math.sqrt(max(0.0, self.lost**2 - (1 - self.kept) ** 2))
 
 
+Biases = Mapping[str, tuple[Tensor, Tensor]]
+
+
 @torch.no_grad()
 def cost_of(
-    layers: Iterable[tuple[str, TunedLayer]], dtype: torch.dtype | None, seed: int | None
+    layers: Iterable[tuple[str, TunedLayer]], biases: Biases, dtype: torch.dtype | None, seed: int | None
 ) -> RoundingCost:
-    """What `merged_tensors` costs, of layers by their names."""
+    """What `merged_tensors` costs, of layers by their names, and `rounded_bias`, of biases by theirs: as they
+    have trained, and as they began."""
     update = missed = weights = spacing = along = along_nearest = 0.0
-    for path, layer in layers:
-        written = merged_tensors(path, layer, dtype, seed)
-        nearest = written if seed is None else layer.merged_tensors(dtype)
-        for name, (own, delta, change) in layer.weight_changes().items():
-            wide = torch.promote_types(own.dtype, torch.float32)
-            weight = own.to(wide)
-            # as rounding nothing would leave it
-            begun = weight.to(dtype or own.dtype).to(wide) + delta.to(wide)
-            error = written[name].to(wide) - begun
-            update += float(change.norm()) ** 2
-            missed += float(error.norm()) ** 2
-            along += float((error * change).sum())
-            along_nearest += float(((nearest[name].to(wide) - begun) * change).sum())
-            weights += float(weight.norm()) ** 2
-            spacing = torch.finfo(dtype or own.dtype).eps
+    for (own, delta, change), written, nearest in _roundings(layers, biases, dtype, seed):
+        wide = torch.promote_types(own.dtype, torch.float32)
+        weight = own.to(wide)
+        begun = weight.to(written.dtype).to(wide) + delta.to(wide)  # as rounding nothing would leave it
+        error = written.to(wide) - begun
+        update += float(change.norm()) ** 2
+        missed += float(error.norm()) ** 2
+        along += float((error * change).sum())
+        along_nearest += float(((nearest.to(wide) - begun) * change).sum())
+        weights += float(weight.norm()) ** 2
+        spacing = torch.finfo(written.dtype).eps
     if not update:
         return RoundingCost(0.0, 0.0, 0.0, 0.0, 0.0)
     ulps = math.sqrt(update / weights) / spacing if weights else 0.0
     kept, as_nearest = 1 + along / update, 1 + along_nearest / update
     return RoundingCost(math.sqrt(update), ulps, math.sqrt(missed / update), kept, as_nearest)
+
+
+def _roundings(
+    layers: Iterable[tuple[str, TunedLayer]], biases: Biases, dtype: torch.dtype | None, seed: int | None
+) -> Iterator[tuple[WeightChange, Tensor, Tensor]]:
+    """Of everything that the tuning changes what that is, how it is written, and how to nearest."""
+    for path, layer in layers:
+        written = merged_tensors(path, layer, dtype, seed)
+        nearest = written if seed is None else layer.merged_tensors(dtype)
+        for name, change in layer.weight_changes().items():
+            yield change, written[name], nearest[name]
+    for name, (trained, base) in biases.items():
+        delta = trained.float() - base.float()
+        kind = dtype or base.dtype
+        yield (
+            WeightChange(base, delta, delta),
+            rounded_bias(name, trained, base, kind, seed),
+            trained.to(kind),
+        )

@@ -34,10 +34,15 @@ def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, module in tuned_modules(model)
         for own, value in module.tuned().items()
     }
-    modules = dict(model.named_modules(remove_duplicate=False))
+    return found | _whole_names(model)
+
+
+def _whole_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Of what `tuned_names` has of a method beside a base: the base's own tensors, which train themselves."""
+    record, modules = tuning(model), dict(model.named_modules(remove_duplicate=False))
     here = [head for head in record.also_train if head in modules]  # a pipeline's stage has them or not
     whole = {f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()}
-    return found | _biases_here(model, record.biases) | whole | _ends_here(model, record.ends, whole)
+    return _biases_here(model, record.biases) | whole | _ends_here(model, record.ends, whole)
 
 
 def _biases_here(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -105,13 +110,42 @@ def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict
 def widen(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Let these parameters of a model be float32; a norm whose bias is among them whole, as it computes in
     one dtype."""
-    wanted = {id(value): value for value in parameters}
-    for value in wanted.values():
+    for value in _with_norms(model, parameters):
         value.data = value.data.float()
+
+
+def _with_norms(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """These parameters, and the weights of norms whose biases are among them."""
+    wanted = {id(value): value for value in parameters}
     for module in model.modules():
         weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
         if weight is not None and weight.dim() == 1 and id(bias) in wanted:
-            module.float()
+            wanted[id(weight)] = weight
+    return list(wanted.values())
+
+
+def trained_whole(model: nn.Module) -> list[nn.Parameter]:
+    """What `widen` lets be float32 of the base of a wrapped model: biases that train, with their norms, and
+    modules trained whole. None of a fully tuned one, which is of one dtype."""
+    whole = not method_of(tuning(model).config).trains_base
+    return _with_norms(model, _whole_names(model).values()) if whole else []
+
+
+def base_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the base of a wrapped model, beside which something may train in float32."""
+    trained = {id(value) for value in [*trained_whole(model), *tuned_parameters(model).values()]}
+    floating = [value for value in model.parameters() if value.is_floating_point()]
+    return next((value.dtype for value in floating if id(value) not in trained), floating[0].dtype)
+
+
+def bias_changes(model: nn.Module) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """The biases that train, by their first names, and their values in the base."""
+    record, first = tuning(model), dict[int, str]()
+    here = _biases_here(model, record.biases)
+    for name, value in here.items():
+        first.setdefault(id(value), name)
+    before, kinds = record.held or record.biases, record.biases
+    return {name: (here[name], before[name].to(kinds[name].dtype)) for name in first.values()}
 
 
 def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -29,10 +29,10 @@ from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
-from petune.methods.merging import refuse_unmergeable, tuned_together, warn_of_quantised
+from petune.methods.merging import refuse_unmergeable, rounded_whole, tuned_together, warn_of_quantised
 from petune.methods.rounding import cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
-from petune.methods.trainable import refuse_tied_heads
+from petune.methods.trainable import base_dtype, bias_changes, refuse_tied_heads
 from petune.methods.wrapped import sole_tuning
 from petune.models import family_of
 from petune.models.frozen_weight import dense_of
@@ -376,11 +376,11 @@ def save_merged(
     """Write the merged model as a plain Hugging Face folder, the text model of a checkpoint of several
     modalities with the rest of it, copied; `model` itself stays tuned, bit by bit as it was.
 
-    dtype: of every floating tensor that is written, each rounded once; None: the model's own. seed: rounds
-    stochastically, by it and by their names, the bfloat16 weights that the tuning has changed; the rest, and
-    without a seed everything, is rounded to nearest. beside: JSON files that lie there too, by path.
-    Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers',
-    for a tied weight the model class would tie again on loading, for a seed where nothing is rounded by
+    dtype: of every floating tensor that is written, each rounded once; None: the base's own. seed: rounds
+    stochastically, by it and by their names, the bfloat16 weights and biases that the tuning has changed; the
+    rest, and without a seed everything, is rounded to nearest. beside: JSON files that lie there too, by
+    path. Raises UsageError for adapter and side, which cannot be merged, for a model that is no transformers'
+    one, for a tied weight the model class would tie again on loading, for a seed where nothing is rounded by
     it, and as `write_whole`; otherwise as `save`.
     """
     model = bare(model)
@@ -397,13 +397,15 @@ def save_merged(
     if seed is not None:
         refuse_unrounded(layers, dtype)
     warn_of_quantised(model)
-    cost = cost_of(named, dtype, seed)
+    own_dtype = base_dtype(model)
+    written = dtype or own_dtype
+    cost = cost_of(named, bias_changes(model), dtype, seed)
     before = logits_of(model, batch) if batch is not None else None
     config, unties, whole = model.config, _unties(model, layers), whole_of(model)
     refuse_apart(whole, unties)
     tied = getattr(config, "tie_word_embeddings", None)
-    kept = dtype in (None, model.dtype)
-    with merged_weights(model, dtype, seed=seed):
+    kept = written is own_dtype
+    with merged_weights(model, dtype, seed=seed), rounded_whole(model, written, seed=seed):
         after = logits_of(model, batch) if batch is not None and kept else None
         factors = {id(value) for layer in layers for value in layer.tuned().values()}
         state = {
@@ -417,14 +419,14 @@ def save_merged(
             # written under each of its names
             own = {name: dense_of(value.detach()) for name, value in state.items()}
             own = {name: value.clone() for name, value in own.items()} if unties else own
-            cast_to = own if kept else _cast(own, cast("torch.dtype", dtype))
+            cast_to = own if kept else _cast(own, written)
             if whole is not None:
-                write_whole(model, whole, cast_to, dtype or model.dtype, work)
+                write_whole(model, whole, cast_to, written, work)
             else:
                 write_hugging_face(model, cast_to, work)
                 if not kept:
-                    written = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
-                    write_json(work / "config.json", written)
+                    fields = read_json(work / "config.json") | {"dtype": str(written).removeprefix("torch.")}
+                    write_json(work / "config.json", fields)
                 check_complete(model, own, kinds_of(work))
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
@@ -451,7 +453,7 @@ def save_merged(
     )
     report = MergeReport(
         folder=place,
-        dtype=str(dtype or model.dtype).removeprefix("torch."),
+        dtype=str(written).removeprefix("torch."),
         layers=len(layers),
         update=cost.update,
         ulps=cost.ulps,

@@ -158,7 +158,8 @@ def compare(saved: Mapping[str, Any], model: nn.Module, where: str, heads: Colle
     problems += [Problem("is not in the saved base", name) for name in tensors if name not in rows]
     samples = _samples({name: tensors[name] for name in rows if name in tensors}, bare(model))
     for name in samples:
-        if problem := _difference(name, rows[name], _build(tensors[name]), samples[name]):
+        row = _of_norm(rows[name], rows.get(f"{name.removesuffix('weight')}bias"))
+        if problem := _difference(name, row, _build(tensors[name]), samples[name]):
             problems.append(problem)
     if problems:
         summary = f"{len(problems) + len(lost[MOST:])} of {len(rows)} tensors differ"
@@ -166,6 +167,14 @@ def compare(saved: Mapping[str, Any], model: nn.Module, where: str, heads: Colle
             "this tuning was made on another base model", where, found=summary, remedy=_remedy(rows, tensors)
         )
         raise FileError([first, *problems[:MOST]])
+
+
+def _of_norm(row: Any, bias: Any) -> Any:
+    """The row of a norm, whose own dtype is its bias's where that trained in float32 beside a narrower base:
+    files of older versions have the wider one that it trained in."""
+    rows = isinstance(row, list) and isinstance(bias, list) and len(row) == len(bias) == 3
+    wide = rows and row[0] == "float32" and bias[0] in ("bfloat16", "float16") and row[1] == bias[1]
+    return [bias[0], *row[1:]] if wide else row
 
 
 def _difference(

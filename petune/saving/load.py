@@ -225,6 +225,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None, wide: bool
     wanted |= {name: lora.factor_dtype(token_rows.table_of(model)) for name in adapter.token_rows}
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
+    kinds = {name: value.dtype for name, value in heads.items()}
     if wide:
         _widen(model, heads, state)
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
@@ -237,7 +238,10 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None, wide: bool
     if config.token_rows:
         token_rows.apply(model, config.token_rows, also_train)
         heads |= {name: value for name, value in model.named_parameters() if name in adapter.token_rows}
-    biases = base_biases(model, config.bias, also_train)
+    found = base_biases(model, config.bias, also_train)
+    biases = {
+        name: value.to(kinds[plain_name(name)]) for name, value in found.items()
+    }  # as the base has them
     remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
     _fill(heads, state)
 

@@ -411,6 +411,8 @@ def test_biases_of_a_bf16_run_are_read_back_as_they_were_trained(tmp_path: Path,
     assert scores["tuned"] == finished.summary["after"] and scores["base"] == finished.summary["before"]
     more = run({**recipe, "init_adapter": str(finished.folder / "tuned"), "out": str(tmp_path / "more")})
     assert more.summary["before"] == finished.summary["before"]  # the base's own biases
+    facts = [json.loads((one.folder / "tuned/petune.json").read_text()) for one in (finished, more)]
+    assert facts[0]["base"]["fingerprint"] == facts[1]["base"]["fingerprint"]
     base = transformers.BartForConditionalGeneration.from_pretrained(tmp_path / "bart", dtype="bfloat16")
     narrow = petune.tuned_state(petune.load(base, finished.folder))
     assert {value.dtype for value in narrow.values()} == {torch.bfloat16, torch.float32}
