@@ -53,7 +53,7 @@ class Governor:
     def __init__(self, config: MemoryConfig, passes: float = 1, beside: Sequence[nn.Module] = ()) -> None:
         self.config, self.passes = config, passes
         self.besides = [weakref.ref(model) for model in beside]
-        self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype], Policy] = {}
+        self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype, bool], Policy] = {}
         self.unhalved: set[str] = set()  # why rows did not go in halves
         self.model: Any = None  # a weak reference to the one that is running
         self.said: tuple[str, ...] = ()
@@ -99,6 +99,8 @@ class Governor:
             else (found.total, found.longest)
         )
         self.entered, self.beside = (tokens, longest), _memory_size(kwargs.get(MEMORY))
+        for spec in _specs(stack):  # a call that keeps its padding has a mask, and scores of all pairs
+            spec.pairs = found is None and spec.scores_positions
         for spec, (rung, tile) in zip(
             _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
         ):
@@ -123,7 +125,8 @@ class Governor:
         if device.type == "cpu":
             return [self._asked(stack)] * len(stack.blocks)
         size = rounded(tokens), rounded(longest, 128)
-        key = (*size, self.beside, _specs(stack)[0].computes_in(device.type))
+        first = _specs(stack)[0]
+        key = (*size, self.beside, first.computes_in(device.type), first.pairs)
         if key not in self.policies:
             self.policies[key] = self._shared(stack, device, *size)
             self._say(self.policies[key], stack)

@@ -304,6 +304,17 @@ def test_padding_before_tokens_is_masked_as_in_the_models_own_blocks() -> None:
     assert_trains_alike(fused(plain, "input"), plain, inputs)
 
 
+def test_scores_of_pairs_are_counted_in_calls_that_keep_their_padding() -> None:
+    model, found = copy.deepcopy(model_of(NAMES[1], "lora")), []
+    fuse(model, family_of(model), "reference")
+    (spec, *_), inputs = [block.spec for block in fused_blocks(model)], batch(NAMES[1])
+    for given in (inputs, {name: value.flip(1) for name, value in inputs.items()}, inputs):
+        model(**given)
+        found.append((spec.pairs, kept_bytes(shape_of(spec, longest=96), "all")))
+    assert [pairs for pairs, _ in found] == [False, True, False]
+    assert found[1][1] > found[0][1] == found[2][1]
+
+
 def test_a_bottleneck_without_a_kernel_behind_a_core_is_refused() -> None:
     model = tuned(NAMES[0], "adapter", {"reduction": 4, "activation": "tanh"})
     with pytest.raises(UsageError, match=r"'tanh' of the bottleneck behind attention\.output\.dense has no"):
