@@ -25,6 +25,7 @@ def _within(cut: Cut, shape: Shape, ranks: int, hidden: int) -> int:
         found.append(boundary.room_bytes(hidden))
     if cut.attention == "sequence":
         exchange = EXCHANGES[cut.exchange](None, 0, cut.sequence, overlapped=cut.overlap, engines=engines)
-        queries, keys = (feature * heads * shape.head_dim for heads in (shape.heads, shape.kv_heads))
-        found.append(exchange.room_bytes(queries, keys))
+        for one in shape.kinds or (shape,):
+            queries, keys = (feature * heads * one.head_dim for heads in (one.heads, one.kv_heads))
+            found.append(exchange.room_bytes(queries, keys))
     return max(map(sum, found))

@@ -31,8 +31,8 @@ EXPERTS = "its blocks have experts beside a dense MLP (enable_moe_block), for wh
 def shape(config: Config) -> Shape:
     """Sizes of a Gemma 4 config: heads as wide as those of sliding attention, where there is any, and as many
     of keys and values as every block has."""
-    kinds = [config.per_layer_config[kind] for kind in sorted(set(config.layer_types))]
-    return replace(llama.shape(kinds[-1]), kv_heads=min(one.num_key_value_heads for one in kinds))
+    kinds = tuple(llama.shape(config.per_layer_config[one]) for one in sorted(set(config.layer_types)))
+    return replace(kinds[-1], kv_heads=min(one.kv_heads for one in kinds), kinds=kinds)
 
 
 def narrow(config: Config, reduction: int) -> Config:

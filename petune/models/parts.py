@@ -128,7 +128,8 @@ Split = int | Pieces | Member | Literal["owner", "after"] | None
 class Shape:
     """The sizes a cut or a side network needs: head counts, width of one head, MLP columns (of one expert,
     where there are experts), hidden width; the number of experts, 0 without, and beside them the columns of a
-    dense block's MLP and of a shared expert; the number of blocks with a mixer."""
+    dense block's MLP and of a shared expert; the number of blocks with a mixer; kinds: those of each kind of
+    blocks, where they have other heads."""
 
     heads: int
     kv_heads: int
@@ -139,6 +140,7 @@ class Shape:
     dense: int = 0
     shared: int = 0
     mixers: int = 0
+    kinds: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True)
