@@ -239,7 +239,7 @@ def policy_for(
             streamed=streams(recipe),
             passes=passes if passes * len(fused) > 1 else 1,
             kinds=_kinds(drawn, fused, rows),
-            once=once(nn.ModuleList(fused), rates) / plan.microbatches,
+            once=sum(once(one, rates, plan.microbatches) for one in fused),
         )
     except UsageError as error:
         raise placed(error, recipe) from None

@@ -60,19 +60,22 @@ class Fused:
 @dataclass(frozen=True)
 class Plan:
     """What every stack is fused with. store: where all of them park what they offload; models: what a process
-    holds of the model; in_flight: passes that each of these has on the way at once."""
+    holds of the model; in_flight: passes that each of these has on the way at once; pieces: those of a
+    step."""
 
     ops: Ops
     memory: MemoryConfig
     store: Store
     models: Sequence[nn.Module]
     in_flight: float
+    pieces: int
 
     def governor(self, model: nn.Module, stack: Stack) -> Governor:
         """What says how much blocks of this stack keep."""
         blocks = sum(len(one.blocks) for other in self.models for one in stacks_in(other).values())
         passes = self.in_flight * (blocks / len(stack.blocks)) if self.in_flight * len(self.models) > 1 else 1
-        return Governor(self.memory, passes, [other for other in self.models if other is not model])
+        others = [other for other in self.models if other is not model]
+        return Governor(self.memory, passes, others, self.pieces)
 
 
 def fuse(
@@ -99,10 +102,11 @@ def fuse_stages(
     memory: MemoryConfig | None = None,
     device: torch.device | None = None,
     in_flight: float = 1.0,
+    pieces: int = 1,
 ) -> Fused:
     """`fuse` for all stages of a pipeline that a process holds, in order.
 
-    in_flight: passes that each of them has on the way at once, on average.
+    in_flight: passes that each of them has on the way at once, on average. pieces: passes of a step.
     """
     model = models[-1]
     first, memory = next(model.parameters()), memory or MemoryConfig()
@@ -113,7 +117,7 @@ def fuse_stages(
         done = Fused(False, 0, (why,))
     else:
         limit = None if memory.host is None else int(memory.host * GIB)
-        plan = Plan(ops, memory, Store(device, limit), models, in_flight)
+        plan = Plan(ops, memory, Store(device, limit), models, in_flight, pieces)
         found = [_fuse_blocks(one, family, plan) for one in models]
         blocks = any(fused for fused, _ in found)
         sites = sum(fuse_sites(one, ops) for one in models)

@@ -54,7 +54,7 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
     else:
         memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
         passes = in_flight(plan, runner.mesh.at.pp)
-        fuse_stages(runner.modules, family, recipe.kernels, memory, device, passes)
+        fuse_stages(runner.modules, family, recipe.kernels, memory, device, passes, plan.microbatches)
 
 
 def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:

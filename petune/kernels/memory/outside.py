@@ -50,17 +50,18 @@ def fixed_bytes(*models: nn.Module) -> int:
     return sum(value.nbytes for value in values) + STATES * trained
 
 
-def once(model: nn.Module, rates: Rates) -> float:
-    """Seconds of a step of `model` beside its blocks and its loss: for some the device waits for the host
-    until the first block is launched; what trains outside blocks is updated in its own dtype, and tables get
-    gradients of zeros first. Of a sharded model those of this process' part."""
+def once(model: nn.Module, rates: Rates, pieces: int = 1) -> float:
+    """Seconds of a step of `model`, or of a stage, beside its blocks and its loss, as a share of each of the
+    passes that a step has: for some the device waits for the host until the first block is launched; what
+    trains outside blocks is updated in its own dtype, and tables get gradients of zeros first. Of a sharded
+    model those of this process' part."""
     trained = [one for one in _outside(model) if one.requires_grad]
     tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     held = [(one, one.to_local() if hasattr(one, "to_local") else one) for one in trained]
     update = sum((adamw(own.numel(), own.element_size()) for _, own in held), Cost())
     zeros = Cost(0, sum(own.nbytes for one, own in held if id(one) in tables))
     work = costing(KernelCost("update", "memory", update), KernelCost("table", "memory", zeros))
-    return rates.begins + rates.seconds(work, 1)
+    return (rates.begins + rates.seconds(work, 1)) / pieces
 
 
 def _outside(model: nn.Module) -> Iterator[Tensor]:

@@ -48,10 +48,12 @@ def usable(sharded: bool) -> float:
 class Governor:
     """Hooks of a stack and its model: set what the blocks keep. A number of tokens seen before gets the
     policy it got then. passes: how many passes' worth of the stack's blocks are on the way at once; beside:
-    what else of the model this process holds, other stages of a pipeline."""
+    what else of the model this process holds, other stages of a pipeline; pieces: passes of a step."""
 
-    def __init__(self, config: MemoryConfig, passes: float = 1, beside: Sequence[nn.Module] = ()) -> None:
-        self.config, self.passes = config, passes
+    def __init__(
+        self, config: MemoryConfig, passes: float = 1, beside: Sequence[nn.Module] = (), pieces: int = 1
+    ) -> None:
+        self.config, self.passes, self.pieces = config, passes, pieces
         self.besides = [weakref.ref(model) for model in beside]
         self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype, bool], Policy] = {}
         self.unhalved: set[str] = set()  # why rows did not go in halves
@@ -193,7 +195,7 @@ class Governor:
         dtype, (read, longest_read) = specs[0].computes_in(device.type), self.beside
         memory = (read / tokens, longest_read) if read else None
         shape = shape_of(typical(specs), dtype, longest, memory)
-        begins = self.passes == 1 and next(iter(_fused_stacks(model)), stack) is stack
+        begins = next(iter(_fused_stacks(model)), stack) is stack
         rooms = max((_room_bytes(one, shape, tokens) for one in specs), key=sum)
         streamed = self.config.stream != "none"
         pinned = (
@@ -218,7 +220,7 @@ class Governor:
             streamed=streamed,
             passes=self.passes,
             kinds=kinds_of(specs, dtype, tokens, longest, memory),
-            once=once(model, rates) if begins else 0.0,
+            once=once(model, rates, self.pieces) if begins else 0.0,
         )
 
     def _standing(self, device: torch.device) -> int:

@@ -31,7 +31,7 @@ from petune.kernels.fuse import fuse_stages
 from petune.kernels.memory import buffers, policy_hook
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.offload import Passing
-from petune.kernels.memory.outside import STATES, fixed_bytes
+from petune.kernels.memory.outside import STATES, fixed_bytes, once
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.policy_hook import Governor, shape_of
 from petune.models import family_of
@@ -201,7 +201,7 @@ def test_stages_count_the_passes_on_the_way_and_what_lies_beside_them(
 ) -> None:
     """What other passes keep is on the device when a size is new, and is not counted as standing too."""
     made, other = governor(), governor()
-    made.governor = Governor(MemoryConfig(host=100), 2.5, [other.model])
+    made.governor = Governor(MemoryConfig(host=100), 2.5, [other.model], pieces=4)
     made.governor.meet(made.model, ())
     standing = fixed_bytes(made.model) + GIB
     with bound(passing=Passing(standing=standing)):
@@ -209,6 +209,7 @@ def test_stages_count_the_passes_on_the_way_and_what_lies_beside_them(
     made.governor.become(MemoryConfig(host=100))
     made.kept(CUDA, 4096, 512)
     assert [one["passes"] for one in asked] == [2.5, 2.5]
+    assert asked[0]["once"] == pytest.approx(once(made.model, asked[0]["rates"]) / 4) and asked[0]["once"] > 0
     assert [one["fixed"] for one in asked] == [standing, device.allocated]
     both = fixed_bytes(made.model, other.model)
     assert both == 2 * fixed_bytes(made.model), "tensors of their own"
@@ -226,11 +227,11 @@ def test_a_rank_counts_the_blocks_of_all_its_stages_in_flight() -> None:
     assert family is not None
     for model in models:
         own_stacks(model, family)
-    fuse_stages(models, family, "reference", in_flight=2.5)
+    fuse_stages(models, family, "reference", in_flight=2.5, pieces=4)
     for model in models:
         (stack,) = (module for module in model.modules() if isinstance(module, Stack))
         (found,) = (hook for hook in stack._forward_pre_hooks.values() if isinstance(hook, Governor))
-        assert found.passes == 5 and [ref() for ref in found.besides] == [
+        assert (found.passes, found.pieces) == (5, 4) and [ref() for ref in found.besides] == [
             other for other in models if other is not model
         ]
         assert blocks(model)[0].spec.store is blocks(models[0])[0].spec.store, "one host, one limit"
