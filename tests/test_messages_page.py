@@ -14,8 +14,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -102,6 +103,31 @@ class Module:
             self._bindings[scope] = [node for node in every if isinstance(node, kinds)]
         return self._bindings[scope]
 
+    def last(self, name: str, bindings: list[ast.AST], at: ast.AST) -> int | None:
+        """The line of the last statement that assigns to a name on every way to a node; None without one."""
+        way = [at]
+        while way[-1] in self.parents:
+            way.append(self.parents[way[-1]])
+        steps = [(over, one.lineno) for one, over in pairwise(way) if isinstance(one, ast.stmt)]
+        lines = [
+            binding.lineno
+            for binding in bindings
+            if isinstance(binding, ast.Assign)
+            and name in (target.id for target in ast.walk(binding) if isinstance(target, ast.Name))
+            and any(self.beside(binding, over, line) for over, line in steps)
+        ]
+        return max(lines, default=None)
+
+    def beside(self, binding: ast.Assign, over: ast.AST, line: int) -> bool:
+        """Whether an assignment stands before a line in the same run of statements below a node."""
+        blocks = (block for _, block in ast.iter_fields(over) if isinstance(block, list))
+        return any(
+            binding in block
+            and any(getattr(one, "lineno", 0) == line for one in block)
+            and binding.lineno < line
+            for block in blocks
+        )
+
     @property
     def room(self) -> str:
         """The package below petune that the file lies in."""
@@ -171,15 +197,20 @@ class Reader:
     def named(self, name: str, node: ast.AST, deep: int) -> set[str]:
         """What a name may be at a node."""
         function = self.module.around(node)
-        found = self.assigned(name, function, deep)
+        found = self.assigned(name, function, deep, node)
         if not found and isinstance(function, ast.FunctionDef):
             found = self.given(name, function, deep)
         return found or self.assigned(name, self.module.tree, deep)
 
-    def assigned(self, name: str, scope: ast.AST, deep: int) -> set[str]:
-        """What is assigned to a name in a function or file, also as one of several, also by a loop."""
+    def assigned(self, name: str, scope: ast.AST, deep: int, at: ast.AST | None = None) -> set[str]:
+        """What is assigned to a name in a function or file, also as one of several, also by a loop. at: where
+        it is read, which the last assignment before on the way there decides alone."""
         found: set[str] = set()
-        for node in self.module.bindings(scope):
+        bindings = self.module.bindings(scope)
+        if at is not None and (last := self.module.last(name, bindings, at)) is not None:
+            end = cast("Any", at).lineno
+            bindings = [one for one in bindings if last <= getattr(one, "lineno", last) <= end]
+        for node in bindings:
             match node:
                 case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
                     found |= self.texts(value, deep)
@@ -334,6 +365,12 @@ def damaged(what, file):
 def check(file):
     seal = "seal" if file else "hash"
     raise FileError([damaged("cut off", file), damaged("the " + seal + " does not fit", file)])
+def twice(file):
+    remedy = "first"
+    if file:
+        remedy = "inner"
+    where, remedy = (file, "later") if file else ("", "last")
+    raise FileError("reused", where=where, remedy=remedy)
 def strange(error):
     raise UsageError(str(error))
 """
@@ -344,10 +381,13 @@ def test_words_are_found_behind_names_callers_and_branches(tmp_path: Path) -> No
     module = Module(file)
     module.tree = ast.parse(MADE)
     module.parents = {child: node for node in ast.walk(module.tree) for child in ast.iter_child_nodes(node)}
-    found = {words for _, words, _, _ in messages(module)}
+    ways = {words: remedy for _, words, remedy, _ in messages(module)}
+    found = ways.keys()
+    assert ways["reused"] == "last / later"
     assert found == {
         "no room",
         f"{ANY} is full",
+        "reused",
         "cut off",
         "the seal does not fit",
         "the hash does not fit",

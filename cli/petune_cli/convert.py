@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from petune_cli.arguments import Given, Json, Overwrite
+from petune_cli.arguments import Given, Json, Overwrite, refuse_place
 from petune_cli.echo import echo
-from petune_cli.init import refuse_recipe
+from petune_cli.init import refuse_other
 
 
 class ConvertFrom(StrEnum):
@@ -45,7 +45,8 @@ def convert(
     given = Given.of(words)
     if given.target is None:
         raise UsageError("which file?", where="command line", remedy="petune convert config.yml")
-    refuse_recipe(out, overwrite, "petune convert FILE -o NAME.yaml")
+    refuse_other(out, "name it so: -o NAME.yaml")
+    refuse_place(out, overwrite, "petune convert FILE -o NAME.yaml")
     file = Path(given.target)
     converted = convert(file, given.overrides, source.value if source else None)
     out.write_text(recipe_text(converted, file, out), encoding="utf-8")

@@ -28,7 +28,8 @@ def init(
 
     given = Given.of(words)
     file = Path(given.target or "recipe.yaml")
-    refuse_recipe(file, overwrite, "petune init ... NAME.yaml")
+    refuse_other(file, "settings are written key=value, the file NAME.yaml")
+    refuse_place(file, overwrite, "petune init ... NAME.yaml")
     keys = {word.partition("=")[0].split(".")[0] for word in given.overrides}
     if missing := [key for key in ("model", "data") if key not in keys]:
         example = "petune init model=/path/to/model data=rows.csv"
@@ -49,13 +50,6 @@ def init(
     unasked = [alone] if prepared.task.name == "mlm" and "task" not in keys else []
     for line in (*prepared.rows.notes, *unasked, f"train it with: petune train {file}"):
         echo(f"   {line}")
-
-
-def refuse_recipe(file: Path, overwrite: bool, another: str) -> None:
-    """Raise UsageError for a place where no recipe can be written, or shall not be. another: how the command
-    names one."""
-    refuse_other(file, "settings are written key=value, the file NAME.yaml")
-    refuse_place(file, overwrite, another)
 
 
 def refuse_other(file: Path, remedy: str) -> None:

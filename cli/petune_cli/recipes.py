@@ -50,7 +50,8 @@ def cp(
     from petune.errors import UsageError
     from petune.files.given import path_of
     from petune.recipe import find_recipe
-    from petune_cli.init import refuse_other, refuse_recipe
+    from petune_cli.arguments import refuse_place
+    from petune_cli.init import refuse_other
 
     source = find_recipe(name)
     refuse_other(source, "for a recipe of your rows: petune init model=MODEL data=DATA")
@@ -60,6 +61,7 @@ def cp(
         raise UsageError(
             "this is the recipe itself", where=str(place), remedy="name another file: petune cp NAME DEST"
         )
-    refuse_recipe(place, overwrite, "petune cp NAME DEST")
+    refuse_other(place, "give DEST such a name, or a folder with a / at its end")
+    refuse_place(place, overwrite, "petune cp NAME DEST")
     shutil.copyfile(source, place)
     echo(f"{place}\n   train it with: petune train {place}")

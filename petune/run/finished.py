@@ -319,13 +319,13 @@ class Run:
         if to not in layouts:
             known = ", ".join((*layouts, "hf", "bitsandbytes", *SERVERS, *ALIASES))
             raise UsageError(f"there is no export to {to!r}", expected=known)
-        name, files = self.recipe.method_name, method_of(self.recipe.method).files
-        if to == "peft" and files != "peft":
-            merges = method_of(self.recipe.method).mergeable
-            remedy = "use --to hf" if merges else "petune.load(base, folder) reads it"
+        name, method = self.recipe.method_name, method_of(self.recipe.method)
+        remedy = "use --to hf" if method.mergeable else "petune.load(base, folder) reads it"
+        if to == "peft" and method.files != "peft":
             raise UsageError(f"peft has no file for {name}", expected=export.in_peft(), remedy=remedy)
         if to == "adapters" and name != "adapter":
-            raise UsageError(f"adapters' layout is for bottleneck adapters, not {name}")
+            remedy = "use --to peft" if method.files == "peft" else remedy
+            raise UsageError(f"adapters' layout is for bottleneck adapters, not {name}", remedy=remedy)
         speaker = self.speaker
         return layouts[to](
             speaker.model,

@@ -80,6 +80,7 @@ def test_cp_copies_once_and_never_over(type_: Type, tmp_path: Path) -> None:
     assert type_("cp", "llama_lora").code == 2
     assert type_("cp", "llama_lora", "mine.yaml").code == 0
     assert type_("cp", "llama_lora", "nowhere/").code == 2
+    assert "give DEST such a name" in type_("cp", "llama_lora", "mine.txt").err
     assert type_("cp", "bert_lora", "mine.yaml", "--overwrite").code == 0
     assert (tmp_path / "mine.yaml").read_text() != copied
     assert "the recipe itself" in type_("cp", "mine.yaml", "--overwrite").err

@@ -421,6 +421,8 @@ def test_biases_of_a_bf16_run_are_read_back_as_they_were_trained(tmp_path: Path,
 @pictureless
 def test_an_export_to_a_server_says_what_to_type(tmp_path: Path):
     finished = run(brief(tmp_path, "llama", {"name": "lora", "r": 3}, lr=0.02))
+    with pytest.raises(UsageError, match=r"layout is for bottleneck adapters, not lora\n   use --to peft"):
+        finished.export("adapters")
     place = finished.export("vllm")
     assert place == finished.folder / "vllm"
     assert json.loads((place / "adapter_config.json").read_text())["r"] == 8
