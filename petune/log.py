@@ -92,6 +92,24 @@ def warn(line: str) -> None:
 
 
 @contextmanager
+def lines_once() -> Iterator[None]:
+    """Within the block each line is told once, however often the work that says it is done."""
+    told = set[str]()
+
+    def fresh(record: logging.LogRecord) -> bool:
+        line = record.getMessage()
+        known = line in told
+        told.add(line)
+        return not known
+
+    _logger.addFilter(fresh)
+    try:
+        yield
+    finally:
+        _logger.removeFilter(fresh)
+
+
+@contextmanager
 def phase(doing: str) -> Iterator[None]:
     """Say what the block is doing once it has taken PATIENCE seconds, while it goes on, and at its end how
     long it took then. The time of any phase is a debug record of `petune.phases`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import petune.log
-from petune.log import phase
+from petune.log import lines_once, phase, say
 from tests.small_runs import run, settings
 
 
@@ -60,6 +60,15 @@ def test_every_part_of_a_run_that_may_take_long_is_a_phase(tmp_path: Path, caplo
         *("first step, which prepares the kernels", *saved),
         *("waiting for the hashes of the base's files", "writing tuned/", "drawing the loss"),
     ]
+
+
+def test_lines_are_told_once_in_a_block_that_asks_for_it(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "petune")
+    with lines_once():
+        for line in ("one", "two", "one"):
+            say(line)
+    say("one")
+    assert caplog.messages == ["one", "two", "one"]
 
 
 def test_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch):

@@ -299,7 +299,16 @@ def priced(
         raise UsageError("the plan of this recipe is yet to be chosen", where="parallel", remedy=remedy)
     available = max(2, torch.cuda.device_count()) if drawn.device == "cuda" else 2
     work = drawn.work
-    plan = make_plan(parallel, drawn.family, drawn.config, world, work.rows, available, work.vocabulary_head)
+    plan = make_plan(
+        parallel,
+        drawn.family,
+        drawn.config,
+        world,
+        work.rows,
+        available,
+        work.vocabulary_head,
+        method_of(drawn.recipe.method).head_alone,
+    )
     if work.streamed is not None and plan.world > 1:
         remedy = "set parallel=none, or memory.stream=none"
         raise UsageError(

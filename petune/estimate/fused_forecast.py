@@ -34,6 +34,7 @@ from petune.kernels.memory.policy_hook import (
     usable,
 )
 from petune.kernels.memory.shape import BlockShape
+from petune.log import lines_once
 from petune.methods.configs import method_of
 from petune.models.stack import Stack
 from petune.parallel import ParallelPlan
@@ -101,9 +102,9 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
         if (reason := unable(found.drawn)) is not None:
             return Outlook(found, (), (f"blocks   unfused: {reason}",))
     sizes = [(rank.rows, rank.limit, replace(rank.at, dp=0)) for rank in found.ranks]
-    chosen = {
-        size: policy_for(found.drawn, found.plan, size[0], device, *size[1:]) for size in dict.fromkeys(sizes)
-    }
+    drawn, plan = found.drawn, found.plan
+    with lines_once():
+        chosen = {one: policy_for(drawn, plan, one[0], device, *one[1:]) for one in dict.fromkeys(sizes)}
     policies = []
     for size in sizes:
         policy = chosen[size]

@@ -39,6 +39,7 @@ from petune.estimate.rank_shares import (
 from petune.estimate.room import RankBytes
 from petune.estimate.step_time import Clock
 from petune.estimate.workload import Place, WorkPart, workload
+from petune.methods.configs import method_of
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel.configs import CutConfig, size_of
 from petune.parallel.mesh import Coordinate
@@ -154,8 +155,8 @@ class Planner:
     def plan(self, parallel: ParallelConfig) -> ParallelPlan:
         """The plan of some axes."""
         drawn, world = self.drawn, len(self.cluster.devices)
-        head = drawn.work.vocabulary_head
-        return make_plan(parallel, self.family, drawn.config, world, self.work.rows, world, head)
+        head, still = drawn.work.vocabulary_head, method_of(drawn.recipe.method).head_alone
+        return make_plan(parallel, self.family, drawn.config, world, self.work.rows, world, head, still)
 
     # ------------------------------------------------------------ shares
 

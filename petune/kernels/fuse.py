@@ -59,9 +59,8 @@ class Fused:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every stack is fused with. store: where all of them park what they offload; models: what a process
-    holds of the model; in_flight: passes that each of these has on the way at once; pieces: those of a
-    step."""
+    """What every stack is fused with. store: where all park what they offload; models: what a process holds
+    of the model; in_flight: passes that each of these has on the way at once; pieces: those of a step."""
 
     ops: Ops
     memory: MemoryConfig
@@ -74,8 +73,7 @@ class Plan:
         """What says how much blocks of this stack keep."""
         blocks = sum(len(one.blocks) for other in self.models for one in stacks_in(other).values())
         passes = self.in_flight * (blocks / len(stack.blocks)) if self.in_flight * len(self.models) > 1 else 1
-        others = [other for other in self.models if other is not model]
-        return Governor(self.memory, passes, others, self.pieces)
+        return Governor(self.memory, passes, [one for one in self.models if one is not model], self.pieces)
 
 
 def fuse(
@@ -124,10 +122,8 @@ def fuse_stages(
         heads = ends_here(model, family) and fuse_head(model, ops)
         done = Fused(blocks, sites + heads, tuple(dict.fromkeys(chain(*(why for _, why in found)))))
     if memory.stream != "none" and (done.reasons or not done.blocks):
-        what, remedy = (
-            f"not all blocks of this {class_of(model).__name__} can be fused, as streamed ones must be",
-            "set memory.stream: none",
-        )
+        what = f"not all blocks of this {class_of(model).__name__} can be fused, as streamed ones must be"
+        remedy = "set memory.stream: none"
         remedy += ", or kernels: reference, which is slow, where only Triton is missing" * (ops is None)
         raise UsageError(
             what, where="memory.stream", expected="fused blocks", found="; ".join(done.reasons), remedy=remedy

@@ -251,6 +251,7 @@ def make_plan(
     batch_size: int,
     available: int = 2,
     vocabulary_head: bool = True,
+    still: bool = False,
 ) -> ParallelPlan:
     """The plan `config` means for a model of `family` with `model_config`, for forward passes of `batch_size`
     rows in all.
@@ -258,8 +259,9 @@ def make_plan(
     world: processes that exist, or None where they are yet to be started. A size that is left open takes what
     the other axes leave of `world`, or of `available` (CUDA devices, 2 on a CPU; such an axis then has 2
     ranks at least); of several open ones dp takes the rest, or else the cut, and the others have 2.
-    vocabulary_head: whether the output is over the vocabulary, and so may be cut with the table. Pure. Raises
-    UsageError with every reason at once why the plan cannot be.
+    vocabulary_head: whether the output is over the vocabulary, and so may be cut with the table. still:
+    whether blocks drop nothing out, as before a head that trains alone. Pure. Raises UsageError with every
+    reason at once why the plan cannot be.
     """
     faults = list(_contradictions(config))
     name, cut_config = next(
@@ -274,7 +276,7 @@ def make_plan(
     cut = None
     if cut_config is not None and family is not None:
         cut = _Cutting(f"parallel.{name}", name, cut_config, tp, faults).cut(
-            family, model_config, vocabulary_head
+            family, model_config, vocabulary_head, still
         )
     stages: tuple[Stage, ...] = ()
     microbatches = 1
@@ -471,7 +473,9 @@ class _Cutting:
     ) -> None:
         self.faults.append(Problem(what, f"{self.where}.{key}", expected, found, remedy))
 
-    def cut(self, family: Family, model_config: Config, vocabulary_head: bool) -> Cut | None:
+    def cut(
+        self, family: Family, model_config: Config, vocabulary_head: bool, still: bool = False
+    ) -> Cut | None:
         """Layouts and lists; None where the layouts are not settled."""
         row = self._row()
         if row is None:
@@ -504,7 +508,8 @@ class _Cutting:
         if row.mlp == "heads" and shape.experts and config.overlap:
             what = "overlap hides communication behind products of linears, and experts are none"
             self.fault("overlap", what, remedy="remove overlap")
-        if config.exchange == "ring" and (dropout := attention_dropout(model_config)):
+        dropout = 0.0 if still else attention_dropout(model_config)
+        if config.exchange == "ring" and dropout:
             remedy = "use exchange: gather or ulysses, or set that dropout to 0 in the model's config"
             self.fault(
                 "exchange",

@@ -297,6 +297,7 @@ def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) 
         recipe.batch_size,
         available,
         vocabulary_head=TASKS[task].over_vocabulary,
+        still=method_of(recipe.method).head_alone,
     )
 
 

@@ -318,6 +318,9 @@ def test_settings_that_contradict_one_another_are_refused_with_the_rest(
 def test_a_ring_does_not_drop_probabilities(name: str, rate: str) -> None:
     ring = ParallelConfig(sp=CutConfig(exchange="ring"))
     assert "expected dropout 0, found 0.1" in faults(ring, name, **{rate: 0.1})["parallel.sp.exchange"]
+    config = config_of(name, **{rate: 0.1})
+    # a head alone trains
+    assert make_plan(ring, FAMILIES[config.model_type], config, None, 8, still=True).cut is not None
     assert cut_of(ring, name).exchange == "ring"
     assert cut_of(ParallelConfig(sp=CutConfig()), name, **{rate: 0.1}).exchange == "gather"
 

@@ -352,6 +352,14 @@ def test_biases_train_under_shards_as_in_one_process(tmp_path: Path):
     assert_same_but_for_rounding(trained({**recipe, "parallel": PLANS["shard"]}), expected)
 
 
+@pytest.mark.long
+def test_a_ring_trains_a_head_alone_whose_blocks_drop_no_probabilities(tmp_path: Path):
+    recipe = small(tmp_path, "bert", {"name": "head"}, max_steps=2, warmup=0, lr=0.1)
+    expected = trained({**recipe, "out": str(tmp_path / "one")})
+    ring = {"sp": {"sequence": [5, 3], "exchange": "ring"}}
+    assert_same_but_for_rounding(trained({**recipe, "parallel": ring}), expected)
+
+
 @pytest.mark.parametrize("plan", some("tp"))
 def test_the_base_below_an_adapter_to_begin_with_has_its_own_biases(plan: str, tmp_path: Path):
     method = {"name": "lora", "r": 2, "bias": "all"}

@@ -85,8 +85,7 @@ class Spec:
     distances: tuple[nn.Module, str] | None = None
     clamps: bool = False  # the block's own forward clamps what overflows in float16
     said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
-    # called attention that scores positions makes scores of all pairs of tokens; see Governor
-    pairs: bool = False
+    pairs: bool = False  # called attention that scores positions makes scores of all pairs of tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,11 +93,6 @@ class Spec:
         layer = self.layers[0][0]
         weight = layer._parameters.get("weight")  # past nn.Module's own look-up: every call asks
         return cast("Tensor", layer.weight if weight is None else weight).dtype
-
-    @property
-    def scores_positions(self) -> bool:
-        """Whether it calls attention that scores positions."""
-        return any(core.table.positions is not None for core in self.called)
 
     @property
     def by_sequence(self) -> bool:

@@ -102,7 +102,7 @@ class Governor:
         )
         self.entered, self.beside = (tokens, longest), _memory_size(kwargs.get(MEMORY))
         for spec in _specs(stack):  # a call that keeps its padding has a mask, and scores of all pairs
-            spec.pairs = found is None and spec.scores_positions
+            spec.pairs = found is None and any(core.table.positions is not None for core in spec.called)
         for spec, (rung, tile) in zip(
             _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
         ):
