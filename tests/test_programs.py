@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import petune
+from petune.errors import UsageError
 from petune.tasks.configs import EmbedConfig
 from petune.tasks.embed_loss import contrastive, pooled
 from tests.small_runs import run, settings, training, write_model
@@ -325,7 +326,10 @@ def test_a_compiled_wrapped_model_has_the_same_loss_and_gradients(
         torch.testing.assert_close(value, reference[name], rtol=1e-4, atol=1e-6)
 
 
-def test_accelerate_trains_saves_and_goes_on(checkpoint: Path, kernels: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", [{}, pytest.param({"base_dtype": "int8"}, marks=pytest.mark.long)])
+def test_accelerate_trains_saves_and_goes_on(
+    held: dict[str, Any], checkpoint: Path, kernels: str, tmp_path: Path
+) -> None:
     from accelerate import Accelerator
 
     ids = torch.randint(3, 9, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -333,7 +337,8 @@ def test_accelerate_trains_saves_and_goes_on(checkpoint: Path, kernels: str, tmp
     def prepared() -> tuple[Any, Any, Any]:
         helper = Accelerator(cpu=True)
         torch.manual_seed(0)
-        model = petune.wrap(causal(checkpoint), "lora", kernels=kernels, **LORA)  # type: ignore[arg-type]
+        settings = {"kernels": kernels, **LORA, **held}
+        model = petune.wrap(causal(checkpoint), "lora", **settings)  # type: ignore[arg-type]
         return helper, *helper.prepare(model, torch.optim.AdamW(factors(model), lr=1e-2))
 
     def factors(model: nn.Module) -> list[nn.Parameter]:
@@ -349,7 +354,10 @@ def test_accelerate_trains_saves_and_goes_on(checkpoint: Path, kernels: str, tmp
     first = prepared()
     for _ in range(2):
         stepped(*first)
-    first[0].save_state(str(tmp_path / "state"))
+    if held:
+        with pytest.raises(UsageError, match=r"in int8 is no plain tensor[\s\S]*safe_serialization=False"):
+            first[0].save_state(str(tmp_path / "refused"))
+    first[0].save_state(str(tmp_path / "state"), safe_serialization=not held)
     went_on = [stepped(*first) for _ in range(2)]
     second = prepared()
     second[0].load_state(str(tmp_path / "state"))

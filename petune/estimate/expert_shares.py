@@ -22,7 +22,7 @@ from petune.parallel.plan import apportion
 
 WIDEST = 4  # ranks among which single rows and experts are moved
 
-Cost = Callable[[int], float]
+CostOf = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,11 @@ def over_experts(
 
 
 def share_out(
-    rows: int, experts: int, outside: Sequence[Cost], within: Sequence[Cost], price: Callable[[Lists], float]
+    rows: int,
+    experts: int,
+    outside: Sequence[CostOf],
+    within: Sequence[CostOf],
+    price: Callable[[Lists], float],
 ) -> Lists:
     """The lists of the least price, infinite where memory is short, that are found. outside, within: seconds
     of each rank for so many rows, and for so many experts. Raises MachineError where nothing fits."""

@@ -33,7 +33,7 @@ from petune.estimate.halves import HalfRegion, added, in_turns, takes_halves
 from petune.estimate.part_seconds import line
 from petune.estimate.rank_shares import Weighed, held_experts, held_of, segments, share_of, spans_of
 from petune.estimate.timeline import end_of
-from petune.estimate.workload import Region, Workload, WorkPart
+from petune.estimate.workload import RegionWork, Workload, WorkPart
 from petune.models.spec import StackName
 from petune.parallel.fsdp import is_light
 from petune.parallel.link_speed import HIDDEN, UNEVEN
@@ -71,7 +71,7 @@ class Clock:
             )
         return self.groups[ranks]
 
-    def region(self, region: Region, group: RankGroup, cut: Cut | None, rows: float) -> Both:
+    def region(self, region: RegionWork, group: RankGroup, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares it."""
         return self.segment(tuple((part, 1.0) for part in region), group, cut, rows)
 

@@ -93,8 +93,8 @@ class WorkPart:
         return self.table + sum(one.numbers for one in self.products if one.trained)
 
 
-Region = tuple[WorkPart, ...]  # after which the ranks that share it meet
-Block = tuple[Region, ...]
+RegionWork = tuple[WorkPart, ...]  # after which the ranks that share it meet
+Block = tuple[RegionWork, ...]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Workload:
     shape: Shape
     kinds: tuple[Block, ...]
     blocks: tuple[tuple[StackName, int], ...]
-    embedding: Region
-    head: Region
+    embedding: RegionWork
+    head: RegionWork
     rows: int
     tokens: tuple[tuple[StackName, int], ...]
     itemsize: int
@@ -152,7 +152,7 @@ class Workload:
         return found
 
 
-def _returns(region: Region) -> bool:
+def _returns(region: RegionWork) -> bool:
     return any(part.returned and part.place != "ladder" for part in region)
 
 
@@ -205,7 +205,7 @@ class _Reader:
     shape: Shape
     returned: bool
 
-    def block(self, block: nn.Module, index: int) -> Iterator[Region]:
+    def block(self, block: nn.Module, index: int) -> Iterator[RegionWork]:
         work, recipe = self.drawn.work, self.drawn.recipe
         shape, tokens = self.shape, work.tokens[self.stack.name]
         runs = not recipe.cache
@@ -220,7 +220,7 @@ class _Reader:
 
     def _regions(
         self, block: nn.Module, rule: StackRule, plain: WorkPart, sizes: tuple[int, int, int], columns: int
-    ) -> Iterator[Region]:
+    ) -> Iterator[RegionWork]:
         """Attention, MLP, and what lies between them."""
         inside: set[int] = set()
         norms, kinds = 0, set[str]()
@@ -263,7 +263,7 @@ class _Reader:
         stepwise = self.drawn.device == "cpu" and "rms" in kinds  # torch has layer norms in one operation
         yield (replace(plain, products=tuple(products), norms=norms, stepwise=stepwise),)
 
-    def _mixture(self, block: nn.Module, core: RoutedMlp, plain: WorkPart, inside: set[int]) -> Region:
+    def _mixture(self, block: nn.Module, core: RoutedMlp, plain: WorkPart, inside: set[int]) -> RegionWork:
         """Experts, the shared one, and the router beside both, whose modules are put `inside`."""
         router, module = cast("Any", block.get_submodule(core.router)), block.get_submodule(core.experts)
         products = tuple(_of_experts(module))
@@ -281,7 +281,7 @@ class _Reader:
         inside.update(id(one) for read in (module, *beside, *linears) for one in read.modules())
         return tuple(found)
 
-    def _level(self, ladder: Any, index: int, tokens: int) -> Region:
+    def _level(self, ladder: Any, index: int, tokens: int) -> RegionWork:
         """A level of a ladder: its narrow block, and the way down to it. All ranks compute it in full, or on
         tokens of their own."""
         rule, block, down = self.stack.rule, ladder.blocks[index], ladder.down[0]

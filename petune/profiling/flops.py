@@ -21,20 +21,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from petune.profiling.attribution import Attribution, Phase
 
-Shape = tuple[int, ...]
+Dims = tuple[int, ...]
 Counts = Mapping[tuple[Phase, str], int]
 
 aten = torch.ops.aten
 
 
-def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+def _attention(query: Dims, key: Dims, value: Dims, *_: Any, **__: Any) -> int:
     """Of [batch, heads, length, d]. Keys may have fewer heads, each of which serves several: not every torch
     release counts those."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
 
-def _attention_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+def _attention_backward(grad_out: Dims, query: Dims, key: Dims, value: Dims, *_: Any, **__: Any) -> int:
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
@@ -71,7 +71,7 @@ def _pairs(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor
     return int((starts.diff().long() * key_starts.diff().long()).sum())
 
 
-def _addmm(addend: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+def _addmm(addend: Dims, left: Dims, right: Dims, *_: Any, **__: Any) -> int:
     """Of [n, k] and [k, m]. A dtype of the result may follow, which torch's own formula takes for its
     shape."""
     return 2 * left[0] * left[1] * right[1]

@@ -41,7 +41,7 @@ def _data_in_home(data: DataConfig | None) -> DataConfig | None:
 
 Count = Annotated[int, Field(ge=1, lt=_WHOLE_LIMIT)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(in_home)]  # a file, a folder, or a name
-Trackers = Literal[
+Tracker = Literal[
     "tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
 ]
 
@@ -220,7 +220,7 @@ class Recipe(BaseModel):
     timeout: Annotated[float, Field(ge=1, le=86_400)] = Field(
         60.0, description="several processes: seconds one may be silent before the run ends, naming it"
     )
-    trackers: tuple[Trackers, ...] = Field(
+    trackers: tuple[Tracker, ...] = Field(
         (), description="also log to these, through accelerate; metrics.jsonl is always written"
     )
     report: bool = Field(True, description="also leave report.html: the run as one page, without a network")
