@@ -281,13 +281,7 @@ def make_plan(
     stages: tuple[Stage, ...] = ()
     microbatches = 1
     if config.pp is not None and family is not None:
-        reasons = filter(None, (meets(rule, model_config) for rule in family.stacks.values()))
-        faults += [Problem(reason, "parallel.pp", remedy="use tp or dp") for reason in reasons]
-        if (why := family.refused(model_config).get("pp")) is not None:
-            faults.append(Problem(why, "parallel.pp", remedy="use dp, or sp"))
-        if vocabulary_head and family.tied is not None and not getattr(model_config, family.tied, True):
-            what = f"its head asks the embedding, on another stage, for its table ({family.tied} = false)"
-            faults.append(Problem(what, "parallel.pp", remedy="use tp or dp"))
+        faults += _unstaged(family, model_config, vocabulary_head)
         head = head_in_blocks(family, model_config) if vocabulary_head else 0.0
         stages = _stages(config.pp, pp, dict(family.depth(model_config)), head, faults)
         microbatches = _microbatches(config.pp, pp, len(stages), rows, faults)
@@ -312,6 +306,17 @@ def make_plan(
     if faults:
         raise UsageError(faults)
     return plan
+
+
+def _unstaged(family: Family, model_config: Config, vocabulary_head: bool) -> Iterator[Problem]:
+    """Why models of this config have no stages."""
+    for reason in filter(None, (meets(rule, model_config) for rule in family.stacks.values())):
+        yield Problem(reason, "parallel.pp", remedy="use tp or dp")
+    if (why := family.refused(model_config).get("pp")) is not None:
+        yield Problem(why, "parallel.pp", remedy="use dp, or sp")
+    if vocabulary_head and family.tied is not None and not getattr(model_config, family.tied, True):
+        what = f"its head asks the embedding, on another stage, for its table ({family.tied} = false)"
+        yield Problem(what, "parallel.pp", remedy="use tp or dp")
 
 
 def _contradictions(config: ParallelConfig) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.methods.merging import refuse_unmergeable, rounded_whole, tuned_together, warn_of_quantised
-from petune.methods.rounding import cost_of, refuse_unrounded
+from petune.methods.rounding import RoundingCost, cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
 from petune.methods.trainable import base_dtype, bias_changes, refuse_tied_heads
 from petune.methods.wrapped import sole_tuning
@@ -441,20 +441,31 @@ def save_merged(
         finally:
             if unties:
                 config.tie_word_embeddings = tied
-    if before is not None and after is None:
-        written_model: Any = (
-            read_again(place, dtype) if whole else plain_class(model).from_pretrained(place, dtype=dtype)
-        )
-        after = logits_of(written_model.to(model.device), cast("Mapping[str, Tensor]", batch))
+    if batch is not None and after is None:
+        after = _logits_there(model, place, written, batch)
     logits = (
-        float((before.double() - after.double()).abs().max())
-        if before is not None and after is not None
-        else None
+        None if before is None or after is None else float((before.double() - after.double()).abs().max())
     )
+    return _report(place, written, len(layers), cost, logits, seed)
+
+
+def _logits_there(
+    model: PreTrainedModel, place: Path, dtype: torch.dtype, batch: Mapping[str, Tensor]
+) -> Tensor:
+    """Logits of what was written, read again where `model` lies."""
+    part = whole_of(model) is not None
+    read: Any = read_again(place, dtype) if part else plain_class(model).from_pretrained(place, dtype=dtype)
+    return logits_of(read.to(model.device), batch)
+
+
+def _report(
+    place: Path, dtype: torch.dtype, layers: int, cost: RoundingCost, logits: float | None, seed: int | None
+) -> MergeReport:
+    """The report of a merge; warns where rounding took much of the update."""
     report = MergeReport(
         folder=place,
-        dtype=str(written).removeprefix("torch."),
-        layers=len(layers),
+        dtype=str(dtype).removeprefix("torch."),
+        layers=layers,
         update=cost.update,
         ulps=cost.ulps,
         lost=cost.lost,
