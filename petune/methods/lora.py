@@ -4,8 +4,9 @@
         s = alpha / r, or alpha / sqrt(r)       rank-stabilised, Kalajdzievski 2023, arXiv:2312.03732
 
 At the start B A = 0, so a wrapped model computes exactly what the base did. Factors are float32 whatever the
-base's dtype; the input is cast to them and the sum back to the base's output dtype. For an embedding the
-roles swap: A [r, vocab] = 0, B [dim, r] ~ N(0, 1). Beside a convolution: petune/methods/lora_conv.py.
+base's dtype; the input is cast to them and the sum back to the base's output dtype (of bf16 linears on a CPU:
+petune/methods/lora_node.py). For an embedding the roles swap: A [r, vocab] = 0, B [dim, r] ~ N(0, 1). Beside
+a convolution: petune/methods/lora_conv.py.
 """
 
 from __future__ import annotations

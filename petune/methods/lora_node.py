@@ -6,6 +6,10 @@ Written out in operations, the update is made and added in matrices of their own
 [rows, in] backward, each written to memory and read again: on a CPU a fifth of the layer's time. Here each is
 added by the product that makes it. The sum is in the factors' dtype and rounded once; what is kept for the
 backward pass is the input as it came and x A^T, [rows, r].
+
+On a CPU, beside a bf16 base, products are of bf16, whose sums torch makes in float32: casts of x, y and their
+gradients to the factors' float32 would cost more than the products. Factors and what r numbers a row become
+are rounded to bf16 there, and so is a gradient of theirs, once, after its sum over all rows, as in autocast.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Te
     y = F.linear(x, weight, bias)
     if x.dtype == a.dtype and len(x) == x.dim() - 1 == 1:  # one token, where each call of torch's counts
         return y.addmm_(F.linear(x, a), b.t(), alpha=scale)
-    return _add(y.flatten(0, -2), _low(x.flatten(0, -2), a), b, scale).view(y.shape)
+    return _add(y.flatten(0, -2), _low(x.flatten(0, -2), a), b.t(), scale).view(y.shape)
 
 
 # Matrices of r rows lie with their long side in memory, [r, rows]: products that end in [rows, r], or read it
@@ -51,12 +55,19 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Te
 
 def _low(rows: Tensor, a: Tensor) -> Tensor:
     """A x^T, [r, rows]."""
-    return torch.mm(a, rows.to(a.dtype).t())
+    dtype = _dtype(rows, a)
+    return torch.mm(a.to(dtype), rows.to(dtype).t())
 
 
-def _add(y: Tensor, low: Tensor, b: Tensor, scale: float) -> Tensor:
-    """y + scale low^T B^T, summed in B's dtype and rounded to that of y, which may be changed."""
-    return y.to(b.dtype).addmm_(low.t(), b.t(), alpha=scale).to(y.dtype)
+def _add(y: Tensor, low: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:
+    """y + scale low^T factor for factor [r, ...], in the dtype of y, which may be changed."""
+    return y.to(low.dtype).addmm_(low.t(), factor.to(low.dtype), alpha=scale).to(y.dtype)
+
+
+def _dtype(rows: Tensor, factor: Tensor) -> torch.dtype:
+    """What products of rows and factors are made in."""
+    narrow = rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
+    return rows.dtype if narrow else factor.dtype
 
 
 class _Node(torch.autograd.Function):
@@ -68,7 +79,7 @@ class _Node(torch.autograd.Function):
         low = _low(rows, a)
         ctx.scale = scale
         ctx.save_for_backward(x, weight, a, b, low)
-        y = _add(F.linear(rows, weight, bias), low, b, scale)
+        y = _add(F.linear(rows, weight, bias), low, b.t(), scale)
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -76,14 +87,14 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, low = ctx.saved_tensors
         needs, rows = ctx.needs_input_grad, dy.flatten(0, -2)
-        wide = rows.to(b.dtype)
-        dlow = torch.mm(b.t().contiguous(), wide.t()).mul_(ctx.scale)  # [r, rows]
+        wide = rows.to(low.dtype)
+        factor = b.to(low.dtype).t().contiguous()
+        dlow = torch.addmm(low, factor, wide.t(), beta=0, alpha=ctx.scale)  # [r, rows]
         dx = da = db = None
+        if needs[4]:  # before the product with the weight, while the cache holds the gradient
+            db = torch.mm(low, wide).to(b.dtype).mul_(ctx.scale).t().contiguous()
         if needs[0]:
-            dx = torch.mm(rows, weight)
-            dx = dx.to(a.dtype).addmm_(dlow.t(), a).to(x.dtype).view(x.shape)
+            dx = _add(torch.mm(rows, weight), dlow, a).view(x.shape)
         if needs[3]:
-            da = torch.mm(dlow, x.flatten(0, -2).to(a.dtype))
-        if needs[4]:
-            db = torch.mm(low, wide).mul_(ctx.scale).t().contiguous()
+            da = torch.mm(dlow, x.flatten(0, -2).to(low.dtype)).to(a.dtype)
         return dx, None, None, da, db, None
