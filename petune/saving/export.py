@@ -417,7 +417,9 @@ def save_merged(
         def fill(work: Path) -> None:
             # a config that ties nothing is read without tying anything: whatever is still shared is then
             # written under each of its names
-            own = {name: dense_of(value.detach()) for name, value in state.items()}
+            # what lies in the one tensor of a fused block, with room behind its rows, is copied out of it:
+            # transformers reads the ends of those that share one
+            own = {name: dense_of(value.detach()).contiguous() for name, value in state.items()}
             own = {name: value.clone() for name, value in own.items()} if unties else own
             cast_to = own if kept else _cast(own, written)
             if whole is not None:

@@ -337,6 +337,13 @@ def test_a_merged_folder_is_plain_and_equal(name: str, method: str, tmp_path: Pa
     assert {key for key, value in again.state_dict().items()} == set(MODELS[name]().state_dict())
 
 
+def test_a_model_with_fused_blocks_is_merged_where_one_linear_of_three_is_tuned(tmp_path: Path) -> None:
+    """The other two lie in the fused block's one tensor, whose rows have room for factors behind them."""
+    model = stir(wrap(llama(), method="lora", r=4, targets=["q"], kernels="reference"))
+    export.save_merged(model, tmp_path / "m")
+    assert torch.allclose(logits(type(model).from_pretrained(tmp_path / "m")), logits(model), atol=1e-5)
+
+
 def test_auto_classes_load_a_merged_folder(tmp_path: Path) -> None:
     model = tuned(bert)
     export.save_merged(model, tmp_path / "bert")
