@@ -21,7 +21,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "label": ("label", "labels", "class", "category", "kind", "sentiment"),
     "tokens": ("tokens", "words"),
     "tags": ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags"),
-    "source": ("source", "prompt", "question", "src", "article", "dialogue", "input"),
+    "source": ("source", "prompt", "question", "src", "article", "dialogue", "input", "document"),
     "target": ("target", "completion", "response", "answer", "tgt", "summary", "highlights", "output"),
     "instruction": ("instruction",),
     "input": ("input",),

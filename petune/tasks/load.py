@@ -87,7 +87,8 @@ def infer_task(format_: str, model_kind: str) -> str:
         f"rows of format {format_} have no task for a model of kind {model_kind}",
         where="task",
         expected="; ".join(fit),
-        remedy="take a model of that kind, or other data",
+        remedy="take a model of that kind, or other data; "
+        "where the columns of these have other names, say which play a role: data.columns",
     )
 
 

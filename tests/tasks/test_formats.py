@@ -21,6 +21,7 @@ GPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
         ({"sentence1": "x", "sentence2": "y", "label": 1}, None, "text-label"),
         ({"prompt": "x", "completion": "y"}, None, "pairs"),
         ({"article": "x", "summary": "y"}, None, "pairs"),
+        ({"document": "x", "summary": "y", "id": "1"}, None, "pairs"),
         ({"instruction": "x", "input": "", "output": "y"}, None, "alpaca"),
         ({"messages": CHAT}, None, "messages"),
         ({"conversations": GPT}, None, "sharegpt"),
