@@ -58,12 +58,12 @@ class FusedBlock(nn.Module):
         bias = given.get(BIAS)
         if isinstance(bias, Tensor) and bias.dim() == 2:  # by distance, as another block made it
             args, kwargs = (), given | {BIAS: by_distance(bias, hidden_states.shape[1])[None]}
-        return self._unfused(super().forward, hidden_states, *args, **kwargs)
+        cached = given.get("past_key_values") is not None  # which a second forward would fill a second time
+        return self._unfused(super().forward, cached, hidden_states, *args, **kwargs)
 
-    def _unfused(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _unfused(self, own: Callable[..., Any], cached: bool, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward, computed again in the backward pass where the block is not to keep
         everything."""
-        cached = kwargs.get("past_key_values") is not None  # which a second forward would fill a second time
         if self.spec.rung.keep == "all" or cached or not torch.is_grad_enabled():
             return own(*args, **kwargs)
         here = replace(running())

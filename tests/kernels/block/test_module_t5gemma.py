@@ -102,6 +102,18 @@ def test_tokens_of_padding_are_hidden_though_no_mask_is_given() -> None:
     assert_alike(fused, plain, inputs | {"decoder_input_ids": given})
 
 
+def test_a_block_with_a_cache_by_position_is_not_run_twice_in_eval_mode() -> None:
+    """A decoder of T5Gemma makes one there, and hands it on without its name; its own forward fills it."""
+    torch.manual_seed(0)
+    model = T5GemmaForConditionalGeneration(T5GemmaConfig(**T5GEMMA))
+    fused = wrap(model, "lora", kernels="reference", memory="input", **SETTINGS["lora"]).eval()
+    stir(fused, std=0.1)
+    expected, wanted = gradients(pair()[1].eval(), batch(NAME))
+    loss, found = gradients(fused, batch(NAME))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert_same_gradients(found, wanted, 5e-6)
+
+
 def test_positions_do_not_tell_samples_of_a_row_apart() -> None:
     fused, plain = pair()
     inputs = batch(NAME)
