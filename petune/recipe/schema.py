@@ -97,7 +97,7 @@ class Recipe(BaseModel):
         0.03, description="below 1 a share of all steps, else a number of steps"
     )
     weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="AdamW's decoupled weight decay"
+        0.0, description="AdamW's decoupled weight decay, of matrices; not of biases, norms, gates and scales"
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's decay of the gradient mean")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(

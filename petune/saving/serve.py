@@ -25,7 +25,8 @@ from petune.files.atomic import commit_folder
 from petune.files.given import path_of
 from petune.files.manifest import MANIFEST
 from petune.files.safetensors import read_json, write_json, write_tensors
-from petune.kernels.fuse import fused_blocks
+from petune.kernels.fuse import fused_blocks, unfuse
+from petune.log import say
 from petune.methods import tuning
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora import LoraEmbedding
@@ -75,14 +76,17 @@ def write_for(
     """Write a lora tuning for a server of SERVERS as `folder`, which appears only when playing the server
     gave the model's own logits.
 
-    Raises UsageError for what the server refuses, in its words, for blocks that are fused and for a base
-    whose served class has other modules; MachineError without the package gguf where it is needed; FileError
-    where the played server computes something else; otherwise as `save`.
+    Fused blocks become the model's own. Raises UsageError for what the server refuses, in its words, and for
+    a base whose served class has other modules; MachineError without the package gguf where it is needed;
+    FileError where the played server computes something else; otherwise as `save`.
     """
     server, model = SERVERS[to], bare(model)
     refuse_merged(model)
     _refuse(model, server)
     assert isinstance(model, PreTrainedModel)
+    if fused_blocks(model):  # which call no layer that could play the server's
+        unfuse(model)
+        say("kernels: blocks of this model run unfused from here on, as a server is played on their layers")
     kind = str(model.config.model_type)
     gguf = server.layout == "gguf" and kind not in server.peft_for
     if gguf:
@@ -123,8 +127,6 @@ def _refuse(model: nn.Module, server: Server) -> None:
         raise UsageError(f"{server.title} takes adapters here, and full is none", remedy=remedy)
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"{type(model).__name__} is not a transformers model", remedy=_LOAD)
-    if fused_blocks(model):
-        raise UsageError("blocks of this model are fused", remedy="petune.kernels.fuse.unfuse(model) first")
     layers, kind = layers_in(model), str(model.config.model_type)
     leaves = {name.rpartition(".")[2] for name in layers}
     heads = [name for name in record.also_train if name.rpartition(".")[2] not in server.heads]

@@ -15,9 +15,7 @@ from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3TextConfig
 
 from petune.errors import FileError, UsageError
 from petune.files.safetensors import read_json, read_tensors
-from petune.kernels.fuse import fuse
 from petune.methods import wrap
-from petune.models import family_of
 from petune.saving import serve
 from petune.saving.peft import CONFIG, TENSORS
 from petune.saving.serve import write_for
@@ -77,6 +75,16 @@ def test_a_narrow_base_and_a_table_of_tokens_are_served(tmp_path: Path) -> None:
     assert torch.allclose(logits(theirs), logits(model), atol=1e-5)
 
 
+def test_a_model_whose_blocks_are_fused_is_written_and_computes_the_same(tmp_path: Path) -> None:
+    """As a run is that was given its model in memory."""
+    model = stir(wrap(llama(), targets=["q", "up"], kernels="reference"))
+    before = logits(model)
+    assert write_for("vllm", model, tmp_path / "a").logits < 1e-5
+    assert torch.allclose(logits(model), before, atol=1e-5)
+    theirs = peft.PeftModel.from_pretrained(llama(), tmp_path / "a").eval()
+    assert torch.allclose(logits(theirs), before, atol=1e-5)
+
+
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "dora": ("vllm", lambda: wrap(llama(), "dora"), "vLLM does not yet support DoRA"),
     "ia3": ("sglang", lambda: wrap(llama(), "ia3"), "peft_type must be lora"),
@@ -93,15 +101,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "rank": ("vllm", lambda: wrap(llama(), r=513), "greater than max_lora_rank 512"),
     "family": ("vllm", lambda: wrap(bert(), also_train=[]), "not known to load LoRA for a bert"),
     "family of two stacks": ("llamacpp", lambda: wrap(tiny("t5gemma-seq2seq")), "for a t5gemma"),
-    "fused": ("vllm", lambda: fused(), "fused"),
     "no model": ("vllm", lambda: wrap(nn.Sequential(nn.Linear(2, 2)), also_train=[]), "transformers"),
 }
-
-
-def fused() -> nn.Module:
-    model = wrap(llama())
-    fuse(model, family_of(model), "reference")
-    return model
 
 
 @pytest.mark.parametrize("case", REFUSED)
