@@ -38,7 +38,8 @@ from petune.saving.servers import SERVERS
 from petune.tasks.registry import check_fit
 from tests.mark_tables import MODELS, Notes, built, fresh, of_blocks, rows
 from tests.methods import family_cells
-from tests.methods.zoo import EACH, FUSED, MOE, SETTINGS, ZOO, of_64, tiny
+from tests.methods.more_models import MORE
+from tests.methods.zoo import EACH, MOE, SETTINGS, ZOO, of_64, tiny
 from tests.parallel.cells import (
     BY_COLUMNS,
     CELLS,
@@ -102,7 +103,8 @@ Mixtures of experts have a table of their own: under `tp` and `galaxy` each expe
 `ep` they lie whole on [several ranks](parallel.md#experts-on-several-ranks). Of them tells
 [methods.md](methods.md#experts).
 Of `gemma4_text` a model of dense blocks is asked: those with embeddings for each block, or keys and values
-that several blocks read (E2B, E4B), have no `pp` and are not fused, and those with experts are refused.
+that several blocks read (E2B, E4B), have no `pp` and are not fused under `sp` or as CUDA graphs, and those
+with experts are refused.
 Mixtures of Llamas in Mixtral's class are `mixtral`; `llama_moe`, which has a class of its own, is refused by
 that name.
 Other models train with `full`, `lora` and `dp`: every linear outside the head is a target.
@@ -272,9 +274,7 @@ def kind_of(name: str) -> str:
 
 
 def test_every_mark_of_fused_blocks_is_tested_beside_transformers(made: str) -> None:
-    proved = {
-        ZOO[name][1].model_type for name in (*FUSED, *MODELS.values(), "mistral-causal", "qwen2-causal")
-    }
+    proved = {ZOO[name][1].model_type for name in (*MORE, *MODELS.values(), "mistral-causal", "qwen2-causal")}
     proved |= {MOE[name][1].model_type for _, name, *_ in SPREAD_FUSED}
     assert {kind for kind, column, can in marks(made) if column == "fused" and can} == proved
 

@@ -42,8 +42,8 @@ PARTED: dict[str, tuple[str, list[str]]] = {
 # with blocks of their own kinds, of which tests of these tell over quantised bases
 OTHERS = {
     **{"GLM-4": "glm4-causal", "Ministral 3": "ministral3-causal", "Cohere": "cohere-causal"},
-    **{"Phi-4-mini": "phi4-causal", "Gemma 4": "gemma4-causal", "GPT-2": "gpt2-causal"},
-    **{"DeBERTa": "deberta-classify", "DINOv2": "dinov2-classify"},
+    **{"Phi-4-mini": "phi4-causal", "Gemma 4": "gemma4-causal", "Gemma 4 E": "gemma4e-causal"},
+    **{"GPT-2": "gpt2-causal", "DeBERTa": "deberta-classify", "DINOv2": "dinov2-classify"},
 }
 PLANS: dict[str, Any] = {
     "one process": "none",

@@ -21,7 +21,7 @@ from petune.kernels.configs import MemoryConfig
 from petune.models import fp8
 from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan, Sharding
-from tests.methods.zoo import FOUR, UNFUSED
+from tests.methods.zoo import FOUR
 from tests.parallel.cells import (
     APART,
     CELLS,
@@ -530,9 +530,8 @@ def test_a_model_whose_stages_nobody_can_tell_is_refused_a_pipeline(name: str) -
 
 @pytest.mark.parametrize(("method", "backend", "name"), in_part(KIN, SHORT_KIN))
 def test_families_that_are_a_few_lines_more(method: str, backend: str, name: str) -> None:
-    fused = name not in UNFUSED and backend == "tp"
     one = case(name, method, BACKENDS[backend](name, 2), steps=1, passes=(4,))
-    check(replace(one, blocks=KEPT[2] if fused else None))
+    check(replace(one, blocks=KEPT[2] if backend == "tp" else None))
 
 
 @long

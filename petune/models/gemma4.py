@@ -9,11 +9,14 @@ from dataclasses import replace
 
 from petune.errors import UsageError
 from petune.models import llama
-from petune.models.spec import Config, Norm, Shape, SubLayer
+from petune.models.spec import Config, Lending, Norm, PerToken, Shape, SubLayer
 
 # without v where keys are values, without both where they are another block's
 ATTENTION = replace(
-    llama.ATTENTION, v_norm=Norm("self_attn.v_norm", over="head", scales=False), lacks=("k", "v")
+    llama.ATTENTION,
+    v_norm=Norm("self_attn.v_norm", over="head", scales=False),
+    lacks=("k", "v"),
+    lending=Lending("shared_kv_states", "layer_type", "store_full_length_kv", "is_kv_shared_layer"),
 )
 BLOCK = (
     SubLayer(ATTENTION, norm_in=Norm("input_layernorm"), norm_out=Norm("post_attention_layernorm")),
@@ -22,9 +25,14 @@ BLOCK = (
         norm_in=Norm("pre_feedforward_layernorm"),
         norm_out=Norm("post_feedforward_layernorm"),
         factor="layer_scalar",
+        per_token=PerToken(
+            "per_layer_input",
+            "per_layer_input_gate",
+            "per_layer_projection",
+            Norm("post_per_layer_input_norm"),
+        ),
     ),
 )
-OF_TOKENS = "per_layer_input"  # the argument of a block with the vectors of tokens
 EXPERTS = "its blocks have experts beside a dense MLP (enable_moe_block), for which petune has no table"
 
 
@@ -56,7 +64,7 @@ def refused(config: Config) -> dict[str, str]:
         across.append(f"every block reads embeddings of its own (hidden_size_per_layer_input = {size})")
     if shared := config.num_kv_shared_layers:
         across.append(f"its last blocks read keys and values of others (num_kv_shared_layers = {shared})")
-    return found | (dict.fromkeys(("pp", "fused"), "; ".join(across)) if across else {})
+    return found | ({"pp": "; ".join(across)} if across else {})
 
 
 LIKE = llama.like(
@@ -64,5 +72,4 @@ LIKE = llama.like(
     *BLOCK,
     uncut="heads of its blocks with full attention have another width, and one list cuts all",
 )
-RULE = replace(LIKE.stacks["decoder"], tokens=(OF_TOKENS,))
-FAMILY = replace(LIKE, stacks={"decoder": RULE}, shape=shape, narrow=narrow, refused=refused)
+FAMILY = replace(LIKE, shape=shape, narrow=narrow, refused=refused)

@@ -53,6 +53,36 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Lending:
+    """Keys and values, behind norms and positions, that blocks hand to later ones. argument: of a block, the
+    mapping in which they are; key: the attribute of attention under whose value. lends, borrows: attention
+    puts its own there, or reads those there and makes none; in a table the attributes of it that say so."""
+
+    argument: str
+    key: str
+    lends: bool | str
+    borrows: bool | str
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """What a block makes of a vector e that it is handed for every token (per-layer embeddings):
+
+        y = x + norm(leave(act(enter(x)) * e))
+
+    of linears without a bias that no method tunes, by their paths, and of the activation of its MLP.
+    argument: of the block, e. features: of e; learns: the linears train; no table says them.
+    """
+
+    argument: str
+    enter: str
+    leave: str
+    norm: Norm
+    features: int = 0
+    learns: bool = False
+
+
+@dataclass(frozen=True)
 class LinearGroup:
     """Linears that read the same input: (role, path) of each, in the order of their outputs. A gate may be
     absent from a block."""

@@ -20,10 +20,12 @@ from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
 from petune.models.parts import Columns as Columns
 from petune.models.parts import CutKind as CutKind
+from petune.models.parts import Lending as Lending
 from petune.models.parts import LinearGroup as LinearGroup
 from petune.models.parts import Member as Member
 from petune.models.parts import Norm as Norm
 from petune.models.parts import Pairs as Pairs
+from petune.models.parts import PerToken as PerToken
 from petune.models.parts import Pieces as Pieces
 from petune.models.parts import Positions as Positions
 from petune.models.parts import Region as Region
@@ -48,18 +50,18 @@ class Attention:
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
     keys are turned by their positions, or the attribute of `at` that says whether they are; pairs: of which
     columns, see Pairs; reach: what queries are multiplied by behind that, of `at` and positions [1 or b, t],
-    in float32 and of their shape; None for nothing. window: the keys
-    up to its own that a query sees and, where attention is not causal, as many from its own on, None for all;
-    softcap: of the scores, None for none; exchange: how it sees other ranks' tokens of its sequence, None
-    where all are here; no table says any of them, each block does. scale: of the scores; None for the
-    `scaling` of `at`, a name for the attribute of it over whose root it is one. v_norm: of heads of values,
-    which has no weight; without a linear of them, they are the keys before norm and positions.
-    bias: the table of relative positions below `at`, which block 0 has. sinks: the attribute of `at` with the
-    score, for each head, of one more key that has no value. positions: see the class. drop: the dropout of
-    its probabilities, a module or a number that is an attribute of one. head_counts, kv_counts: see Region.
-    gated: q makes for each head a query and, behind it, a gate, whose sigmoid scales the head's result.
-    lacks: roles that a block may be without. called: parameters of `at`, where a fused block calls that as it
-    is, 0 where steps compute it; tabled: such a call reads the table of `positions`; no table says them.
+    in float32 and of their shape; None for nothing. window: the keys up to its own that a query sees and,
+    where attention is not causal, as many from its own on, None for all; softcap: of the scores, None for
+    none; exchange: how it sees other ranks' tokens of its sequence, None where all are here; no table says
+    any of them, each block does. scale: of the scores; None for the `scaling` of `at`, a name for the
+    attribute of it over whose root it is one. v_norm: of heads of values, which has no weight; without a
+    linear of them, they are the keys before norm and positions. bias: the table of relative positions below
+    `at`, which block 0 has. sinks: the attribute of `at` with the score, for each head, of one more key that
+    has no value. positions, lending: see the classes. drop: the dropout of its probabilities, a module or a
+    number that is an attribute of one. head_counts, kv_counts: see Region. gated: q makes for each head a
+    query and, behind it, a gate, whose sigmoid scales the head's result. lacks: roles that a block may be
+    without. called: parameters of `at`, where a fused block calls that as it is, 0 where steps compute it;
+    tabled: such a call reads the table of `positions`; no table says them.
     """
 
     at: str
@@ -85,6 +87,7 @@ class Attention:
     exchange: Exchanged | None = None
     gated: bool = False
     lacks: tuple[Role, ...] = ()
+    lending: Lending | None = None
     called: int = 0
     tabled: bool = False
 
@@ -201,11 +204,12 @@ class SubLayer:
     that of the sub-layer before it reads, of the same norm, so that both stand beside one another.
     norm_first: the attribute of the block by which the norm after the sum stands before the core. scale: a
     number, or the attribute of the block that it is. vector: the path of a parameter with a number for each
-    feature; learns: it trains. factor: the path of a buffer of one number, read in every pass. bottleneck:
-    features of the bottleneck that a method has put behind the core's last linear, 0 without one; beside: it
-    reads x; of_sum: it stands behind the sum, as the block would give it. scaled, entries: the roles of
-    linears whose results, or inputs, a method multiplies by a vector. connection: how ranks that share the
-    core hold what lies around it, None where it is whole. No table says these.
+    feature; learns: it trains. factor: the path of a buffer of one number, read in every pass. per_token:
+    what is made of the sum before that, see the class. bottleneck: features of the bottleneck that a method
+    has put behind the core's last linear, 0 without one; beside: it reads x; of_sum: it stands behind the
+    sum, as the block would give it. scaled, entries: the roles of linears whose results, or inputs, a method
+    multiplies by a vector. connection: how ranks that share the core hold what lies around it, None where it
+    is whole. No table says these.
     """
 
     core: Attention | Mlp | RoutedMlp
@@ -219,6 +223,7 @@ class SubLayer:
     vector: str | None = None
     learns: bool = False
     factor: str | None = None
+    per_token: PerToken | None = None
     bottleneck: int = 0
     beside: bool = False
     of_sum: bool = False
@@ -250,9 +255,7 @@ class StackRule:
     in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells. `counted`:
     positions are counted along the mask by the model, where they are not given. `hides`: without a mask the
     model makes one of the tokens that are no padding. `uncut`: what blocks do that no sub-layer tells, why
-    they are not cut by heads and columns. `between`: the field of the config by which tokens meet between two
-    blocks, where it is above 0. `tokens`: arguments of blocks that hold something of every token, as hidden
-    states do.
+    they are not cut by heads and columns. `between`: the field of the config above 0 where blocks mix tokens.
     """
 
     blocks: str
@@ -267,7 +270,6 @@ class StackRule:
     hides: bool = False
     uncut: str | None = None
     between: str | None = None
-    tokens: tuple[str, ...] = ()
 
     @cached_property
     def cores(self) -> tuple[Attention | Mlp | RoutedMlp, ...]:

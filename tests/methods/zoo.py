@@ -201,13 +201,6 @@ def of_64(name: str) -> dict[str, Any]:
     return own((ZOO | MOE)[name][2])
 
 
-# Of MORE: why blocks are not fused, of some configs; and those that are
-UNFUSED = {
-    "gemma4e-causal": "every block reads embeddings of its own (hidden_size_per_layer_input = 12)",
-}
-FUSED = [name for name in MORE if name not in UNFUSED]
-
-
 def writes_beside(name: str) -> bool:
     """Whether the model `name` has an encoder and a decoder."""
     return table(name).kind == "encoder-decoder"

@@ -14,6 +14,7 @@ from torch import Tensor
 from petune.kernels.block import attention as attending
 from petune.kernels.block import pieces
 from petune.kernels.block.attention import Gradients, How
+from petune.kernels.block.lent_steps import KEYS
 from petune.kernels.block.part import Heads
 from petune.kernels.block.rotary_steps import angles_in
 from petune.kernels.block.steps import BlockRun, Charge, Step, Values
@@ -37,7 +38,7 @@ class NormHeads(Step):
     """q | k | v, with the heads of q and of k normed and then turned by their positions, beside the original.
     at: place among the norms of q's, which k's follows; first: of their weights among the tensors. values:
     heads of v are normed too; keyed: of the keys, as the original is q | k alone. layer: they are LayerNorms
-    with a row of weights for each head; neighbours: see Rotate."""
+    with a row of weights for each head; neighbours: see Rotate. Without kv_heads they are queries alone."""
 
     raw: str
     qkv: str
@@ -55,10 +56,11 @@ class NormHeads(Step):
     def __post_init__(self) -> None:
         self.takes, self.gives, self.reads, self.keeps = (self.raw,), (self.qkv,), (self.raw,), {}
         self.trained = (self.first, self.first + 1 + self.layer)  # behind the room for a bias
+        self.trained = self.trained if self.kv_heads else (self.first,)
 
     def _weights(self, run: BlockRun) -> tuple[Tensor, Tensor]:
-        (q, *_), (k, *_) = run.norms[self.at : self.at + 2]
-        return q, k
+        q, *_ = run.norms[self.at]
+        return q, run.norms[self.at + 1][0] if self.kv_heads else q
 
     def forward(self, run: BlockRun, v: Values) -> None:
         """See Step."""
@@ -80,15 +82,18 @@ class NormHeads(Step):
             self.neighbours,
         )
         run.grads[self.raw], *own = run.ops.norm_rope_backward(*given)
-        for place, grad in zip(self.trained, own, strict=True):
+        for place, grad in zip(self.trained, own, strict=False):  # of no keys there is none
             run.sink.add(place, grad)
 
+    def _columns(self, shape: BlockShape) -> int:
+        return (self.heads + 2 * self.kv_heads) * shape.head_dim
+
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        return {self.qkv: shape.qkv * shape.itemsize}
+        return {self.qkv: self._columns(shape) * shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        columns = shape.qkv - self.keyed * shape.kv_heads * shape.head_dim
+        columns = self._columns(shape) - self.keyed * self.kv_heads * shape.head_dim
         return {self.raw: columns * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -97,10 +102,10 @@ class NormHeads(Step):
         return heads * shape.head_dim**2 // 512 if self.layer and shape.trained else 0
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        yield "memory", norm_rope(rows, shape.qkv, shape.itemsize)
+        yield "memory", norm_rope(rows, self._columns(shape), shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        yield "memory", norm_rope_backward(rows, shape.qkv, shape.itemsize)
+        yield "memory", norm_rope_backward(rows, self._columns(shape), shape.itemsize)
 
 
 @dataclass(eq=False)
@@ -206,7 +211,12 @@ class Attend(Step):
     @property
     def crosses(self) -> bool:
         """Whether the keys are those of the memory."""
-        return len(self.sources) > 1 and not self.gathered
+        return len(self.sources) > 1 and not self.gathered and not self.borrows
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the keys are those of an earlier block."""
+        return KEYS in self.sources
 
     @property
     def gathered(self) -> bool:
@@ -271,8 +281,13 @@ class Attend(Step):
         if seen is not None:
             around = (0, 0, 0, 0, seen[0], len(v[self.sources[1]]) - seen[1])
             grads = grads[0], F.pad(grads[1], around), F.pad(grads[2], around)
-        if self.turned:
+        if self.turned and not self.borrows:
             run.grads[self.sources[0]] = grads  # type: ignore[assignment]
+            return
+        if self.borrows:  # the norm of queries takes them with those of no keys
+            run.grads[self.sources[0]] = grads[0], grads[1][:, :0], grads[2][:, :0]  # type: ignore[assignment]
+            if KEYS in run.wants:
+                run.grads[KEYS] = torch.cat(grads[1:], 1).flatten(1)
             return
         pieces = [grads] if len(self.sources) == 1 else [grads[:1], grads[1:]]
         for name, piece in zip(self.sources, pieces, strict=True):
@@ -322,7 +337,7 @@ class Attend(Step):
         """See Step. dq in float32 and a sum for each head; or, once those are gone, the gradients that are
         put side by side."""
         sums = self._rows(4 * (self._queries + self.heads))
-        return sums if self.turned else max(sums, [*self.grads(shape).values()][-1])
+        return sums if self.turned and not self.borrows else max(sums, [*self.grads(shape).values()][-1])
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""

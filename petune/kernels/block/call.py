@@ -125,8 +125,8 @@ class Spec:
 
     def unhalved(self, rows: int, given: Mapping[str, Any]) -> str | None:
         """Why halves of so many rows may not go through in turns, or None. given: the call's arguments."""
-        if self.program.inputs != ("x",):
-            return "its blocks read an encoder or a bias of positions"
+        if self.program.inputs != ("x",) or self.program.meets:
+            return "its blocks read more than hidden states, or lend their keys"
         if self.called:
             return "its blocks call modules of the model's own"
         if running().segments is not None or any(given.get(name) is not None for name in MASKS):
@@ -307,13 +307,14 @@ class Call:
         given: Sequence[bool],
         turns: Turns | None = None,
         sink: Sink | None = None,
+        lent: Tensor | None = None,
     ) -> InTurns[tuple[list[Tensor | None], list[Tensor | None]]]:
         """(the gradients of the inputs, those of `tensors`), None for what needs none, by `given` and
-        `needs`; kept is what `forward` gave. sink: of all calls that go in turns; the gradients of `tensors`
-        are left in it then."""
+        `needs`; kept is what `forward` gave; lent: the gradient of what it lends. sink: of all calls that go
+        in turns; the gradients of `tensors` are left in it then."""
         run = self.run(groups, tensors, turns)
         grads = yield from fold.backward(
-            self.spec.program, run, dy, kept, needs, given, self.rung.keep, self.tile, sink
+            self.spec.program, run, dy, kept, needs, given, self.rung.keep, self.tile, sink, lent
         )
         return grads, self.gradients(groups, tensors, run.sink) if sink is None else []
 

@@ -66,8 +66,10 @@ def calls_all(core: Core) -> bool:
 
 
 def vectors_in(sublayer: SubLayer) -> list[bool]:
-    """Of each vector of a sub-layer, that of its features and that of its sum, whether it trains."""
+    """Of each vector of a sub-layer, that of its features and that of its sum, whether it trains; of the
+    matrices of vectors of tokens, between both, too."""
     own = [] if sublayer.vector is None else [sublayer.learns]
+    own += [] if sublayer.per_token is None else [sublayer.per_token.learns] * 2
     return own if sublayer.factor is None else [*own, False]
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from petune.kernels.block.layout import MASKS, MEMORY, NO_MASK
+from petune.kernels.block.layout import MASKS, MEMORY, is_no_mask
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, pack, unpack
 from petune.models.disentangled import by_distance
@@ -36,7 +36,7 @@ class Unpadded:
         """See stack_protocols.Edges: the encoder's hidden states have rows and padding of their own."""
         positions = stack.rule.positions
         if name in MASKS:  # beside segments attention that scores positions reads none either
-            gone = value is NO_MASK or (positions is not None and here.segments is not None)
+            gone = is_no_mask(value) or (positions is not None and here.segments is not None)
             return None if gone else value
         if positions is not None and name in (positions.argument, *positions.handed):  # of no row
             apart = name == positions.distances and here.segments is not None

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from petune.kernels.block.lent_steps import LENT
 from petune.kernels.block.program import Program
 from petune.kernels.block.rows import Sink
 from petune.kernels.block.schedule import Section
@@ -40,14 +41,16 @@ def backward(
     keep: Level,
     tile: int | None,
     sink: Sink | None = None,
+    lent: Tensor | None = None,
 ) -> InTurns[list[Tensor | None]]:
     """The gradients of the inputs, None for those not `given` as in need of one; those of what trains, as
     `needs` says, go into run.sink, which is `sink` where several passes share one.
 
-    `kept` is used up.
+    `kept` is used up. lent: the gradient of what it lends.
     """
     schedule = program.schedules.backward(keep, tuple(needs), tuple(given))
     run.sink, run.wants, run.grads = sink or Sink(needs), schedule.wants, {program.y: dy}
+    run.grads |= {} if lent is None else {LENT: lent}
     for section, drops in zip(schedule.sections, schedule.drops, strict=True):
         yield from _run(section, drops, run, kept, _tiles(section, kept, keep, tile))
     return [run.grads.get(name) for name in program.inputs]

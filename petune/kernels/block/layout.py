@@ -23,6 +23,11 @@ MEMORY, BIAS, MASKS = "encoder_hidden_states", "position_bias", ("attention_mask
 NO_MASK = torch.empty(0, 0, 0, 0, dtype=torch.bool)
 
 
+def is_no_mask(value: Tensor) -> bool:
+    """Whether a mask is NO_MASK, or all of its rows, as a model cuts them out for some of its blocks."""
+    return value is NO_MASK or (value.dim() == 4 and not value.numel())
+
+
 class Layout(NamedTuple):
     """The rows or segments of a call's tokens as attention sees them, and of the memory that it attends to.
 

@@ -8,7 +8,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import is_not
@@ -23,16 +23,16 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import BlockLayers, Call, Draws, Spec
 from petune.kernels.block.called import CoreCall
-from petune.kernels.block.cores import vectors_in
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
 from petune.kernels.block.exchange_steps import shared
 from petune.kernels.block.halves import BlockPass, Halves, calls_of_halves
 from petune.kernels.block.known_layers import exchanged, known_bottleneck, known_part
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
-from petune.kernels.block.node import Node, forward
+from petune.kernels.block.lent_steps import lend, met
+from petune.kernels.block.node import passed
+from petune.kernels.block.sublayers import begun
 from petune.kernels.block.watchers import hooks_act
-from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.exchange import exchange_of
 from petune.models.tuned_linear import class_of, made_of
@@ -88,7 +88,7 @@ class FusedBlock(nn.Module):
             )
         if (reason := self.spec.overflows(dtype)) is not None:
             return reason
-        if _begun(self.spec):
+        if begun(self.spec.vectors, self.spec.program.sublayers):
             return "a vector that scales its sub-layers trains, and did not when it was fused"
         hooked = self._hooked()
         return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
@@ -128,6 +128,8 @@ class FusedBlock(nn.Module):
         others = (core.table.positions for core in self.spec.called)
         if any(one is not None and given.get(one.queries) is not None for one in others):
             return "its queries are made of others than its hidden states"
+        if self.spec.program.meets and isinstance(read := met(self.spec, hidden, given), str):
+            return read
         if any(self.spec.exchanges) and not running().sizes:
             return "its sequence is not cut in this call"
         for states in (hidden, memory):
@@ -150,11 +152,10 @@ class FusedBlock(nn.Module):
         layout = Layout.of(hidden, memory, self.spec.by_sequence)
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
         call = self._call_of(parts, layout, hidden, given, bias)
-        inputs = self.inputs(hidden, memory, bias, self.table(given))
-        if torch.is_grad_enabled():
-            return self.result(Node.apply(call, *inputs, *self.tensors(parts)), bias)  # type: ignore[no-untyped-call]
-        call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
-        return self.result(forward(call, inputs, self.tensors(parts))[0].view(hidden.shape), bias)
+        inputs = self.inputs(hidden, memory, bias, self.table(given), given)
+        out, lent = passed(call, inputs, self.tensors(parts))
+        lend(self.spec, lent, hidden, given)
+        return self.result(out, bias)
 
     def _call_of(
         self,
@@ -244,10 +245,16 @@ class FusedBlock(nn.Module):
         return next((given.get(one.argument) for one in called if one is not None), None)
 
     def inputs(
-        self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None, table: Tensor | None = None
+        self,
+        hidden: Tensor,
+        memory: Tensor | None,
+        bias: Tensor | None,
+        table: Tensor | None = None,
+        given: Mapping[str, Any] | None = None,
     ) -> list[Tensor]:
-        """What the program is given, in its order."""
-        named = {"x": hidden, "memory": memory, "bias": bias, "table": table}
+        """What the program is given, in its order; given: the arguments of a call that reads other values."""
+        own = met(self.spec, hidden, given) if given and self.spec.program.meets else {}
+        named = {"x": hidden, "memory": memory, "bias": bias, "table": table, **cast("dict[str, Any]", own)}
         return [cast("Tensor", named[name]) for name in self.spec.program.inputs]
 
     def result(self, out: Tensor, bias: Tensor | None) -> Any:
@@ -372,14 +379,6 @@ class FusedBlock(nn.Module):
     def draws(self, parts: BlockLayers, places: Places) -> Draws:
         """What drops out in a call, drawn in the order in which the block's own forward draws."""
         return drawn(self.spec, parts, places) if self.training else Draws.nothing(parts, self.spec.program)
-
-
-def _begun(spec: Spec) -> bool:
-    """Whether a vector trains that did not when the program was made, which keeps nothing for that."""
-    if not spec.vectors:
-        return False
-    held = [learns for one in spec.program.sublayers for learns in vectors_in(one)]
-    return any(getattr(*at).requires_grad > own for at, own in zip(spec.vectors, held, strict=True))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,19 +12,23 @@ from torch.autograd.function import once_differentiable
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Call, factors_of
+from petune.kernels.block.lent_steps import LENT
 from petune.kernels.block.steps import Values
 from petune.kernels.block.turns import alone
+from petune.kernels.configs import Rung
 from petune.kernels.memory.offload import Parked
 
 
 class Node(torch.autograd.Function):
-    """One call of a fused block: Node.apply(call, *inputs, *tensors)."""
+    """One call of a fused block: Node.apply(call, *inputs, *tensors) gives its hidden states, with what it
+    lends to later blocks, [m, 2 kv_heads d], where it does."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *values: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, *values: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         count = len(call.spec.program.inputs)
         inputs, tensors = cast("Sequence[Tensor]", values[:count]), values[count:]
         y, kept, factors = forward(call, inputs, tensors)
+        lent, kept = without_lent(kept)
         ctx.call, ctx.inputs, ctx.numbers = (
             call,
             [(one.shape, one.dtype) for one in inputs],
@@ -33,11 +38,12 @@ class Node(torch.autograd.Function):
             ctx.parked = park(call, kept)
             flat, ctx.names = flattened(kept)
             ctx.save_for_backward(*tensors, *factors, *flat)
-        return y.view(inputs[0].shape)
+        y = y.view(inputs[0].shape)
+        return y if lent is None else (y, lent)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, lent: Tensor | None = None) -> tuple[Tensor | None, ...]:
         call, (count, factors) = ctx.call, ctx.numbers
         saved = ctx.saved_tensors
         tensors, made = saved[:count], saved[count : count + factors]
@@ -48,13 +54,25 @@ class Node(torch.autograd.Function):
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
         with torch.autocast(dy.device.type, enabled=False):
             found, grads = alone(
-                call.backward(rows_of(dy), kept, call.groups(tensors, made), tensors, needs, given)
+                call.backward(rows_of(dy), kept, call.groups(tensors, made), tensors, needs, given, lent=lent)
             )
         own = [
             None if grad is None else grad.view(shape).to(dtype)
             for grad, (shape, dtype) in zip(found, ctx.inputs, strict=True)
         ]
         return None, *own, *grads
+
+
+def passed(
+    call: Call, inputs: Sequence[Tensor], tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """What a call gives, of the shape of its hidden states, and what it lends, None for nothing."""
+    if torch.is_grad_enabled():
+        out: Any = Node.apply(call, *inputs, *tensors)  # type: ignore[no-untyped-call]
+        return out if isinstance(out, tuple) else (out, None)
+    call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
+    y, kept, _ = forward(call, inputs, tensors)
+    return y.view(inputs[0].shape), kept.get(LENT)
 
 
 def forward(
@@ -67,6 +85,11 @@ def forward(
     with torch.autocast(inputs[0].device.type, enabled=False):
         groups = call.groups(tensors)
         return *alone(call.forward(rows, groups, tensors)), factors_of(groups)
+
+
+def without_lent(kept: Values) -> tuple[Tensor | None, Values]:
+    """What a block hands to later ones, None for nothing, and what it keeps for its own way back."""
+    return (kept[LENT], kept | {LENT: None}) if LENT in kept else (None, kept)
 
 
 def rows_of(x: Tensor) -> Tensor:

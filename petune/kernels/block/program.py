@@ -10,14 +10,14 @@ bottleneck behind that sum wide = r in float32, seen = norm(r) and adapted = r w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Literal, cast
 
 from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths
 from petune.kernels.block.bottleneck_steps import AddWide, Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.called_step import CallCore
+from petune.kernels.block.compiled_program import Program as Program
 from petune.kernels.block.cores import (
     Drawing,
     Sizes,
@@ -29,67 +29,20 @@ from petune.kernels.block.cores import (
     vectors_in,
 )
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
+from petune.kernels.block.lent_steps import KEYS, TOKENS, Lend, OfTokens
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.mixture import OF_MIXTURE
-from petune.kernels.block.rotary_steps import SIDE_BY_SIDE, Rotate, pairs_of, reaching, turning
+from petune.kernels.block.rotary_steps import SIDE_BY_SIDE, turning
 from petune.kernels.block.routed_steps import experts
 from petune.kernels.block.router_steps import AddShared, Route
 from petune.kernels.block.scale_step import ScaleBy
-from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.spread_steps import spread_experts
 from petune.kernels.block.steps import Add, DropStep, Normalize, Step
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import GroupKind, GroupPlace
 from petune.models.boundary import Connection
-from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, RoutedMlp, SubLayer
+from petune.models.spec import Attention, LinearGroup, Mlp, Norm, PerToken, Role, RoutedMlp, SubLayer
 from petune.models.tuned_parts import TENSORS
-
-
-@dataclass(eq=False)
-class Program:
-    """A block as steps. inputs: values that it is given; y: the one it gives. groups, norms and dropouts are
-    in the order of their use."""
-
-    sublayers: tuple[SubLayer, ...]
-    sizes: Sizes
-    inputs: tuple[str, ...]
-    steps: tuple[Step, ...]
-    y: str
-    groups: tuple[GroupPlace, ...]
-    norms: tuple[Norm, ...]
-    dropouts: tuple[str, ...]  # paths
-    bottlenecks: tuple[str, ...]  # paths of the modules that have them
-    mixtures: tuple[RoutedMlp, ...]
-    order: tuple[Drawing, ...]  # in which the block's own forward draws what drops out
-    sinks: tuple[str, ...]  # paths of those of attentions
-    called: tuple[Attention, ...]  # the cores that are called as they are
-    vectors: tuple[str, ...]  # paths of those that scale what sub-layers give
-    schedules: Schedules = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.schedules = Schedules(self.inputs, self.steps, self.y)
-        self.pairs, self.reach = pairs_of(self.sublayers), reaching(self.sublayers)
-
-    @cached_property
-    def attends(self) -> list[Attend]:
-        """Its attentions, in order."""
-        return [step for step in self.steps if isinstance(step, Attend)]
-
-    @cached_property
-    def across(self) -> tuple[bool, ...]:
-        """Of each group, whether it reads the memory."""
-        reads = {step.at: step.x for step in self.steps if isinstance(step, Low)}
-        return tuple(reads.get(at) == "memory" for at in range(len(self.groups)))
-
-    @property
-    def gated(self) -> bool:
-        """Whether its MLP has a gate."""
-        return any(step.gated for step in self.steps if isinstance(step, Activated))
-
-    @cached_property
-    def rotary(self) -> bool:
-        """Whether it is given the angles of rotary positions."""
-        return any(isinstance(step, Rotate | NormHeads) for step in self.steps)
 
 
 @cache
@@ -164,6 +117,10 @@ class _Build:
             self.steps.append(DropStep(branch, f"{name}.dropped", self.drop(sublayer.drop), held))
             branch = f"{name}.dropped"
         normed, scale = read or after is not None, cast("float", sublayer.scale)
+        if sublayer.per_token is not None:
+            self.steps.append(Add(branch, x, f"{name}.t", sublayer.per_token.learns, scale, held))
+            x, scale, held = f"{name}.t", 1.0, False
+            branch = self.of_tokens(x, sublayer.per_token)
         factor = None if sublayer.factor is None else len(self.vectors)
         self.vectors += [] if sublayer.factor is None else [sublayer.factor]
         given = branch, x, f"{name}.r", normed, scale, held, factor
@@ -179,6 +136,15 @@ class _Build:
         self.vectors.append(path)
         self.steps.append(ScaleBy(branch, y, at, self.vectors_begin + at, learns, held))
         return y
+
+    def of_tokens(self, x: str, table: PerToken) -> str:
+        """What is made of x and of vectors of tokens, which is added to x."""
+        at, first = len(self.vectors), self.vectors_begin + len(self.vectors)
+        self.vectors += [f"{path}.weight" for path in (table.enter, table.leave)]
+        self.inputs.append(TOKENS)
+        given = table.features, self.sizes.act, at, first, table.learns
+        self.steps.append(OfTokens(x, "tokens.p", *given))
+        return self.norm("tokens.n", "tokens.p", table.norm)
 
     def adapted_sum(self, name: str, sublayer: SubLayer, normed: bool) -> str:
         """The sum with what the bottleneck behind it adds. normed: a norm reads that, the one behind the sum
@@ -328,15 +294,18 @@ class _Build:
             kept: Level | None = None if gone else "projections"
             y = f"{raw}.raw" if turned else raw
             sources.append(self.linears(place, reads, s, y, kept, "projections"))
-        if core.q_norm is not None and core.k_norm is not None:
+        borrows = core.lending is not None and core.lending.borrows
+        if core.q_norm is not None and (borrows or core.k_norm is not None):
             own, first = self.norm_place(core.q_norm)
-            self.norm_place(core.k_norm)
+            if core.k_norm is not None:
+                self.norm_place(core.k_norm)
             step = NormWidths if core.q_norm.over == "features" else NormHeads
             keyed = core.v_norm is not None and "v" not in dict(core.groups[0].members)
             how = core.v_norm is not None, keyed, core.q_norm.kind == "layer", core.pairs in SIDE_BY_SIDE
-            counts = sizes.heads, sizes.kv_heads, sizes.eps
+            counts = sizes.heads, 0 if borrows else sizes.kv_heads, sizes.eps
             self.steps.append(step(f"{raw}.raw", raw, *counts, own, first, *how))
-            sources = [raw]
+            sources = [raw, KEYS] if borrows else [raw]
+            self.inputs += [KEYS] if borrows else []
         elif core.rotary:
             whole, at = (sizes.heads, sizes.kv_heads, sizes.head_dim), self.groups.index(place)
             self.steps += turning(core, raw, whole, at if place.scaled else None, not traded)
@@ -358,6 +327,8 @@ class _Build:
             self.steps.append(Trade(sources[0], f"{name}.traded", *whole, how, exchange, turned))
             sources, turned, held = [f"{name}.traded"], False, exchange.kv_heads[exchange.index]
             own = held * (sizes.heads // sizes.kv_heads), held, sizes.head_dim
+        if core.lending is not None and core.lending.lends:
+            self.steps.append(Lend(sources[0], sizes.heads * sizes.head_dim))
         if core.bias is not None:
             self.inputs.append("bias")
         bias, given = None if core.bias is None else "bias", (core.window, exchange, core.softcap)

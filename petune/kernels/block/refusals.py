@@ -22,6 +22,7 @@ from petune.models.spec import (
     Attention,
     Mlp,
     Norm,
+    PerToken,
     RoutedMlp,
     StackRule,
     SubLayer,
@@ -56,6 +57,10 @@ def refusal(block: nn.Module, sublayers: Sequence[SubLayer], config: Any, activa
     crosses = any(isinstance(one.core, Attention) and one.core.memory is not None for one in sublayers)
     if not crosses and (getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False)):
         return "it attends to an encoder, of which its family's table says nothing"
+    for path in (path for one in sublayers if one.per_token for path in _of_tokens(one.per_token)):
+        layer: Any = block.get_submodule(path)
+        if class_in(layer) is not nn.Linear or layer.bias is not None:
+            return f"{path} is a {_kind(layer)}, and the table says torch's Linear without a bias"
     norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in norms_of(sublayer)]
     bare = [norm.path for norm, _ in norms if not norm.scales]
     return (
@@ -74,6 +79,10 @@ def unread(block: nn.Module, rule: StackRule) -> str | None:
             if not hasattr(module, "scaling"):
                 return f"{core.at} is a {type(module).__name__}, which does not say the scale of its scores"
     return None
+
+
+def _of_tokens(table: PerToken) -> tuple[str, str]:
+    return table.enter, table.leave
 
 
 def _other_layer(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> str | None:
@@ -120,6 +129,8 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
             )
         if core.rotary and core.pairs in ("halves", "twins") and (share := _turned(module)) != 1:
             return f"its positions turn {share:.0%} of a head's columns"
+        if core.lending and exchange is not None:
+            return "its blocks share keys and values, and attention sees tokens of other ranks"
         if core.sinks and exchange is not None:
             return "its attention has sinks, which does not see tokens of other ranks"
         if core.softcap and exchange is not None and exchange.kind == "ring":

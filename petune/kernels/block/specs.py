@@ -111,6 +111,9 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
         return heads, heads, shape.head_dim
     width = int(getattr(attention, "head_dim", shape.head_dim))  # which may be this block's own
     sites = core.region.sites
+    if core.lending is not None and core.lending.borrows:  # as many as another block has
+        heads = cast("LowRank", linear_of(block.get_submodule(sites["q"]))).outputs // width
+        return heads, heads // int(cast("Any", attention).num_key_value_groups), width
     paths = [sites["qkv"] if "qkv" in sites else sites[role] for role in ("q", "k")]
     queries, keys = (cast("LowRank", linear_of(block.get_submodule(path))).outputs for path in paths)
     if paths[0] == paths[1]:  # of one linear

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
-from petune.kernels.block.cores import called, calls_all, is_called
+from petune.kernels.block.cores import called, calls_all, is_called, vectors_in
 from petune.models.boundary import boundary_of
 from petune.models.experts import spread_of
 from petune.models.joined import MEMBERS
 from petune.models.spec import (
     Attention,
+    Lending,
     LinearGroup,
     Mlp,
     Norm,
+    PerToken,
     Role,
     RoutedMlp,
     StackRule,
@@ -50,12 +53,14 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
     drop = None if sublayer.drop is None or _is_none(block, sublayer.drop) else sublayer.drop
     scaled, entries = scaled_roles(block, core)
     core = _by_parts(block, core)
+    per_token = None if sublayer.per_token is None else _of_tokens(block, sublayer.per_token)
     sublayer = replace(
         sublayer,
         core=core,
         drop=drop,
         scale=scale,
         learns=sublayer.vector is not None and block.get_parameter(sublayer.vector).requires_grad,
+        per_token=per_token,
         bottleneck=features,
         beside=part is not None and part.beside,
         of_sum=part is not None and part.of_sum,
@@ -81,7 +86,8 @@ def _read(block: nn.Module, sublayer: SubLayer, last: bool) -> SubLayer:
         norm if norm is not None and child_of(block, norm.path) else None
         for norm in (core.q_norm, core.k_norm, core.v_norm)
     )
-    core = replace(core, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, rotary=rotary)
+    lending = None if core.lending is None else _lending(attention, core.lending)
+    core = replace(core, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, rotary=rotary, lending=lending)
     return replace(sublayer, core=replace(core, scale=scale, window=window, softcap=softcap))
 
 
@@ -94,6 +100,23 @@ def _chosen(block: nn.Module, core: Attention | Mlp | RoutedMlp) -> Attention | 
     if isinstance(core, Mlp):
         return replace(core, up=_present(block, core.up), down=leave)
     return replace(core, groups=tuple(_present(block, group) for group in core.groups), out=leave)
+
+
+def _of_tokens(block: nn.Module, table: PerToken) -> PerToken | None:
+    """What a block makes of vectors of tokens, None where it is handed none."""
+    if child_of(block, table.enter) is None:
+        return None
+    weights = [block.get_parameter(f"{path}.weight") for path in (table.enter, table.leave)]
+    return replace(table, features=len(weights[0]), learns=any(one.requires_grad for one in weights))
+
+
+def _lending(attention: nn.Module, table: Lending) -> Lending | None:
+    """Whether attention hands its keys on, or reads those of others; None where it does neither."""
+    lends, borrows = (
+        says if isinstance(says, bool) else bool(getattr(attention, says))
+        for says in (table.lends, table.borrows)
+    )
+    return replace(table, lends=lends, borrows=borrows) if lends or borrows else None
 
 
 def _called(block: nn.Module, core: Attention) -> Attention:
@@ -181,11 +204,21 @@ def norms_of(sublayer: SubLayer) -> list[Norm]:
         heads = core.q_norm, core.k_norm, core.v_norm
     else:
         heads = None, None, None
+    tokens = None if sublayer.per_token is None else sublayer.per_token.norm
     return [
         norm
-        for norm in (sublayer.norm_in, *heads, sublayer.norm_out, sublayer.norm_after_sum)
+        for norm in (sublayer.norm_in, *heads, sublayer.norm_out, tokens, sublayer.norm_after_sum)
         if norm is not None
     ]
+
+
+def begun(vectors: Sequence[tuple[nn.Module, str]], sublayers: Sequence[SubLayer]) -> bool:
+    """Whether one of these vectors of a block trains that did not when its sub-layers were read, by which
+    nothing is kept for that."""
+    if not vectors:
+        return False
+    held = [learns for one in sublayers for learns in vectors_in(one)]
+    return any(getattr(*at).requires_grad > own for at, own in zip(vectors, held, strict=True))
 
 
 def _is_none(block: nn.Module, path: str) -> bool:

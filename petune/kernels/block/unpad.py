@@ -117,6 +117,7 @@ class FindSegments:
     alone, with no segments and their mask as it was:
     - with a mask that is not [b, t];
     - that read or fill a cache, which for a decoder is the default: pass use_cache=False;
+    - whose last blocks compute some tokens alone (Gemma 4's, of those whose logits are asked for);
     - that go across to an encoder, unless the encoder's own finder is given, by whom `running().memory` is
       found;
     - of which hidden states or attentions are recorded, as they would be recorded packed;
@@ -226,6 +227,8 @@ class FindSegments:
             for name in ("hidden_states", "attentions", "router_logits")
         ):
             return True
+        if getattr(config, "num_kv_shared_layers", 0) and call.get("logits_to_keep"):
+            return True  # whose last blocks compute the last tokens of rows alone
         # A BERT that is asked to be a decoder is one; encoders ignore a config that speaks of a cache
         return (
             _asked(config, call, "use_cache") if self.causal else bool(getattr(config, "is_decoder", False))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from petune.kernels.block.boundary_steps import Enter, Leave
+from petune.kernels.block.lent_steps import KEYS, LENT, TOKENS
 from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import ScheduledPass, Section
 from petune.kernels.block.steps import Add, Step
@@ -45,8 +46,9 @@ class Phase:
 def kept_sizes(shape: BlockShape, keep: Level) -> dict[str, int]:
     """Bytes per token of each value that a block keeps for its backward pass."""
     program = of_shape(shape)
-    # these two are all blocks', and one tensor each
-    rows = {"x": shape.width * shape.itemsize, "memory": 0, "bias": 0, "table": 0}
+    # of most of these there is one tensor for all blocks, and keys are counted where they are lent
+    rows = {"x": shape.width * shape.itemsize, "memory": 0, "bias": 0, "table": 0, KEYS: 0}
+    rows[TOKENS] = shape.of_tokens * shape.itemsize
     for step in program.steps:
         rows |= step.sizes(shape)
         if step.over is not None:
@@ -91,7 +93,8 @@ def phases(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None)
         shape, program, keep, tokens, tile if tile is not None and tile < tokens and keep != "all" else None
     )
     back = program.schedules.backward(keep, needs_of(shape, program), (True,) * len(program.inputs))
-    return *walk.through(program.schedules.forward(keep), {}), *walk.through(back, {program.y: 0})
+    lent = {name: size * tokens for name, size in kept_sizes(shape, "input").items() if name == LENT}
+    return *walk.through(program.schedules.forward(keep), {}), *walk.through(back, {program.y: 0} | lent)
 
 
 class _Walk:

@@ -249,10 +249,18 @@ class BlockShape:
         kinds = [one.core for one in self.sublayers if isinstance(one.core, Attention)]
         keyed = any(core.v_norm and "v" not in core.region.sites for core in kinds)
         qkv = self.qkv - keyed * self.kv_heads * self.head_dim
+        borrows = any(core.lending is not None and core.lending.borrows for core in kinds)
+        qkv = self.queries if borrows else qkv
         qkv = 0 if self.called is not None else qkv  # which are the core's
         own = self.width * (self.attentions * (qkv + self.queries) + self.gu + self.columns)
+        own += 2 * self.width * self.of_tokens
         own += 0 if self.called is None else self.called.weights
         return own + (0 if self.experts is None else self.experts.weights(self.width))
+
+    @property
+    def of_tokens(self) -> int:
+        """Features of the vector that it is handed for every token, 0 for none."""
+        return sum(one.per_token.features for one in self.sublayers if one.per_token is not None)
 
     @property
     def routed(self) -> ExpertSizes:

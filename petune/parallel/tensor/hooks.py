@@ -358,7 +358,7 @@ class StackEdges(StatelessHook):
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
         """See stack_protocols.Edges: own positions for attention on own tokens."""
         by_sequence = self.plan.connection == "sequence"
-        if name in stack.rule.tokens:
+        if any(one.per_token is not None and one.per_token.argument == name for one in stack.rule.sublayers):
             return self.part(value, here)
         positions = stack.rule.positions
         if positions is not None and name == positions.argument:

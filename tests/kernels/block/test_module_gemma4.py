@@ -27,6 +27,7 @@ from petune.methods import wrap
 from petune.models import family_of
 from tests.kernels import own_blocks
 from tests.kernels.fused_pairs import stand_on
+from tests.kernels.gemma4_blocks import METHODS, blocks_of, rows_of, set_factors, wide_norm
 from tests.kernels.own_blocks import LEVELS, assert_trains_alike, cells_of_methods
 from tests.kernels.replays import replayed
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny
@@ -35,27 +36,6 @@ from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED
 
 NAME = "gemma4-causal"  # of whose two blocks the second has wider heads, fewer keys, and no linear of values
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("full", {}),
-    "lora": ("lora", {"r": 4, "dropout": 0.3}),
-    "lora of a rank too large to fold": ("lora", {"r": 40}),
-    "q and down": ("lora", {"r": 4, "targets": ["q", "down"]}),
-    "dora": ("dora", {"r": 4}),
-    "ia3": ("ia3", {"targets": ["q", "k", "o", "down"]}),
-    "miss": ("miss", {"r": 4, "dropout": 0.3}),
-    "adapter": ("adapter", {"reduction": 4, "dropout": 0.3}),
-    "pfeiffer": ("adapter", {"reduction": 4, "kind": "pfeiffer"}),
-    "parallel": ("adapter", {"reduction": 4, "kind": "parallel"}),
-}
-
-
-def wide_norm(self: Any, x: Tensor) -> Tensor:
-    """Gemma's norm in the dtype of its input; its own goes through float32."""
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-    return y * self.weight if self.with_scale else y
-
-
-wide_norm.__module__ = Gemma4RMSNorm.__module__  # or a block with it is a stranger's
 
 
 @pytest.fixture
@@ -64,18 +44,6 @@ def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def blocks_of(model: Any) -> Any:
-    """The blocks of a model, fused or not."""
-    return getattr(model.model.layers, "blocks", model.model.layers)
-
-
-def set_factors(*models: Any, by: float = 1.0) -> None:
-    """Have every block end with a number of its own."""
-    for model in models:
-        for at, block in enumerate(blocks_of(model)):
-            block.layer_scalar.fill_(by * (0.6 + at))
 
 
 def tuned(method: str = "lora", dtype: torch.dtype = torch.float64, **config: Any) -> Any:
@@ -96,18 +64,10 @@ def pair(
     return made, plain
 
 
-def rows_of(kind: str) -> dict[str, Any]:
-    """A batch of padded rows, of two samples each, of one row, or of equal length without a mask."""
-    if kind == "packed":
-        return own_blocks.packed(NAME)
-    inputs = batch(NAME, length=9, rows=1 if kind == "one row" else 3)
-    return inputs if kind == "padded" else {key: inputs[key] for key in inputs if key != "attention_mask"}
-
-
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize(("method", "keep", "rows"), cells_of_methods(METHODS))
 def test_every_method_trains_as_with_the_models_own_blocks(method: str, keep: Any, rows: str) -> None:
-    assert_trains_alike(*pair(method, keep), rows_of(rows), 2)
+    assert_trains_alike(*pair(method, keep), rows_of(NAME, rows), 2)
 
 
 @pytest.mark.usefixtures("_float64")
@@ -115,7 +75,7 @@ def test_every_method_trains_as_with_the_models_own_blocks(method: str, keep: An
 def test_values_of_wide_heads_may_have_a_linear_and_blocks_one_kind(changes: dict[str, Any]) -> None:
     made, plain = pair("full", "input", **changes)
     for kind in ("whole", "one row"):
-        assert_trains_alike(made, plain, rows_of(kind), 1)
+        assert_trains_alike(made, plain, rows_of(NAME, kind), 1)
 
 
 @pytest.mark.usefixtures("_float64")
@@ -124,10 +84,10 @@ def test_the_number_that_a_block_ends_with_is_read_in_every_pass(method: str) ->
     made, plain = pair(method, "input")
     for by in (1.0, -0.5):
         set_factors(made, plain, by=by)
-        assert_trains_alike(made, plain, rows_of("padded"), 1)
+        assert_trains_alike(made, plain, rows_of(NAME, "padded"), 1)
     for model in (made, plain):  # another tensor in its place
         blocks_of(model)[1].layer_scalar = torch.full((1,), 2.0, dtype=torch.float64)
-    assert_trains_alike(made, plain, rows_of("padded"), 1)
+    assert_trains_alike(made, plain, rows_of(NAME, "padded"), 1)
 
 
 @pytest.mark.parametrize("form", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
@@ -135,13 +95,13 @@ def test_over_a_quantised_base_it_trains_as_the_models_own_blocks(form: str) -> 
     own = {"r": 4, "base_dtype": form}
     plain = own_blocks.tuned(NAME, "lora", own, torch.float32, **of_64(NAME))
     set_factors(plain)
-    assert_trains_alike(own_blocks.fused(plain, "input"), plain, rows_of("packed"), 1)
+    assert_trains_alike(own_blocks.fused(plain, "input"), plain, rows_of(NAME, "packed"), 1)
 
 
 def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
     """Hidden states are bfloat16, and what they are multiplied by is float32."""
     made, plain = pair("full", "input", torch.float32, attention_dropout=0.0)
-    inputs = rows_of("padded")
+    inputs = rows_of(NAME, "padded")
     with torch.autocast("cpu", torch.bfloat16):
         both = [gradients(one, inputs) for one in (made, plain)]
     (loss, found), (expected, wanted) = both
@@ -199,13 +159,13 @@ def test_blocks_are_replayed_whichever_width_of_heads_comes_first(first: str) ->
     made = own_blocks.fused(plain)
     recorder = replayed(made)
     for kind in ("padded", "whole", "padded"):
-        assert_trains_alike(made, plain, rows_of(kind), 1)
+        assert_trains_alike(made, plain, rows_of(NAME, kind), 1)
     assert recorder.backwards
 
 
 def test_blocks_stream() -> None:
     plain = tuned("full", torch.float32)
-    own_blocks.assert_streams_alike(own_blocks.fused(plain), plain, rows_of("padded"))
+    own_blocks.assert_streams_alike(own_blocks.fused(plain), plain, rows_of(NAME, "padded"))
 
 
 def held(model: Any, number: int) -> float:
@@ -277,7 +237,7 @@ def test_a_number_that_trains_is_read_by_the_models_own_block() -> None:
     made, plain = pair("dora", dtype=torch.float32, attention_dropout=0.0)
     for model in (made, plain):
         blocks_of(model)[0].layer_scalar.requires_grad_()
-    (loss, found), (expected, wanted) = (gradients(one, rows_of("padded")) for one in (made, plain))
+    (loss, found), (expected, wanted) = (gradients(one, rows_of(NAME, "padded")) for one in (made, plain))
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert_same_gradients(found, wanted, 1e-5)
     said = fused_blocks(made)[0].spec.said
@@ -321,4 +281,4 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in fused_blocks(made):
         block.spec.ops = replace(block.spec.ops, **{attribute: wrong})
     with pytest.raises(AssertionError):
-        assert_trains_alike(made, plain, rows_of("one row"), 1)
+        assert_trains_alike(made, plain, rows_of(NAME, "one row"), 1)

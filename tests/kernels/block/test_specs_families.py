@@ -25,10 +25,8 @@ from tests.kernels.own_blocks import wide
 from tests.methods.family_cells import PACKED, PACKING
 from tests.methods.more_models import MORE
 from tests.methods.zoo import (
-    FUSED,
     MOE,
     SETTINGS,
-    UNFUSED,
     ZOO,
     assert_same_gradients,
     batch,
@@ -74,7 +72,7 @@ def assert_alike(made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], c
 @pytest.mark.crossed(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", RUNGS)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", MORE)
 def test_fused_blocks_compute_what_the_family_s_own_do(name: str, method: str) -> None:
     plain = tuned(name, method)
     made = fused(plain)
@@ -82,16 +80,6 @@ def test_fused_blocks_compute_what_the_family_s_own_do(name: str, method: str) -
     assert_alike(made, plain, batch(name, rows=2), CLOSE[name])
     whole = {key: value for key, value in batch(name, length=11).items() if key != "attention_mask"}
     assert_alike(made, plain, whole, CLOSE[name])  # no mask at all: who sees whom is the table's word
-
-
-@pytest.mark.parametrize("name", sorted(UNFUSED))
-def test_what_cannot_be_fused_says_why_and_trains_with_its_linears_fused(name: str) -> None:
-    plain = tuned(name)
-    made = copy.deepcopy(plain)
-    done = fuse(made, family_of(made), "reference")
-    assert not done.blocks and done.sites and table(name).name
-    assert any(UNFUSED[name] in reason for reason in done.reasons)
-    assert_alike(made, plain, batch(name))
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -105,8 +93,7 @@ def test_rows_packed_in_one_have_the_loss_and_the_gradients_of_rows_by_themselve
         whole = {key: whole.get(key, 0) + value * (row.shape[1] - 1) for key, value in found.items()}
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)
-    kinds = [model] if name in UNFUSED else [model, fused(model)]
-    for one in kinds:
+    for one in (model, fused(model)):
         loss, found = gradients(
             one, {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
         )
@@ -154,7 +141,7 @@ def test_positions_that_are_counted_along_the_mask_are_those_of_the_tokens(side:
 
 
 def test_the_tuned_start_as_their_base_does_under_fused_blocks() -> None:
-    for name in FUSED:
+    for name in MORE:
         base, model = tiny(name).double(), tiny(name).double()
         tune(model, make_config("lora", SETTINGS["lora"]))
         assert fuse(model, family_of(model), "reference").blocks and tuned_parameters(model)
