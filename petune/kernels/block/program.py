@@ -2,7 +2,8 @@
 
 Values are named after their sub-layer: h = norm(x), entered = h as a sub-layer that is cut across ranks reads
 it, qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d = m W_down, left = the sum over ranks of o or d,
-adapted = the same with what its bottleneck adds, sized = the same times a vector, r = x + o or x + d; of a
+adapted = the same with what its bottleneck adds, sized = the same times a vector, r = x + o or x + d, t = the
+same where vectors of tokens are read, whose part tokens.p is added to it behind a norm, tokens.n; of a
 bottleneck behind that sum wide = r in float32, seen = norm(r) and adapted = r with what it adds; raw is q | k
 | v before positions and heads' norms, s the low-rank input of a group's update
 (petune/kernels/block/linear.py).
