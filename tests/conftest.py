@@ -165,7 +165,7 @@ def _quick_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         if "torch" in sys.modules:
-            for kind in ("cuda", "xpu"):
+            for kind in ("cuda", "xpu", "mtia"):
                 device = getattr(sys.modules["torch"], kind)
                 if not device.is_available():
                     patch.setattr(device, "manual_seed_all", lambda seed: None)

@@ -7,7 +7,6 @@ counted: single temporary tensors, and what the allocator wastes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,6 +18,7 @@ from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.memory.buffers import STREAMED_BLOCKS, kept_bytes, states_bytes
 from petune.kernels.memory.policy_hook import shape_of
+from petune.models.copied import copied
 from petune.models.spec import Family, StackName, StackRule
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.fsdp import gathered, is_light, weighed, whole_where_light
@@ -93,7 +93,7 @@ class Held:
 def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate) -> Held:
     """The part of `model`, which stays as it is, that the rank `at` holds. Raises UsageError where a run
     would."""
-    own = copy.deepcopy(model)
+    own = copied(model)
     if family is None:
         return Held((own,), Placed(), is_light(weighed(model), plan))
     own_stacks(own, family)

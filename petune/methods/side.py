@@ -39,6 +39,7 @@ from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
 from petune.methods.narrowing import check, narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
+from petune.models.copied import copied
 from petune.models.linear_attention import GatedDelta
 from petune.models.port import Call, StackPass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths
@@ -325,7 +326,7 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     for name, path in paths.items():
         around = model.get_submodule(path.rpartition(".")[0])
         blocks = cast("nn.ModuleList", model.get_submodule(path))
-        own = copy.deepcopy(family.part(small, name))
+        own = copied(family.part(small, name))
         own.is_decoder = (name == "decoder" and family.kind == "encoder-decoder") or bool(
             getattr(own, "is_decoder", False)
         )

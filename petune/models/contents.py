@@ -9,7 +9,6 @@ other: so the model is never there in the dtype it had, and a slice is that of t
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from petune.files.ranges import RangeReader, TensorSource, overlap
 from petune.files.safetensors import is_finite
 from petune.models.bitsandbytes_files import FourBit
 from petune.models.checksums import checksum, checksums
+from petune.models.copied import copied
 from petune.models.form import Form
 from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
 from petune.models.frozen_weight import QuantisedWeight, sample_places, sampled
@@ -71,7 +71,7 @@ class Contents:
     def remember(self, model: nn.Module) -> None:
         """Take `model`, whole and on the meta device, for the one whose tensors these are: what it has
         become."""
-        self.model = copy.deepcopy(model)
+        self.model = copied(model)
         first: dict[int, str] = {}
         every = self.model.named_parameters(remove_duplicate=False)
         self.names = {name: first.setdefault(id(value), name) for name, value in every}

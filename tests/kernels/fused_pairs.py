@@ -3,7 +3,6 @@ gradients."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +29,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.kernels.fuse import fuse
 from petune.models import family_of
+from petune.models.copied import copied
 
 SIZES: dict[str, Any] = dict(
     vocab_size=50, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4
@@ -97,7 +97,7 @@ def fresh(name: str, settings: dict[str, Any]) -> nn.Module:
         _made[key] = _tuned(name, settings), torch.get_rng_state()
     made, stream = _made[key]
     torch.set_rng_state(stream)
-    return copy.deepcopy(made)
+    return copied(made)
 
 
 def _tuned(name: str, settings: dict[str, Any]) -> nn.Module:
@@ -119,7 +119,7 @@ def _tuned(name: str, settings: dict[str, Any]) -> nn.Module:
 def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     """The same tuned model twice: fused, with updates that are not zero, and not."""
     plain = fresh(name, settings)
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     assert fuse(fused, family_of(fused), "reference")
     return fused.train(), plain.train()
 

@@ -7,7 +7,6 @@ Every model comes from a seed, in eval mode, with dropout 0 unless asked for.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -53,6 +52,7 @@ from transformers import (
 )
 
 from petune.models import FAMILIES
+from petune.models.copied import copied
 from petune.models.spec import Family
 from tests.methods.more_models import BART, BERT, DECODER, GATED, MIXERS, MORE, T5, VOCAB
 
@@ -155,13 +155,13 @@ def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
         model = model_type(config_type(**settings)).eval()
         if key in _ASKED and len(_MADE) < 64:
-            _MADE[key] = copy.deepcopy(model), torch.get_rng_state()
+            _MADE[key] = copied(model), torch.get_rng_state()
         _ASKED.add(key)
         return model
     model, state = _MADE[key]
     torch.manual_seed(seed)  # of all devices
     torch.set_rng_state(state)
-    return copy.deepcopy(model)
+    return copied(model)
 
 
 _ASKED: set[str] = set()

@@ -37,6 +37,7 @@ from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.frozen_weight import restore_dense
 from petune.models.quantise import quantise_blocks
 from petune.models.stack import stacks_in
@@ -134,7 +135,7 @@ class Case:
 
 def build(case: Case) -> nn.Module:
     """The tuned model, nothing in it at identity any more, in training mode. Equal on every call."""
-    return copy.deepcopy(_built(case))
+    return copied(_built(case))
 
 
 @lru_cache(maxsize=4)

@@ -14,7 +14,6 @@ where a tensor is used in two places), and makes it in one elsewhere.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +36,7 @@ from petune.errors import UsageError
 from petune.kernels.memory.offload import Passing
 from petune.log import say
 from petune.models import input_of
+from petune.models.copied import copied
 from petune.models.spec import Family
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.collectives import least_of
@@ -124,7 +124,7 @@ def _check_schedule(plan: ParallelPlan) -> None:
 
 def _clone(model: nn.Module) -> nn.Module:
     """The modules again, with the same tensors in them."""
-    return copy.deepcopy(model, {id(value): value for value in chain(model.parameters(), model.buffers())})
+    return copied(model, {id(value): value for value in chain(model.parameters(), model.buffers())})
 
 
 def made(plan: ParallelPlan, stages: Sequence[Any], pieces: int, loss: Loss | None) -> Any:

@@ -11,7 +11,6 @@ else.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.models.behind import embeds
+from petune.models.copied import copied
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.pipeline.stage_io import (
@@ -77,7 +77,7 @@ class Outline(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         # not a child, whose tensors would count as here
-        self.__dict__["copy"] = copy.deepcopy(module).to("meta")
+        self.__dict__["copy"] = copied(module).to("meta")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["copy"], name)
