@@ -270,8 +270,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
 
 
 def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
-    """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, all read
-    the same, no positions, call only attention that scores them, whole, and can have what they say in one."""
+    """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, read
+    no positions, all the same, call only attention that scores them, whole, and say what one can hold."""
     told = any(spec.mixtures or spec.program.reach or spec.program.meets for spec in specs)
     told |= any(spec.crossings or core.table.positions is None for spec in specs for core in spec.called)
     says = all(one.recordable for spec in specs for one in spec.crossings)
