@@ -211,8 +211,7 @@ def _probability(owner: nn.Module, name: str) -> float:
 
 class Draws(NamedTuple):
     """What drops out in one call of a block, None where nothing does. groups: of the input of each part's
-    update; drops: of each of the program's dropouts; bottlenecks: within each; cores: one after the other in
-    each that is called, whatever drops out there."""
+    update; drops: of each of the program's dropouts; bottlenecks: within each; cores: of each that is called."""
 
     groups: tuple[tuple[Drop | None, ...], ...]
     drops: tuple[Drop | None, ...]
@@ -223,8 +222,8 @@ class Draws(NamedTuple):
     def nothing(cls, parts: BlockLayers, program: Program) -> Draws:
         """What is drawn where nothing drops out."""
         groups = tuple((None,) * len(group) for group in parts.groups)
-        cores = ((),) * len(program.called)
-        return cls(groups, (None,) * len(program.dropouts), (None,) * len(program.bottlenecks), cores)
+        drops, within = (None,) * len(program.dropouts), (None,) * len(program.bottlenecks)
+        return cls(groups, drops, within, ((),) * len(program.called))
 
     @property
     def all(self) -> list[Drop]:

@@ -248,7 +248,7 @@ class Graphs:
         if (key := (size, dtype, halved)) not in self.worth:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             rates = block_cost.rates_of(name)
-            work = block_cost.forward(shape_of(spec, dtype), *size)
+            work = block_cost.forward(shape_of(spec, dtype, size.longest), *size)
             learned = (one.nbytes for block in blocks for one in block.parameters() if one.requires_grad)
             times = HALVED if halved and sum(learned) <= SPARE else STAGED if self.staged else 1
             bound = block_cost.LAUNCH_BOUND * times

@@ -14,6 +14,9 @@ stored. The way back is gated_delta_backward.py's. Nothing is added up atomicall
 
 Rows of K and Q are divided by their lengths behind their products, so that these are of the values as they
 are, and a key head is read by all heads that share it. q, k and v are features of one tensor.
+
+`members`, heads that share a key head, is no constant of the kernels: of a loop that is known to run once Triton
+3.6 makes none, and products behind it reached shared memory that is not theirs (H100, by compute-sanitizer).
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def forward(
     told, columns = numbers_of(samples, x), columns_of(heads, rows)
     _pairs_kernel[(chunks, rows * heads.key_heads)](
         *(x, g, beta, *told, kept.solved, kept.scores, kept.decay, kept.units, tokens),
-        *(heads.keys**-0.5, EPS),
+        *(heads.heads // heads.key_heads, heads.keys**-0.5, EPS),
         **sizes,
         PART=PART,
         num_warps=4,
@@ -196,9 +199,9 @@ def _inverse(system, C: tl.constexpr, PART: tl.constexpr):
     return found - tl.dot(rest, found)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "members"])
 def _pairs_kernel(
-    x, g, beta, samples, samples_row, solved, scores, decay, units, tokens, scale, eps,
+    x, g, beta, samples, samples_row, solved, scores, decay, units, tokens, members, scale, eps,
     PACKED: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -220,7 +223,7 @@ def _pairs_kernel(
     alike = tl.dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :]
     seen = seen_in(samples + long_row * samples_row, chunk, tokens, PACKED, C)
     below = place[:, None] > place[None, :]
-    for member in range(GROUP):
+    for member in range(members):
         head = key_head * GROUP + member
         gate = (long_row * tokens + at) * HEADS + head
         total = tl.cumsum(tl.load(g + gate, mask=at < tokens, other=0.0).to(tl.float32), 0)
@@ -290,7 +293,7 @@ def shapes() -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 def signature(kernel: Any, kind: str) -> dict[str, str]:
     """What each argument of a kernel is where values are of this kind."""
-    plain = {"samples": "*i64", "samples_row": "i32", "tokens": "i32"}
+    plain = {"samples": "*i64", "samples_row": "i32", "tokens": "i32", "members": "i32"}
     plain |= dict.fromkeys(("scale", "eps", "root"), "fp32")
     plain |= dict.fromkeys(("g", "dg", "dbeta", "decay", "units"), "*fp32")
     return {name: plain.get(name, kind) for name in kernel.arg_names}

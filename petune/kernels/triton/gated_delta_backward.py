@@ -68,7 +68,7 @@ def backward(
     )
     _keys_kernel[(chunks, rows * heads.key_heads)](
         *(dy, dr, x, beta, *told, kept.decay, kept.units, kept.states, dstates, written, dasked, dalike),
-        *(dx, tokens, heads.keys**0.5),
+        *(dx, tokens, heads.heads // heads.key_heads, heads.keys**0.5),
         **sizes,
         num_warps=4,
         num_stages=1,
@@ -205,9 +205,10 @@ def _values_kernel(
     tl.store(dbeta + gate, dstrength, mask=at < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "members"])
 def _keys_kernel(
-    dy, dr, x, beta, samples, samples_row, decay, units, states, dstates, written, dasked, dalike, dx, tokens, root,
+    dy, dr, x, beta, samples, samples_row, decay, units, states, dstates, written, dasked, dalike, dx, tokens,
+    members, root,
     PACKED: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +224,7 @@ def _keys_kernel(
     unit = units + tl.program_id(1).to(tl.int64) * 2 * chunks * C + at
     q_unit, k_unit = tl.load(unit), tl.load(unit + chunks * C)
     dq, dk = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
-    for member in range(GROUP):
+    for member in range(members):
         head = key_head * GROUP + member
         long_head = long_row * HEADS + head
         own_chunk = long_head * chunks + chunk

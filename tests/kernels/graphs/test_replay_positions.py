@@ -13,7 +13,10 @@ from torch import Tensor
 
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.graphs import bucket as buckets
+from petune.kernels.graphs.bucket import Bucket
 from petune.kernels.graphs.replay import Graphs
+from petune.kernels.memory import block_cost
+from petune.kernels.memory.policy_hook import shape_of
 from petune.models import family_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
@@ -82,6 +85,18 @@ def test_texts_of_any_length_train_as_block_by_block_with_dropout(method: str, n
                 for value in one.parameters():
                     value.sub_(0 if value.grad is None else 0.01 * value.grad)
     assert (recorder.recorded, recorder.forwards, recorder.backwards) == (2, 3, 3)
+
+
+def test_a_table_that_all_rows_share_weighs_once_where_launches_are_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, recorder = pair("lora")
+    spec, rates = fused_blocks(model)[0].spec, block_cost.rates_of("cpu")
+    tokens, longest = Bucket.of((3, 30), None).own.tokens, max(LENGTHS[0])
+    work = block_cost.forward(shape_of(spec, torch.float64, longest), tokens, longest)
+    monkeypatch.setattr(block_cost, "LAUNCH_BOUND", 2 * rates.seconds(work, longest))
+    step(model, texts(model, LENGTHS[0]), 0)
+    assert recorder.recorded == 1
 
 
 @pytest.mark.long
