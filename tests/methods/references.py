@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petune.kernels.block import module as fused_block
+from petune.kernels.block import node
 from petune.kernels.configs import KernelsName
 from petune.kernels.fuse import fused_blocks
 from petune.methods import tuned_parameters, tuned_state, wrap
@@ -143,12 +143,12 @@ def head_trains_behind_a_base_without_gradients(name: str, kernels: KernelsName)
 def blocks_below_a_head_make_no_node() -> None:
     """Fused blocks run forward only in training, none handed a cache of keys and values."""
     model, nodes = probed("llama-classify", kernels="reference"), list[Any]()
-    apply = fused_block.Node.apply
+    apply = node.Node.apply
     try:
-        fused_block.Node.apply = lambda *args: nodes.append(args) or apply(*args)  # type: ignore[method-assign,func-returns-value]  # a spy
+        node.Node.apply = lambda *args: nodes.append(args) or apply(*args)  # type: ignore[method-assign,func-returns-value]  # a spy
         adamw_steps(model, "llama-classify", 1)
     finally:
-        fused_block.Node.apply = apply  # type: ignore[method-assign]  # and away
+        node.Node.apply = apply  # type: ignore[method-assign]  # and away
     assert fused_blocks(model) and not nodes
     assert model(**batch("llama-classify")).past_key_values is None
 

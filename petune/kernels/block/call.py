@@ -211,7 +211,7 @@ def _probability(owner: nn.Module, name: str) -> float:
 
 class Draws(NamedTuple):
     """What drops out in one call of a block, None where nothing does. groups: of the input of each part's
-    update; drops: of each of the program's dropouts; bottlenecks: within each; cores: of each that is called."""
+    update; drops: of each of the program's dropouts; bottlenecks: within each; cores: of each that runs."""
 
     groups: tuple[tuple[Drop | None, ...], ...]
     drops: tuple[Drop | None, ...]

@@ -90,7 +90,7 @@ def test_encoders_go_in_halves_and_what_reads_an_encoder_does_not() -> None:
     _check(one, (2, 2))
     _check(replace(one, method="adapter", tuning=(("kind", "pfeiffer"),)), (2, 2))
     two = case("t5-seq2seq", "lora", PLANS["tp"]("t5-seq2seq", 2), passes=(4,), blocks=ALL)
-    _check(replace(two, steps=1), None, "its blocks read an encoder or a bias of positions")
+    _check(replace(two, steps=1), None, "its blocks read more than hidden states, or lend their keys")
 
 
 @pytest.mark.parametrize(

@@ -463,7 +463,7 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     ranks = Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
     heads = (32, 8, 128, 14336) if gated else (16, 16, 64, 4096)
     shape = BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
-    monkeypatch.setattr(replay, "shape_of", lambda spec, dtype: shape)
+    monkeypatch.setattr(replay, "shape_of", lambda spec, dtype, longest: shape)
     monkeypatch.setattr(block_cost, "rates_of", lambda name: block_cost.H200)
     spec = SimpleNamespace(computes_in=lambda kind: torch.bfloat16, peers=None)
     blocks: Any = [SimpleNamespace(spec=spec, parameters=lambda: [])]
