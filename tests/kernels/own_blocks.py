@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from petune.kernels import fuse as fusing
+from petune.kernels.block import attention as attending
 from petune.kernels.configs import Rung
+from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, fused_blocks
+from petune.kernels.graphs.replay import ungraph
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.methods import wrap
 from petune.models import attention, family_of
@@ -132,3 +136,21 @@ def cells_of_plans(
     """(plan, method, number of what is kept): all of them, of which `short` are in the short suite."""
     every = [(plan, method, own) for plan in plans for method in ("full", "lora") for own in kept]
     return [pytest.param(*cell, marks=() if cell in short else pytest.mark.long) for cell in every]
+
+
+def assert_trains_by_triton(
+    plain: nn.Module, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float32 model whose blocks go by Triton's kernels, attention too, has the loss and gradients of
+    `plain`."""
+    made = copy.deepcopy(plain)
+    monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
+    monkeypatch.setattr(
+        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
+    )
+    assert fuse(made, family_of(made), "triton").blocks
+    ungraph(made)
+    (loss, found), (expected, wanted) = (gradients(one, inputs) for one in (made, plain))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert_same_gradients(found, wanted, 1e-5)
+    assert not [block.spec.said for block in fused_blocks(made) if block.spec.said]

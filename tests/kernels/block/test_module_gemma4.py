@@ -4,7 +4,6 @@ is refused; planted faults."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,23 +13,24 @@ import torch
 from torch import Tensor
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
-from petune.kernels import fuse as fusing
 from petune.kernels import reference
-from petune.kernels.block import attention as attending
 from petune.kernels.configs import Rung
-from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, fused_blocks
-from petune.kernels.graphs.replay import ungraph
-from petune.kernels.memory.buffers import kept_bytes
-from petune.kernels.memory.policy_hook import shape_of
-from petune.methods import wrap
 from petune.models import family_of
 from tests.kernels import own_blocks
 from tests.kernels.fused_pairs import stand_on
-from tests.kernels.gemma4_blocks import METHODS, blocks_of, rows_of, set_factors, wide_norm
-from tests.kernels.own_blocks import LEVELS, assert_trains_alike, cells_of_methods
+from tests.kernels.gemma4_blocks import (
+    METHODS,
+    assert_bytes_are_foretold,
+    assert_weights_are_counted,
+    blocks_of,
+    rows_of,
+    set_factors,
+    wide_norm,
+)
+from tests.kernels.own_blocks import assert_trains_alike, cells_of_methods
 from tests.kernels.replays import replayed
-from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny
+from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED
@@ -114,18 +114,7 @@ def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
 @pytest.mark.long  # the kernels by themselves are in the short suite
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tuned("full", torch.float32)
-    made = copy.deepcopy(plain)
-    monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
-    monkeypatch.setattr(
-        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
-    )
-    assert fuse(made, family_of(made), "triton").blocks
-    ungraph(made)
-    inputs = batch(NAME, rows=1, length=6)
-    (loss, found), (expected, wanted) = (gradients(one, inputs) for one in (made, plain))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert_same_gradients(found, wanted, 1e-5)
-    assert not [block.spec.said for block in fused_blocks(made) if block.spec.said]
+    own_blocks.assert_trains_by_triton(plain, batch(NAME, rows=1, length=6), monkeypatch)
 
 
 # ------------------------------------------------------------------ plans, recordings, streams, bytes
@@ -192,24 +181,11 @@ def held(model: Any, number: int) -> float:
     ["full", *(pytest.param(one, marks=pytest.mark.long) for one in ("q and down", "ia3", "adapter"))],
 )
 def test_blocks_keep_the_bytes_that_are_foretold(method: str) -> None:
-    kind, settings = METHODS[method]
-    undropped = {key: value for key, value in settings.items() if key != "dropout"}
-    model = wrap(tiny(NAME, max_position_embeddings=512), kind, **undropped)
-    fuse(model, family_of(model), "reference")
-    for keep in LEVELS:
-        stand_on(model, Rung(keep))
-        for number, block in enumerate(fused_blocks(model.train())):
-            shape = shape_of(block.spec)
-            sums = 0 if keep == "input" else 4 * shape.heads  # which attention of torch's does not keep
-            assert kept_bytes(shape, keep) - sums == pytest.approx(held(model, number), rel=0.02), keep
+    assert_bytes_are_foretold(NAME, method, held)
 
 
 def test_weights_of_a_block_without_a_linear_of_values_are_counted_without_them() -> None:
-    model = wrap(tiny(NAME), "full")
-    fuse(model, family_of(model), "reference")
-    for block in fused_blocks(model):
-        expected = sum(value.numel() for value in block.parameters() if value.dim() == 2)
-        assert shape_of(block.spec).parameters == expected
+    assert_weights_are_counted(NAME)
 
 
 # ------------------------------------------------------------------ what is refused

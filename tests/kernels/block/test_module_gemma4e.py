@@ -4,7 +4,6 @@ Triton's kernels; bytes; what is refused; planted faults."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -15,22 +14,23 @@ from torch import Tensor, nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from petune.errors import UsageError
-from petune.kernels import fuse as fusing
-from petune.kernels.block import attention as attending
 from petune.kernels.block.lent_steps import TOKENS, Lend, OfTokens
 from petune.kernels.block.program import compiled
 from petune.kernels.configs import Rung
-from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, fused_blocks
-from petune.kernels.graphs.replay import ungraph
-from petune.kernels.memory.buffers import kept_bytes
-from petune.kernels.memory.policy_hook import shape_of
 from petune.methods import wrap
 from petune.models import family_of
 from tests.kernels import own_blocks
 from tests.kernels.fused_pairs import stand_on
-from tests.kernels.gemma4_blocks import METHODS, rows_of, set_factors, wide_norm
-from tests.kernels.own_blocks import LEVELS, assert_trains_alike, cells_of_methods
+from tests.kernels.gemma4_blocks import (
+    METHODS,
+    assert_bytes_are_foretold,
+    assert_weights_are_counted,
+    rows_of,
+    set_factors,
+    wide_norm,
+)
+from tests.kernels.own_blocks import assert_trains_alike, cells_of_methods
 from tests.methods.zoo import GENERATE, assert_same_gradients, batch, gradients, of_64, prompt, tiny
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
@@ -132,18 +132,7 @@ def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
 @pytest.mark.long
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = own_blocks.tuned(NAME, "full", {}, torch.float32)
-    made = copy.deepcopy(plain)
-    monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
-    monkeypatch.setattr(
-        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
-    )
-    assert fuse(made, family_of(made), "triton").blocks
-    ungraph(made)
-    inputs = batch(NAME, rows=1, length=6)
-    (loss, found), (expected, wanted) = (gradients(one, inputs) for one in (made, plain))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert_same_gradients(found, wanted, 1e-5)
-    assert not [block.spec.said for block in fused_blocks(made) if block.spec.said]
+    own_blocks.assert_trains_by_triton(plain, batch(NAME, rows=1, length=6), monkeypatch)
 
 
 def test_blocks_stream() -> None:
@@ -206,24 +195,11 @@ def held(model: Any, number: int) -> float:
 
 @pytest.mark.parametrize("method", ["full", pytest.param("adapter", marks=pytest.mark.long)])
 def test_blocks_keep_the_bytes_that_are_foretold(method: str) -> None:
-    kind, settings = METHODS[method]
-    undropped = {key: value for key, value in settings.items() if key != "dropout"}
-    model = wrap(tiny(NAME, max_position_embeddings=512), kind, **undropped)
-    fuse(model, family_of(model), "reference")
-    for keep in LEVELS:
-        stand_on(model, Rung(keep))
-        for number, block in enumerate(fused_blocks(model.train())):
-            shape = shape_of(block.spec)
-            sums = 0 if keep == "input" else 4 * shape.heads  # which attention of torch's does not keep
-            assert kept_bytes(shape, keep) - sums == pytest.approx(held(model, number), rel=0.02), keep
+    assert_bytes_are_foretold(NAME, method, held)
 
 
 def test_weights_of_a_block_are_counted_as_it_has_them() -> None:
-    model = wrap(tiny(NAME), "full")
-    fuse(model, family_of(model), "reference")
-    for block in fused_blocks(model):
-        expected = sum(value.numel() for value in block.parameters() if value.dim() == 2)
-        assert shape_of(block.spec).parameters == expected
+    assert_weights_are_counted(NAME)
 
 
 # ------------------------------------------------------------------ what is refused

@@ -5,7 +5,6 @@ rung, plans, recordings, weights that stream, bytes; what is refused; planted fa
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +14,9 @@ from torch import Tensor
 
 from petune.kernels import fuse as fusing
 from petune.kernels import reference
-from petune.kernels.block import attention as attending
 from petune.kernels.block import layout, module, rotary_steps
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, fused_blocks
-from petune.kernels.graphs.replay import ungraph
 from petune.kernels.head.hooks import has_fused_head
 from petune.kernels.memory.buffers import kept_bytes
 from petune.kernels.memory.offload import Store
@@ -32,7 +28,7 @@ from tests.kernels.fused_pairs import stand_on
 from tests.kernels.own_blocks import assert_streams_alike, assert_trains_alike, fused, tuned
 from tests.kernels.replays import replayed
 from tests.methods.more_models import TURNED
-from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64, tiny
+from tests.methods.zoo import batch, gradients, of_64, tiny
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS, COMPOSED, LOOPED, OVERLAPPED
@@ -155,18 +151,7 @@ def test_kernels_of_triton_train_as_plain_torch_does(name: str, monkeypatch: pyt
     heads |= {"use_qk_norm": name == "normed"} if name in ("cohere-causal", "normed") else {}
     name = "cohere-causal" if name == "normed" else name
     plain = tuned(name, *method, torch.float32, **heads, num_hidden_layers=2)
-    made = copy.deepcopy(plain)
-    monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
-    monkeypatch.setattr(
-        attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")
-    )
-    assert fuse(made, family_of(made), "triton").blocks
-    ungraph(made)
-    inputs = batch(name, rows=2, length=6)
-    (loss, found), (expected, wanted) = (gradients(one, inputs) for one in (made, plain))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert_same_gradients(found, wanted, 1e-5)
-    assert not [block.spec.said for block in fused_blocks(made) if block.spec.said]
+    own_blocks.assert_trains_by_triton(plain, batch(name, rows=2, length=6), monkeypatch)
 
 
 # ------------------------------------------------------------------ plans, recordings, streams, bytes
