@@ -31,7 +31,7 @@ from transformers import (
 import petune
 from petune import demo
 from petune.kernels.block.module import FusedBlock
-from petune.methods.activation_cache import identity_of
+from petune.methods.activation_cache import _Next, identity_of
 from petune.methods.stack_levels import StackLevels
 from petune.models.stack import stacks_in
 
@@ -217,7 +217,7 @@ def read_rate(cache: petune.ActivationCache, steps: Steps, times: int) -> float:
     done, began = 0, steps.now()
     for _ in range(times):
         for batch in steps.batches:
-            for level, request in cache._requests(batch | {"use_cache": False}):
+            for level, request in cache._requests(_Next(batch | {"use_cache": False})):
                 level.reader.take(request)
             done += steps.shape.batch_tokens
     return done / (steps.now() - began)

@@ -262,7 +262,8 @@ def backends(world: int) -> dict[str, Axes]:
         two["galaxy"] = {**two["tp"], "sequence": [3, 1]}
         for one, other in (("dp", "tp"), ("dp", "galaxy"), ("dp", "pp"), ("tp", "pp"), ("galaxy", "pp")):
             found[f"{one} x {other}"] = {one: two[one], other: two[other]}
-        found["shard x tp"] = {"dp": {"size": 2, "shard": True}, "tp": two["tp"]}
+        for other in ("tp", "pp"):
+            found[f"shard x {other}"] = {"dp": {"size": 2, "shard": True}, other: two[other]}
     return found
 
 
@@ -341,7 +342,7 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
         ways = ("gather", {}), ("ulysses", {}), ("ring", {})
         hidden = [(way, {"overlap": True}) for way in ("gather", "ulysses")]
         return [
-            ours(f"sp {way}{' overlap' * bool(more)}", total, **cut("sp", exchange=way, **more))
+            ours(f"sp {way}{' overlap' * bool(more)}", total, sp={"size": world, "exchange": way, **more})
             for way, more in (*ways, *hidden)
         ]
 
@@ -375,8 +376,11 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
             jobs.append(ours("pp", total, **pipeline(total)))
     jobs += sequences(many)
     if world == 4:
+        sharded = ("dp", {}), ("shard", {"shard": True})
         jobs.append(ours("dp x tp", many, dp={"size": 2}, tp={"size": 2, "vocabulary": True}))
         jobs.append(ours("dp x galaxy", many, dp={"size": 2}, galaxy={"size": 2, "vocabulary": True}))
+        stages = {"size": 2, "microbatches": rows}
+        jobs += [ours(f"{name} x pp", many, dp={"size": 2, **more}, pp=stages) for name, more in sharded]
     jobs.append(ours("pp", 2 * many, **pipeline(2 * many)))
     jobs += [ours("pp interleaved", total, **pipeline(total, "interleaved")) for total in (many, 2 * many)]
     if many > 8:

@@ -43,6 +43,14 @@ LIKE_8B = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"num_hidden_layers": 32, "rope_theta": 500000.0, **LIKE_8B},
+    "70b": {
+        "num_hidden_layers": 80,
+        "rope_theta": 500000.0,
+        **LIKE_8B,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+    },
     "1b": {
         "num_hidden_layers": 16,
         **LIKE_8B,

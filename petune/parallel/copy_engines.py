@@ -166,12 +166,31 @@ class CopyEngines(Linked):
         most: int,
     ) -> dict[int, Tensor]:
         """What each other rank has sent, of these shapes; to be read before the next but one is said. sent:
-        dense. most: bytes of the largest part of any rank, the same on all of them."""
-        most = -(-most // 16) * 16
+        rows that are dense, wherever they begin. most: bytes of the largest part of any rank, the same on
+        all of them."""
+        most = _aligned(most)
         rooms, own_part = self._turn(self.ranks * most), self.rank * most
-        self._copy(CopySpan(rooms[to] + own_part, part.data_ptr(), part.nbytes) for to, part in sent.items())
+        self._copy(_dense_copy(rooms[to] + own_part, part) for to, part in sent.items())
         self._meet()
         return {of: self._view(shape, dtype, of * most) for of, shape in shapes.items()}
+
+    def fetch(self, parts: Sequence[list[Tensor]], whole: Tensor, sizes: Sequence[int], most: int) -> None:
+        """Fill `whole` [b, all tokens, columns] with what each rank has for this one. parts: for each rank
+        matrices [b, own tokens, some columns], which it gets side by side. sizes: tokens of each rank; most:
+        see `swap`."""
+        most = _aligned(most)
+        rows, starts, widths = _columns(whole, sizes)
+        pitch, start, own_part = sum(widths), whole.data_ptr(), self.rank * most
+        rooms = self._turn(self.ranks * most)
+        for to, matrices in enumerate(parts):
+            columns = sum(matrix.shape[-1] for matrix in matrices)
+            room = self._view((rows, sizes[self.rank], columns), whole.dtype, to * most)
+            self._pack(matrices, room)
+        self._meet()
+        self._copy(
+            CopySpan(start + starts[of], rooms[of] + own_part, widths[of], rows, pitch, widths[of])
+            for of in self.ranked
+        )
 
     def _turn(self, size: int) -> list[int]:
         """Where a room of `size` bytes begins on every rank, behind all that was said before on whatever
@@ -197,6 +216,10 @@ class CopyEngines(Linked):
         """Numbers in this rank's room of this turn."""
         size = dtype.itemsize * torch.Size(shape).numel()
         return self.own[self.turn % 2 * self.room_bytes + start :][:size].view(dtype).view(shape)
+
+    def _pack(self, matrices: list[Tensor], room: Tensor) -> None:
+        """Lay matrices side by side in a room."""
+        torch.cat(matrices, -1, out=room)
 
     def grown(self, size: int) -> int:
         """Bytes of a room once a message has needed so many."""
@@ -292,6 +315,17 @@ class ForetoldEngines(CopyEngines):
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.room_bytes = ranks, 0
+
+
+def _aligned(size: int) -> int:
+    """Bytes from one part to the next, where numbers of any dtype may begin."""
+    return -(-size // 16) * 16
+
+
+def _dense_copy(to: int, part: Tensor) -> CopySpan:
+    """To where `part`, of which each row is dense, lies in one piece."""
+    size, item = part[:1].nbytes, part.element_size()
+    return CopySpan(to, part.data_ptr(), size, len(part), size, part.stride(0) * item)
 
 
 def _columns(x: Tensor, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:

@@ -98,12 +98,13 @@ class Link:
         put: Callable[[Mapping[int, Tensor]], object],
     ) -> None:
         """Send each other rank its part, in one message, and receive theirs, of these shapes: in the `room`
-        of each rank, or where the next but one message of the ranks lies, for `put` to read. Parts are dense;
-        most: bytes of the largest of any rank."""
-        if self.engines is not None and most >= LARGE:
-            self.engines.end(partial(put, self.engines.swap(sent, shapes, dtype, most)))
+        of each rank, or where the next but one message of the ranks lies, for `put` to read. Each row of a
+        part is dense; most: bytes of the largest of any rank."""
+        if (engines := self.trading(most)) is not None:
+            engines.end(partial(put, engines.swap(sent, shapes, dtype, most)))
             return
         rooms = {rank: room(rank) for rank in shapes}
+        sent = {rank: part.contiguous() for rank, part in sent.items()}
         operations = [
             dist.P2POp(does, part, group=self.group, group_peer=rank)
             for does, parts in ((dist.isend, sent), (dist.irecv, rooms))
@@ -112,6 +113,10 @@ class Link:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         then(partial(put, rooms))
+
+    def trading(self, most: int) -> CopyEngines | None:
+        """Those by which parts of at most so many bytes go from each rank to each other."""
+        return self.engines if most >= LARGE else None
 
     def room_bytes(self, size: int, swapped: bool = False) -> tuple[int, int]:
         """Bytes that stand for messages which need so many, and bytes to come for them. swapped: they are

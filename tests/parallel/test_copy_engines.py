@@ -118,11 +118,32 @@ def test_every_rank_gets_what_each_other_one_has_for_it(ranks: int) -> None:
         for turn in range(12):
             silent = turn % 3 == 1  # the first rank has nothing for anybody
             sent = {to: part(engines.rank, to, turn) for to in engines.others if not silent or engines.rank}
+            if turn % 2:  # rows that are dense, but do not lie one behind the other
+                sent = {to: torch.cat([one, one], -1)[:, : one.shape[1]] for to, one in sent.items()}
             shapes = {of: (1 + of, 1 + engines.rank) for of in engines.others if not silent or of}
             found = engines.swap(sent, shapes, torch.float32, 4 * ranks**2)
             assert found.keys() == shapes.keys()
             for of, value in found.items():
                 assert torch.equal(value, part(of, engines.rank, turn))
+
+    Host(ranks).run(work)
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), RANKED)
+def test_every_rank_fetches_its_columns_of_all_tokens(ranks: int, sizes: tuple[int, ...]) -> None:
+    def work(engines: CopyEngines) -> None:
+        for turn in range(12):
+            batch = 1 + turn // 4
+            every = [drawn(100 * turn + rank, batch, size, 6 * ranks) for rank, size in enumerate(sizes)]
+            # of two matrices that lie side by side each rank gets 4 and 2 columns
+            x = every[engines.rank]
+            parts = [
+                [x[:, :, 4 * to :][..., :4], x[:, :, 4 * ranks + 2 * to :][..., :2]] for to in range(ranks)
+            ]
+            whole, at = torch.empty(batch, sum(sizes), 6), engines.rank
+            engines.fetch(parts, whole, sizes, 4 * batch * max(sizes) * 6)
+            columns = [*range(4 * at, 4 * at + 4), *range(4 * ranks + 2 * at, 4 * ranks + 2 * at + 2)]
+            assert torch.equal(whole, torch.cat(every, 1)[:, :, columns])
 
     Host(ranks).run(work)
 
@@ -240,6 +261,8 @@ def _replays(engines: CopyEngines, missed: int | None) -> bool:
 
     # of this rank's engines alone, which end with the test
     engines.end = ended  # type: ignore[method-assign]
+    pack = engines._pack
+    engines._pack = lambda *given: driver.do(partial(pack, *given))  # type: ignore[method-assign]
     sizes = tuple(range(2, 2 + engines.ranks))
     x, y, term = torch.zeros(2, sizes[rank], 6), torch.zeros(5, 7), torch.zeros(2, sum(sizes), 6)
     parts = torch.zeros(engines.ranks, 9)  # for each rank one
@@ -250,6 +273,11 @@ def _replays(engines: CopyEngines, missed: int | None) -> bool:
         (
             lambda: parts,
             lambda: _swapped(engines, parts, driver),
+            lambda every: torch.stack([one[rank] for one in every]),
+        ),
+        (
+            lambda: parts,
+            lambda: _fetched(engines, parts),
             lambda every: torch.stack([one[rank] for one in every]),
         ),
         (
@@ -291,6 +319,13 @@ def _swapped(engines: CopyEngines, parts: Tensor, driver: Any) -> Tensor:
     driver.do(partial(whole[engines.rank].copy_, parts[engines.rank]))
     for of, part in found.items():
         driver.do(partial(whole[of].copy_, part))
+    return whole
+
+
+def _fetched(engines: CopyEngines, parts: Tensor) -> Tensor:
+    """The same, read from where the other ranks have laid it."""
+    whole = torch.zeros_like(parts)
+    engines.fetch([[part.view(1, 1, 9)] for part in parts], whole[None], (1,) * engines.ranks, 36)
     return whole
 
 

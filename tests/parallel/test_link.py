@@ -25,14 +25,14 @@ SAYS = {
     "galaxy": {"gather", "reduce_scatter"},
     "galaxy2": {"gather", "reduce_scatter"},
     "sp-gather": {"gather", "reduce_scatter"},
-    "sp-ulysses": {"swap"},
+    "sp-ulysses": {"fetch", "swap"},
 }
 
 
 def _steps(one: Case, limit: float, folder: Path) -> dict[str, Any]:
     link_all(folder)
     said: set[str] = set()
-    for name in ("all_reduce", "gather", "reduce_scatter", "swap"):
+    for name in ("all_reduce", "fetch", "gather", "reduce_scatter", "swap"):
         plain = getattr(CopyEngines, name)
 
         def noted(*given: Any, name: str = name, plain: Any = plain) -> Any:

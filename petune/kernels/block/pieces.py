@@ -27,7 +27,7 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Gradients, How, Kept
 from petune.rng.context import Piece
 
-WORTH = 2048  # keys before a piece, from which two calls of cuDNN take less time than one of flash (H100)
+WORTH = 512  # keys before a piece, from which two calls of cuDNN take less time than one of flash (H100)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:

@@ -28,21 +28,21 @@ class AllToAll:
         wide, by = self._wide(x)
         pieces = self._pieces(wide, by)
         whole = wide.new_empty(len(x), sum(self.sizes), self.widths[self.index] // by)
+        most = self._most(whole, by)
+        if (engines := self.link.trading(most)) is not None:
+            engines.fetch(pieces, whole, self.sizes, most)
+            return whole.view(x.dtype)
         places = whole.split(list(self.sizes), 1)
         sent = {rank: torch.cat(part, -1) for rank, part in enumerate(pieces) if rank != self.index}
-        own = torch.cat(pieces[self.index], -1, out=_dense(places[self.index]))
+        torch.cat(pieces[self.index], -1, out=places[self.index])
 
         def put(come: Mapping[int, Tensor]) -> None:
-            found = {**dict(enumerate(places)), **come, self.index: own}
-            if not any(found[rank] is place for rank, place in enumerate(places)):
-                torch.cat(list(found.values()), 1, out=whole)
-                return
-            for rank, place in enumerate(places):
-                if found[rank] is not place:
-                    place.copy_(found[rank])
+            for rank, part in come.items():
+                if part is not places[rank]:
+                    places[rank].copy_(part)
 
         shapes = [place.shape for place in places]
-        self._swap(sent, shapes, wide.dtype, lambda rank: _dense(places[rank]), by, put)
+        self._swap(sent, shapes, wide.dtype, lambda rank: _dense(places[rank]), most, put)
         return whole.view(x.dtype)
 
     def to_tokens(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class AllToAll:
         wide, by = self._wide(x.contiguous())
         places = wide.split(list(self.sizes), 1)
         shapes = [torch.Size((len(x), self.sizes[self.index], width // by)) for width in self.widths]
-        sent = {rank: place.contiguous() for rank, place in enumerate(places) if rank != self.index}
+        sent = {rank: place for rank, place in enumerate(places) if rank != self.index}
         columns = [[matrix[rank] // by for matrix in self.columns] for rank in range(len(places))]
         whole = wide.new_empty(*shapes[self.index][:2], sum(map(sum, columns)))
 
@@ -62,13 +62,18 @@ class AllToAll:
             ]
             torch.cat([of_rank[at] for at in range(len(self.columns)) for of_rank in beside], -1, out=whole)
 
-        self._swap(sent, shapes, wide.dtype, lambda rank: wide.new_empty(shapes[rank]), by, put)
+        room, most = lambda rank: wide.new_empty(shapes[rank]), self._most(wide, by)
+        self._swap(sent, shapes, wide.dtype, room, most, put)
         return whole.view(x.dtype)
 
     @property
     def widths(self) -> list[int]:
         """Columns of each rank, of all matrices."""
         return [sum(rank) for rank in zip(*self.columns, strict=True)]
+
+    def _most(self, x: Tensor, by: int) -> int:
+        """Bytes of the largest part that any rank has for another one, of rows of x."""
+        return len(x) * max(self.sizes) * (max(self.widths) // by) * x.element_size()
 
     def _pieces(self, x: Tensor, by: int) -> list[list[Tensor]]:
         """Views of [batch, own tokens, all columns]: for each rank its columns of each matrix."""
@@ -82,14 +87,13 @@ class AllToAll:
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         room: Callable[[int], Tensor],
-        by: int,
+        most: int,
         put: Callable[[Mapping[int, Tensor]], None],
     ) -> None:
         """Have each other rank's part `put`, of these shapes, from its room or where the link has it; in one
         message. Who has no tokens or no columns is not talked to."""
         out = {rank: part for rank, part in sent.items() if part.numel()}
         into = {rank: shape for rank, shape in enumerate(shapes) if rank != self.index and shape.numel()}
-        most = shapes[0][0] * max(self.sizes) * (max(self.widths) // by) * dtype.itemsize
         self.link.swap(out, into, dtype, room, most, put)
 
     def _wide(self, x: Tensor) -> tuple[Tensor, int]:

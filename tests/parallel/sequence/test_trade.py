@@ -55,7 +55,7 @@ def test_what_copy_engines_bring_is_read_where_it_lies() -> None:
         asked.append(len(sent))
         put({rank: torch.full(shape, rank, dtype=dtype) for rank, shape in shapes.items()})
 
-    link: Any = SimpleNamespace(swap=swap)
+    link: Any = SimpleNamespace(swap=swap, trading=lambda most: None)
     trade = AllToAll((2, 3, 1), ((4, 4, 8),), link, 0)
     heads = trade.to_heads(torch.zeros(2, 2, 16, dtype=torch.float64))
     assert heads[1, :, 3].tolist() == [0, 0, 1, 1, 1, 2]
