@@ -57,6 +57,7 @@ from petune.parallel.plan import ALONE
 from petune.parallel.runner import Runner
 from petune.parallel.sequence import exchange, ring
 from petune.parallel.tensor import hooks, shard_params, vocabulary
+from petune.parallel.tensor.stack_edges import StackEdges
 from petune.rng import dropout as dropping
 from petune.rng.context import Running
 from petune.tasks.loss import count
@@ -213,12 +214,12 @@ def test_a_gather_before_the_same_loss_on_every_rank_does_not(backend: str, fail
 
 
 def _of_the_first(
-    self: hooks.StackEdges,
+    self: StackEdges,
     stack: Any,
     name: str,
     value: Any,
     here: Running,
-    plain: Any = hooks.StackEdges.argument,
+    plain: Any = StackEdges.argument,
 ) -> Any:
     """A rank's arguments with the angles of the first tokens."""
     if name == "position_embeddings":
@@ -367,7 +368,7 @@ def test_what_attention_exchanges_within_a_fused_block_is_guarded(fault: str, mo
 
 
 def test_angles_of_a_fused_block_are_those_of_its_tokens(monkeypatch: Any) -> None:
-    monkeypatch.setattr(hooks.StackEdges, "argument", _of_the_first)
+    monkeypatch.setattr(StackEdges, "argument", _of_the_first)
     with pytest.raises(AssertionError, match=LOGITS):
         check(cell("llama-causal", "lora", "sp-gather", blocks=FUSED))
 
@@ -471,7 +472,7 @@ def test_later_tokens_are_hidden_where_no_mask_is_made(fault: str, fails: Fails)
 
 
 def test_positions_are_those_of_the_whole_sequence(fails: Fails) -> None:
-    fails(cell("llama-causal", "lora", "sp-gather"), hooks.StackEdges, "argument", _of_the_first, LOGITS)
+    fails(cell("llama-causal", "lora", "sp-gather"), StackEdges, "argument", _of_the_first, LOGITS)
 
 
 # ------------------------------------------------------------------ stages

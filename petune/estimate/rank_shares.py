@@ -24,7 +24,8 @@ def share_of(part: WorkPart, cut: Cut | None, index: int) -> float:
     if cut is None or part.place == "embedding":
         return 1.0
     if part.place == "head":
-        return _fraction(cut.vocabulary, index)
+        own = part.own_tokens and cut.connection == "sequence" and not cut.vocabulary
+        return _fraction(cut.sequence if own else cut.vocabulary, index)
     if part.place in ("connection", "ladder"):
         return _fraction(cut.sequence, index) if cut.connection == "sequence" else 1.0
     of_mlp = part.place in ("mlp", "experts")
@@ -81,6 +82,8 @@ def held_of(part: WorkPart, cut: Cut | None, index: int) -> float:
     """The part of a part's tensors that the rank holds."""
     if cut is None or part.place in ("connection", "ladder"):
         return 1.0
+    if part.place == "head":
+        return _fraction(cut.vocabulary, index)
     kind = "mlp" if part.place == "experts" else part.place
     by_sequence = kind in ("attention", "mlp") and cut.layout(kind) == "sequence"
     return 1.0 if by_sequence else share_of(part, cut, index)

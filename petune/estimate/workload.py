@@ -33,6 +33,7 @@ from petune.models.spec import (
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.fsdp import weighed
 from petune.parallel.plan import foldable
+from petune.parallel.tensor.own_tokens import still_outside
 
 Place = Literal["attention", "scores", "mlp", "experts", "connection", "ladder", "embedding", "head"]
 
@@ -61,7 +62,8 @@ class WorkPart:
     backward pass comes here. heads: of attention, with those of keys and their width; columns: of an
     activation; norms: over `width` features, stepwise: RMS norms by torch, one operation after the other;
     vocabulary: of a loss; rows: of a table that is looked up;
-    copies: of each token, one for every expert that it goes through. folds: see `foldable`."""
+    copies: of each token, one for every expert that it goes through. folds: see `foldable`. own_tokens: a
+    head whose loss ranks with tokens of their own make of these."""
 
     place: Place
     tokens: int
@@ -81,6 +83,7 @@ class WorkPart:
     returned: bool = True
     forward: bool = True
     copies: int = 1
+    own_tokens: bool = False
 
     @property
     def weights(self) -> int:
@@ -175,7 +178,13 @@ def workload(drawn: Sketch) -> Workload:
     last = tokens[-1][1] if work.vocabulary_head else 1
     outside = [one for one in drawn.model.modules() if isinstance(one, nn.Linear) and id(one) not in within]
     head = WorkPart(
-        "head", last, shape.width, work.itemsize, tuple(item for one in outside for item in _products(one))
+        "head",
+        last,
+        shape.width,
+        work.itemsize,
+        tuple(item for one in outside for item in _products(one)),
+        vocabulary=max((one.out_features for one in outside), default=0),
+        own_tokens=work.vocabulary_head and drawn.recipe.kernels != "off" and still_outside(drawn.model),
     )
     tables = cast("Any", drawn.model).get_input_embeddings().parameters()
     trained = sum(value.numel() for value in tables if value.requires_grad)
@@ -186,7 +195,7 @@ def workload(drawn: Sketch) -> Workload:
         tuple(kinds),
         tuple(blocks),
         (replace(table, returned=bool(trained)),),
-        (replace(head, vocabulary=max((one.out_features for one in outside), default=0)),),
+        (head,),
         work.rows,
         tokens,
         work.itemsize,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, Self, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ Connection = Literal["whole", "sequence"]  # how ranks hold what lies between su
 
 _BOUNDARY = "boundary"  # attribute of the module by which a sub-layer is entered
 _SLICE = "vocabulary_slice"  # attribute of a head that is cut by vocabulary
+_TOKENS = "shared_tokens"
 
 
 class Boundary(Protocol):
@@ -119,8 +120,27 @@ class VocabularySlice(Protocol):
         the whole vocabulary; where one is negative the loss is 0."""
 
 
+class SharedTokens(Protocol):
+    """The tokens whose loss is made on this rank, where ranks have the same hidden states and labels of the
+    running call, and nothing behind the last block trains. All call alike."""
+
+    def part(self, x: Tensor) -> Tensor:
+        """[b * all tokens, ...] -> own tokens of each row."""
+
+    def total(self, loss: Tensor) -> Tensor:
+        """The sum of a number of each rank; or of numbers of own tokens those of all, [b * all tokens]."""
+
+
 class BoundaryHook:
     """A hook by which a model's own modules do what a fused block does itself."""
+
+
+class StatelessHook:
+    """A hook that knows nothing of the module it hangs on: a copy of the model has the same one, as a process
+    group cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StatelessHook:
+        return self
 
 
 def put_boundary(module: nn.Module, boundary: Boundary) -> None:
@@ -136,6 +156,16 @@ def boundary_of(module: nn.Module) -> Boundary | None:
 def put_slice(head: nn.Module, part: VocabularySlice) -> None:
     """Say that `head` holds this slice of its vocabulary."""
     head.__dict__[_SLICE] = part
+
+
+def put_shared_tokens(head: nn.Module, share: SharedTokens) -> None:
+    """Say that a fused loss by `head` is made of own tokens on each rank."""
+    head.__dict__[_TOKENS] = share
+
+
+def shared_tokens_of(head: nn.Module) -> SharedTokens | None:
+    """Which tokens' loss by `head` is made here; None where it is that of all."""
+    return cast("SharedTokens | None", head.__dict__.get(_TOKENS))
 
 
 def slice_of(head: nn.Module) -> VocabularySlice | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from petune.estimate.rank_shares import share_of
+from petune.estimate.rank_shares import held_of, share_of
 from petune.estimate.workload import WorkPart
 from petune.models import FAMILIES
 from petune.parallel.plan import Cut, foldable
@@ -30,6 +30,20 @@ def test_scores_follow_tokens_where_ranks_have_them_from_both_ends(
     cut: Cut, part: WorkPart, share: float
 ) -> None:
     assert share_of(part, cut, 1) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("cut", "own", "done", "held"),
+    [
+        (SP, True, 1 / 4, 1.0),
+        (SP, False, 1.0, 1.0),  # something trains behind the blocks, or kernels are off
+        (replace(SP, connection="whole"), True, 1.0, 1.0),
+        (replace(SP, vocabulary=(1, 1)), True, 1 / 2, 1 / 2),
+    ],
+)
+def test_a_head_is_that_of_own_tokens_or_of_a_slice(cut: Cut, own: bool, done: float, held: float) -> None:
+    head = WorkPart("head", 8, 8, 4, own_tokens=own)
+    assert (share_of(head, cut, 1), held_of(head, cut, 1)) == (done, held)
 
 
 def test_only_stacks_of_causal_attention_alone_have_pieces() -> None:

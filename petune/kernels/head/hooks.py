@@ -21,7 +21,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.head.lazy_logits import Origin, Unmade, unmade
 from petune.kernels.head.linear_cross_entropy import IGNORED, linear_cross_entropy
 from petune.log import say
-from petune.models.boundary import VocabularySlice, slice_of
+from petune.models.boundary import VocabularySlice, shared_tokens_of, slice_of
 from petune.models.sharded import class_of
 from petune.models.tuned_linear import low_rank_of
 from petune.models.tuned_parts import LowRank
@@ -165,11 +165,17 @@ class _Fusion:
         count: Tensor | None,
         each: bool,
     ) -> Tensor:
-        """The cross-entropy of unmade logits, by the head as it is now."""
+        """The cross-entropy of unmade logits, by the head as it is now; of own tokens, where ranks share
+        them, and summed."""
         linear = cast("LowRank", low_rank_of(self.head))
         biases = [one for one in (linear.bias, bias) if one is not None]
+        share = shared_tokens_of(self.head) if self.part is None else None
+        trained = None if self.trained is None else self.trained()
+        if share is not None:
+            hidden, labels = share.part(hidden), share.part(labels)
+            trained = None if trained is None else min(trained, len(labels))
         with autocast():
-            return linear_cross_entropy(
+            found = linear_cross_entropy(
                 hidden,
                 linear.weight,
                 labels,
@@ -178,11 +184,12 @@ class _Fusion:
                 low=None if linear.a is None or linear.b is None else (linear.a, linear.b, linear.scale),
                 softcap=softcap,
                 smoothing=smoothing,
-                trained=None if self.trained is None else self.trained(),
+                trained=trained,
                 count=count,
                 part=self.part,
                 each=each,
             )
+        return found if share is None else share.total(found)
 
 
 def fuse_head(model: nn.Module, ops: Ops) -> bool:

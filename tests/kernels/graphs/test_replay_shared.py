@@ -24,7 +24,7 @@ from petune.kernels.graphs.replay import Graphs
 from petune.kernels.memory import block_cost
 from petune.models import family_of
 from petune.parallel.collectives import Sizes
-from petune.parallel.tensor.hooks import StackEdges
+from petune.parallel.tensor.stack_edges import StackEdges
 from petune.rng.context import Running
 from tests.kernels.replays import Again, stacks
 from tests.kernels.replays import replayed as replayed_anew

@@ -1,0 +1,77 @@
+"""The loss of own tokens: where a sequence is cut, every rank has the hidden states of all tokens behind the
+last block, and would make the same loss of them. If nothing trains there, the gradient of own tokens is all
+that a rank needs, so a fused head makes the loss of these alone, and the ranks' losses are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from petune.models.boundary import put_shared_tokens
+from petune.models.stack import Stack
+from petune.parallel.collectives import reduce
+from petune.rng.context import Running, pieces_of
+
+
+@dataclass
+class OwnTokens:
+    """A petune.models.boundary.SharedTokens of rank `rank` of `group`. here, batch: the call whose hidden
+    states have left the last stack, and how many rows they have there."""
+
+    group: dist.ProcessGroup
+    rank: int
+    here: Running = field(default_factory=Running)
+    batch: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnTokens:
+        return self
+
+    def leave(self, hidden: Tensor, here: Running) -> None:
+        """Note which call it is whose hidden states [b, own tokens, ...] leave the stack now, for the head
+        right behind it."""
+        self.here, self.batch = here, len(hidden)
+
+    def part(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self._places(x.device))
+
+    def total(self, loss: Tensor) -> Tensor:
+        if loss.dim():
+            segments = self.here.segments
+            every = self.batch * sum(self.here.sizes) if segments is None else math.prod(segments.shape)
+            loss = loss.new_zeros(every).index_copy(0, self._places(loss.device), loss)
+        return reduce(loss, self.group)
+
+    def _places(self, device: torch.device) -> Tensor:
+        """Where own tokens of all rows lie, [m] int64, among the flattened ones around the stack, padding
+        among these."""
+        sizes, segments = self.here.sizes, self.here.segments
+        pieces = pieces_of(sizes, self.rank, self.here.folded)
+        own = torch.cat([torch.arange(*piece, device=device) for piece in pieces])
+        rows = torch.arange(self.batch, device=device) * sum(sizes)
+        places = (rows[:, None] + own).flatten()
+        return places if segments is None or segments.places is None else segments.places.to(device)[places]
+
+
+def share_tokens(model: nn.Module, group: dist.ProcessGroup, rank: int) -> OwnTokens | None:
+    """Let the head right behind the last stack of `model`, whose sequence is cut, make the loss of own
+    tokens; None where it has to make that of all."""
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    if not isinstance(head, nn.Module) or not still_outside(model):
+        return None
+    share = OwnTokens(group, rank)
+    put_shared_tokens(head, share)
+    return share
+
+
+def still_outside(model: nn.Module) -> bool:
+    """Whether nothing outside of the stacks of `model` trains."""
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    inside = {id(value) for stack in stacks for value in stack.parameters()}
+    return not any(value.requires_grad and id(value) not in inside for value in model.parameters())

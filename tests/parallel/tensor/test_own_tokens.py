@@ -1,0 +1,104 @@
+"""Where a sequence is cut and nothing trains behind the blocks, a fused head makes the loss of own tokens
+alone, and the ranks' losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petune.kernels.configs import MemoryConfig
+from petune.kernels.head import hooks
+from petune.parallel.tensor.own_tokens import OwnTokens
+from petune.rng.context import Running
+from tests.parallel import harness
+from tests.parallel.cells import case
+from tests.parallel.harness import Case, Trace, compare, oracle
+from tests.parallel.plans import BACKENDS
+from tests.pool import run
+
+BLOCKS = MemoryConfig("all", offload="none")
+
+
+def _rows(one: Case, limit: float) -> dict[str, Any]:
+    """The steps of a case, and how many tokens each loss was made of."""
+    made: list[int] = []
+    plain = hooks.linear_cross_entropy
+
+    def counted(hidden: Tensor, *given: Any, **how: Any) -> Tensor:
+        made.append(len(hidden))
+        return plain(hidden, *given, **how)
+
+    hooks.linear_cross_entropy = counted  # type: ignore[assignment]  # of a process that ends
+    try:
+        return {"trace": harness._steps(one, limit), "made": made}
+    finally:
+        hooks.linear_cross_entropy = plain
+
+
+def _made(name: str, backend: str, method: str) -> list[int]:
+    """Tokens that losses were made of, of both ranks, once the steps are those of one process."""
+    one = case(name, method, BACKENDS[backend](name, 2), passes=(4,), steps=1, blocks=BLOCKS)
+    expected = oracle(one)
+    found = run(2, _rows, one, expected.norms[0] / 2, timeout=90)
+    compare([Trace(**rank["trace"]) for rank in found], expected, one)
+    return [sum(rank["made"]) for rank in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("llama-causal", "sp-ulysses"),
+        ("t5-seq2seq", "galaxy"),
+        pytest.param("llama-causal", "sp-gather", marks=pytest.mark.long),
+        pytest.param("bart-seq2seq", "sp-ring", marks=pytest.mark.long),
+        pytest.param("bert-mlm", "sp-gather", marks=pytest.mark.long),
+    ],
+)
+def test_each_rank_makes_the_loss_of_its_own_tokens(name: str, backend: str) -> None:
+    alone, own = _made(name, "dp", "lora"), _made(name, backend, "lora")
+    assert 0 < sum(own) <= sum(alone) and min(own) < sum(own)
+
+
+def test_a_head_that_trains_makes_the_loss_of_all_tokens_on_every_rank() -> None:
+    first, second = _made("llama-causal", "sp-ulysses", "full")
+    assert first == second
+
+
+def _losses(folded: bool, segments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(own places, the sum over ranks of a number, numbers of all tokens) of a rank."""
+    group: Any = dist.group.WORLD
+    share = OwnTokens(group, dist.get_rank())
+    batch, count = (2, 10) if segments is None else (1, 12)
+    sizes = (3, 2) if segments is None else (4, 2)
+    share.leave(torch.zeros(batch, 1), Running(sizes=sizes, folded=folded, segments=segments))
+    own = share.part(torch.arange(count))
+    return own, share.total(own.sum().float()), share.total(own.float())
+
+
+class Kept:
+    """Of two rows of six places those where tokens are."""
+
+    places = torch.tensor([0, 1, 2, 6, 7, 8])
+    shape = (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("folded", "segments", "places"),
+    [
+        (False, None, ([0, 1, 2, 5, 6, 7], [3, 4, 8, 9])),
+        (True, None, ([0, 1, 4, 5, 6, 9], [2, 3, 7, 8])),
+        (False, Kept(), ([0, 1, 2, 6], [7, 8])),
+    ],
+)
+def test_losses_of_own_tokens_add_up_and_lie_where_the_tokens_do(
+    folded: bool, segments: Any, places: tuple[list[int], list[int]]
+) -> None:
+    every = sorted(places[0] + places[1])
+    for rank, (own, total, each) in enumerate(run(2, _losses, folded, segments)):
+        assert own.tolist() == places[rank] and float(total) == sum(every)
+        assert each.nonzero().flatten().tolist() == [at for at in every if at]
+        assert torch.equal(each[each > 0], torch.tensor(every).float()[torch.tensor(every) > 0])
