@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -18,6 +19,7 @@ _COLUMNS = 1024  # 32-bit words in a row of a checksum
 _WORTH_THREADS = 1 << 20  # bytes: of fewer a thread's start is the most
 # bytes of a tensor on a device that are multiplied at once: the products take twice as many
 _PORTION = 128 << 20
+_READ = 16 << 20  # bytes of a tensor that a thread has read at once
 
 
 def checksum(tensor: Tensor) -> int:
@@ -61,11 +63,45 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
+def read_checksums(likes: Mapping[str, Tensor], read: Callable[[str, range], Tensor]) -> dict[str, int]:
+    """`checksum` of dense tensors that are not in memory, a portion at a time, by as many threads as torch
+    uses. likes: dtype and shape of each; read: (its name, a range of its first dim) -> these of its entries,
+    on the CPU."""
+    wanted = [(name, part) for name, like in likes.items() for part in _portions(like)]
+    most = max((like.nbytes for like in likes.values()), default=0)
+    weights = _weights(_COLUMNS + 1 + most // (4 * _COLUMNS), torch.device("cpu"))
+
+    def add_up(name: str, part: range) -> int:
+        like = likes[name]
+        before = part.start * like[:1].nbytes // (4 * _COLUMNS) if like.dim() else 0
+        return int(_weighted_sum(read(name, part), weights, before))
+
+    found = dict.fromkeys(likes, 0)
+    if not wanted:
+        return found
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for (name, _), one in zip(wanted, pool.map(add_up, *zip(*wanted, strict=True)), strict=True):
+            found[name] = (found[name] + one) % 2**64
+    return found
+
+
+def _portions(like: Tensor) -> list[range]:
+    """Ranges of the first dim, each of about _READ bytes, and but for the last of whole rows of a checksum;
+    one of a tensor without dims or entries."""
+    entry = like[:1].nbytes if like.dim() else 0
+    if not entry:
+        return [range(len(like) if like.dim() else 1)]
+    step = 4 * _COLUMNS // math.gcd(4 * _COLUMNS, entry)
+    count = max(step, _READ // entry // step * step)
+    return [range(start, min(start + count, len(like))) for start in range(0, len(like), count)]
+
+
 @torch.no_grad()
-def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
-    """The checksum as a signed int64 scalar on the tensor's device, which is not waited for."""
+def _weighted_sum(tensor: Tensor, weights: Tensor, before: int = 0) -> Tensor:
+    """The checksum as a signed int64 scalar on the tensor's device, which is not waited for; of a tensor that
+    is a part of another the part of its, `before` rows of which come first."""
     whole, rest = _words(tensor)
-    columns, rows = weights[:_COLUMNS], weights[_COLUMNS:]
+    columns, rows = weights[:_COLUMNS], weights[_COLUMNS + before :]
     last = (rest * columns).sum() * rows[len(whole)]
     return last + (_row_sums(whole, columns) * rows[: len(whole)]).sum() if len(whole) else last
 

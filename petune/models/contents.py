@@ -22,7 +22,7 @@ from petune.errors import PetuneError
 from petune.files.ranges import RangeReader, TensorSource, overlap
 from petune.files.safetensors import is_finite
 from petune.models.bitsandbytes_files import FourBit
-from petune.models.checksums import checksum, checksums
+from petune.models.checksums import checksum, checksums, read_checksums
 from petune.models.copied import copied
 from petune.models.form import Form
 from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
@@ -158,6 +158,17 @@ class Contents:
         self.fill([TensorPart(name, found, (0,) * like.dim())])
         return found
 
+    def readable(self, name: str) -> bool:
+        """Whether files hold a tensor as it is, so that some of its entries can be read alone."""
+        return name in self.plan.pieces and self._held_in_four_bits(name) is None
+
+    def entries(self, name: str, part: range) -> Tensor:
+        """A range of the first dim of a `readable` tensor, on the CPU, in the dtype it has in the model."""
+        like = self._like(name)
+        found = torch.empty((len(part), *like.shape[1:]) if like.dim() else (), dtype=like.dtype)
+        self.fill([TensorPart(name, found, (part.start, *(0,) * (like.dim() - 1))[: like.dim()])])
+        return found
+
     def _like(self, name: str) -> Tensor:
         """The tensor as it is in the model."""
         path, _, leaf = name.rpartition(".")
@@ -291,14 +302,16 @@ def detach(model: nn.Module) -> Contents | None:
 
 
 def checksums_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The checksum of each of these tensors of `model`; those that are not read yet come from their files,
-    one at a time."""
+    """The checksum of each of these tensors of `model`; those that are not read yet come from their files, a
+    portion at a time."""
     contents = contents_of(model)
     if contents is None:
         return checksums(tensors)
-    return {
-        name: checksum(contents.whole(name) if value.is_meta else value) for name, value in tensors.items()
-    }
+    unread = {name: value for name, value in tensors.items() if value.is_meta and contents.readable(name)}
+    found = read_checksums(unread, contents.entries)
+    others = {name: value for name, value in tensors.items() if name not in unread}
+    found |= {name: checksum(contents.whole(name) if one.is_meta else one) for name, one in others.items()}
+    return {name: found[name] for name in tensors}
 
 
 def allocate(

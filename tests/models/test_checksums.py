@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from petune.files.safetensors import is_finite
-from petune.models.checksums import _weighted_sum, _weights, checksum, checksums
+from petune.models.checksums import _weighted_sum, _weights, checksum, checksums, read_checksums
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,27 @@ def test_checksums_of_many_tensors_are_those_of_each_with_any_number_of_threads(
     finally:
         torch.set_num_threads(1)
     assert checksums({}) == {} and bool(started) is (worth == 0)
+
+
+@pytest.mark.parametrize("portion", [4096, 10_000, 1 << 24])
+def test_checksums_of_tensors_read_in_portions_are_those_of_the_whole(
+    portion: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("petune.models.checksums._READ", portion)
+    shapes = (40, 512), (33, 3, 7), (5000,), (1, 9000), (0, 4), ()
+    draw = torch.Generator().manual_seed(0)
+    values = {str(shape): torch.randn(shape, generator=draw).bfloat16() for shape in shapes}
+    asked: list[int] = []
+
+    def read(name: str, part: range) -> torch.Tensor:
+        value = values[name]
+        asked.append(len(part))
+        return value[part.start : part.stop] if value.dim() else value
+
+    likes = {name: value.to("meta") for name, value in values.items()}
+    assert read_checksums(likes, read) == checksums(values)
+    assert len(asked) > len(shapes) or portion == 1 << 24
+    assert read_checksums({}, read) == {}
 
 
 class Results(TorchDispatchMode):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from petune import demo
 from petune.errors import FileError
-from petune.models.contents import TensorPart, attach, contents_of, detach
+from petune.models.checksums import checksums
+from petune.models.contents import TensorPart, attach, checksums_of, contents_of, detach
 from petune.models.loading import AUTO, Head, Loaded, load_model
 from petune.models.source import resolve_model
 from tests.methods.zoo import MOE, tiny
@@ -167,6 +168,21 @@ def test_experts_that_files_have_one_by_one_are_read_as_transformers_reads_them(
     found.model.save_pretrained(tmp_path / "again")
     names = [set(load_file(place / "model.safetensors")) for place in (tmp_path, tmp_path / "again")]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("name", ["llama-causal", "qwen3moe-causal"])
+def test_checksums_of_a_model_that_is_not_read_are_those_of_the_read_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("petune.models.checksums._READ", 4096)
+    tiny(name).save_pretrained(tmp_path)
+    found = loaded(tmp_path, "causal", torch.bfloat16)
+    assert found.contents is not None
+    found.contents.remember(found.model)
+    attach(found.model, found.contents)
+    before = checksums_of(found.model, dict(found.model.named_parameters()))
+    detach(found.model)
+    assert before == checksums(dict(found.read().named_parameters()))
 
 
 def test_any_box_of_experts_is_read_of_the_files_of_each(tmp_path: Path) -> None:
