@@ -32,16 +32,9 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 def activate(
-    u: Tensor,
-    act: Act,
-    gated: bool,
-    low: Low | None = None,
-    a: Tensor | None = None,
-    paired: bool = False,
-    out: Tensor | None = None,
-    how: Drop | None = None,
-    scale: Scale | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False,
+    out: Tensor | None = None, how: Drop | None = None, scale: Scale | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`petune.kernels.reference.activate`; ranks up to `sums.MAX_RANK`, ValueError above."""
     rows, width = u.shape[0], u.shape[1] // (1 + gated)
     h = torch.empty((rows, width), dtype=u.dtype, device=u.device) if out is None else out
@@ -57,31 +50,18 @@ def activate(
     _activate_kernel[(walks * parts,)](
         *(u, h, s, b, down, *(scale or (None, None)), sums, rows, width, parts),
         *(u.stride(0), s.stride(0), b.stride(0), down.stride(0), h.stride(0), *draw_of(how, u)),
-        ACT=act,
-        GATED=gated,
-        PAIRED=paired,
-        RANK=rank,
-        R=padded(rank),
-        BELOW=below,
-        J=padded(below),
-        DROPS=a is not None and how is not None,
-        LOADED=how is not None and isinstance(how.base, Tensor),
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        ACT=act, GATED=gated, PAIRED=paired, RANK=rank, R=padded(rank), BELOW=below, J=padded(below),
+        DROPS=a is not None and how is not None, LOADED=how is not None and isinstance(how.base, Tensor),
+        BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return h, None if a is None else total(sums, u.dtype)
 
 
 def draw_of(how: Drop | None, absent: Tensor) -> tuple[Any, ...]:
-    """What a kernel reads of a draw: numbers, base, feature, least and scale; `absent` stands where there is
-    none."""
-    return (
-        (absent, 0, 0, 0, 1.0)
-        if how is None
-        else (how.numbers, how.base, how.feature, threshold(how.p), scaled(how))
-    )
+    """What a kernel reads of a draw: numbers, base, feature, least and scale; `absent` for none."""
+    if how is None:
+        return absent, 0, 0, 0, 1.0
+    return how.numbers, how.base, how.feature, threshold(how.p), scaled(how)
 
 
 def _forward_tile(dtype: torch.dtype, scales: bool) -> Tile:
@@ -244,17 +224,10 @@ def variants() -> Iterator[Variant]:
                 "GATED": gated,
                 "PAIRED": paired,
                 "RANK": rank,
-                "R": padded(rank),
                 "BELOW": below,
-                "J": padded(below),
             }
             tile = _forward_tile(dtype, "columns" not in absent)
-            values |= {
-                "DROPS": drops,
-                "LOADED": False,
-                "BM": tile.rows,
-                "BN": tile.columns,
-                "STAGES": tile.stages,
-            }
+            values |= {"R": padded(rank), "J": padded(below), "DROPS": drops, "LOADED": False}
+            values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
             values |= dict.fromkeys(absent)
             yield _activate_kernel, signature_of(_activate_kernel, kind), values, tile.warps, 3

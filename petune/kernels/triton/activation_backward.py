@@ -35,16 +35,9 @@ from petune.rng.dropout import Drop
 
 
 def activate_backward(
-    dh: Tensor,
-    u: Tensor,
-    act: Act,
-    gated: bool,
-    low: Added | None = None,
-    below: Low | None = None,
-    paired: bool = False,
-    how: Drop | None = None,
-    scale: Scale | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Added | None = None, below: Low | None = None,
+    paired: bool = False, how: Drop | None = None, scale: Scale | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`petune.kernels.reference.activate_backward`; ranks up to `residual.MAX_RANK`, ValueError above."""
     du = torch.empty((len(u), u.shape[1]), dtype=u.dtype, device=u.device)
     rank, depth = low[0].shape[1] // (1 + paired) if low else 0, below[0].shape[1] if below else 0
@@ -55,20 +48,8 @@ def activate_backward(
         return du, db if low else None, da if below else None, none if count else None
     sums_b, sums_a = 0 < rank <= SUMMED, 0 < depth <= SUMMED
     h = torch.empty_like(dh, memory_format=torch.contiguous_format) if below and not sums_a else None
-    grads = _launched(
-        dh,
-        u,
-        du,
-        h,
-        low,
-        below,
-        (rank if sums_b else 0, depth if sums_a else 0, count),
-        how,
-        scale,
-        ACT=act,
-        GATED=gated,
-        PAIRED=paired,
-    )
+    summed = rank if sums_b else 0, depth if sums_a else 0, count
+    grads = _launched(dh, u, du, h, low, below, summed, how, scale, ACT=act, GATED=gated, PAIRED=paired)
     at, end = u.shape[1] * rank if sums_b else 0, len(grads) - count * u.shape[1]
     of_b = grads[:at].view(-1, rank) if sums_b else None if low is None else _db(du, low[0], paired)
     sums = grads[end:].view(count, -1) if count else None
@@ -86,17 +67,9 @@ def _db(du: Tensor, s: Tensor, paired: bool) -> Tensor:
 
 
 def _launched(
-    dh: Tensor,
-    u: Tensor,
-    du: Tensor,
-    h: Tensor | None,
-    low: Added | None,
-    below: Low | None,
-    summed: tuple[int, int, int],
-    how: Drop | None,
-    scale: Scale | None,
-    **form: Any,
-) -> Tensor:
+    dh: Tensor, u: Tensor, du: Tensor, h: Tensor | None, low: Added | None, below: Low | None,
+    summed: tuple[int, int, int], how: Drop | None, scale: Scale | None, **form: Any,
+) -> Tensor:  # fmt: skip
     """Write du, and h unless it is None; the sums of db and da behind one another, of the ranks of `summed`,
     then so many of those that `scale` asks for."""
     (rows, width), (s, b), (ds, a) = dh.shape, low or (u, u), below or (u, u)
@@ -109,29 +82,12 @@ def _launched(
     sums = torch.empty((parts, size), dtype=torch.float32, device=u.device)
     _activate_backward_kernel[(walks * parts,)](
         *(dh, u, du, h, s, b, ds, a, *(scale or (None, None)), sums, rows, width, parts),
-        *(
-            dh.stride(0),
-            u.stride(0),
-            s.stride(0),
-            0 if b is None else b.stride(0),
-            ds.stride(0),
-            a.stride(0),
-            *draw_of(how, u),
-        ),
-        **form,
-        RANK=rank,
-        R=padded(rank),
-        BELOW=depth,
-        J=padded(depth),
-        SUMS_B=summed[0] > 0,
-        SUMS_A=summed[1] > 0,
-        DROPS=below is not None and how is not None,
-        LOADED=how is not None and isinstance(how.base, Tensor),
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        *(dh.stride(0), u.stride(0), s.stride(0), 0 if b is None else b.stride(0), ds.stride(0), a.stride(0)),
+        *draw_of(how, u), **form,
+        RANK=rank, R=padded(rank), BELOW=depth, J=padded(depth), SUMS_B=summed[0] > 0, SUMS_A=summed[1] > 0,
+        DROPS=below is not None and how is not None, LOADED=how is not None and isinstance(how.base, Tensor),
+        BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return total(sums, torch.float32) if size else sums[0]
 
 
@@ -287,26 +243,15 @@ def variants() -> Iterator[Variant]:
                 "GATED": gated,
                 "PAIRED": paired,
                 "RANK": rank,
-                "R": padded(rank),
-            }
-            values |= {
                 "BELOW": below,
-                "J": padded(below),
-                "SUMS_B": sums_b,
-                "SUMS_A": sums_a,
-                "DROPS": drops,
-                "LOADED": False,
             }
+            values |= {"R": padded(rank), "J": padded(below), "SUMS_B": sums_b, "SUMS_A": sums_a}
+            values |= {"DROPS": drops, "LOADED": False}
             values |= ({"b": None} if rank and not paired else {}) | (
                 {} if below and not sums_a else {"h": None}
             )
             values |= dict.fromkeys(absent)
             tile = _backward_tile(dtype, below > 0 and not (sums_b or sums_a), "columns" not in absent)
             values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
-            yield (
-                _activate_backward_kernel,
-                signature_of(_activate_backward_kernel, kind),
-                values,
-                tile.warps,
-                3,
-            )
+            kernel = _activate_backward_kernel
+            yield kernel, signature_of(kernel, kind), values, tile.warps, 3

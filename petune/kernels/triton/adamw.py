@@ -63,15 +63,9 @@ def _adamw(
 
 
 def adamw_(
-    weight: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    rule: AdamWStep,
-    words: Sequence[int],
-    first: int = 0,
-    copy: Tensor | None = None,
-) -> None:
+    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, rule: AdamWStep, words: Sequence[int],
+    first: int = 0, copy: Tensor | None = None,
+) -> None:  # fmt: skip
     """`petune.kernels.memory.adamw.adamw_`; dense tensors of float32 or bfloat16."""
     size = weight.numel()
     if size:

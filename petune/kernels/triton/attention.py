@@ -282,24 +282,12 @@ def forward(
         bias, *middle = _by_distance(more)
         _forward_kernel[((len(starts) - 1) * heads * blocks,)](
             *(q, k, v, out, lse, starts, numbers, base, more.starts, _tokens(numbers, more), bias),
-            None if more.sinks is None else more.sinks.contiguous(),
-            *more.bucketed,
+            None if more.sinks is None else more.sinks.contiguous(), *more.bucketed,
             *(blocks, m, least, rescale, float(scale), *middle),
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(
-                heads,
-                heads // k.shape[1],
-                d,
-                _width(d),
-                block,
-                causal,
-                more.window,
-                more.cap,
-                isinstance(base, Tensor),
-            ),
-            num_warps=warps,
-            num_stages=_STAGES,
-        )
+            *(heads, heads // k.shape[1], d, _width(d), block, causal, more.window, more.cap, isinstance(base, Tensor)),
+            num_warps=warps, num_stages=_STAGES,
+        )  # fmt: skip
     return out, lse
 
 
@@ -491,10 +479,8 @@ def backward(
         *(heads, d, _width(d), block, isinstance(base, Tensor)),
         num_warps=warps,
     )
-    blocks, key_blocks = (
-        triton.cdiv(longest, block),
-        triton.cdiv(longest if more.starts is None else more.longest, block),
-    )
+    blocks = triton.cdiv(longest, block)
+    key_blocks = triton.cdiv(longest if more.starts is None else more.longest, block)
     bias, *middle = _by_distance(more)
     given = dout, q, k, v, lse, delta, places
     sides = starts, more.starts, _tokens(numbers, more), bias, *more.bucketed, longest
@@ -526,18 +512,15 @@ def backward(
 
 
 def _tokens(numbers: Tensor | None, more: More) -> Tensor | None:
-    """What keys are numbered by where something drops out: the queries' own places, or the tokens of another
-    sequence."""
+    """What keys are numbered by for dropout: the queries' own places, or the tokens of another sequence."""
     return numbers if more.starts is None or numbers is None else more.tokens
 
 
 def _by_distance(more: More) -> tuple[Tensor | None, int, int]:
     """(the bias, dense; numbers of a head; the place of distance 0)."""
-    return (
-        (None, 0, 0)
-        if more.bias is None
-        else (more.bias.contiguous(), more.bias.shape[1], more.bias.shape[1] // 2)
-    )
+    if more.bias is None:
+        return None, 0, 0
+    return more.bias.contiguous(), more.bias.shape[1], more.bias.shape[1] // 2
 
 
 def _draw(how: Drop | None) -> tuple[Tensor | None, int | Tensor, int, float]:
@@ -569,11 +552,8 @@ def variants() -> Iterator[Variant]:
     kernels: tuple[Any, ...] = (_forward_kernel, _prepare_kernel, _keys_kernel, _queries_kernel)
     # strides, and what is not named here
     fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}
-    fixed |= (
-        dict.fromkeys(("lse", "delta", "parts", "bias", "sinks"), "*fp32")
-        | {"buckets": "*i32"}
-        | dict.fromkeys(("rescale", "scale"), "fp32")
-    )
+    fixed |= dict.fromkeys(("lse", "delta", "parts", "bias", "sinks"), "*fp32") | {"buckets": "*i32"}
+    fixed |= dict.fromkeys(("rescale", "scale"), "fp32")
     fixed |= dict.fromkeys(("numbers", "places", "tokens"), "*i64") | dict.fromkeys(
         ("starts", "others"), "*i32"
     )
@@ -604,25 +584,14 @@ def variants() -> Iterator[Variant]:
         positions = "by_query", "by_key", "left_scores"
         signature = fixed | dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", *positions), kind)
         signature |= {"base": "*i64" if causal else "i64"}
-        values: dict[str, Any] = {
-            "HEADS": 16,
-            "GROUP": 1,
-            "D": d,
-            "W": _width(d),
-            "BLOCK": block,
-            "CAUSAL": causal,
-            "LOADED": causal,
-        }
+        values: dict[str, Any] = {"HEADS": 16, "GROUP": 1, "D": d, "W": _width(d), "BLOCK": block}
+        values |= {"CAUSAL": causal, "LOADED": causal}
         values |= {"WINDOW": 0, "CAP": 0.0, "sinks": None} | own | dict.fromkeys(missing)
         if not values.pop("positions", False):
             values |= dict.fromkeys((*positions, "buckets"))
         if values["sinks"]:
             del values["sinks"]  # no constant then
         for kernel in kernels:
-            yield (
-                kernel,
-                signature,
-                {name: value for name, value in values.items() if name in kernel.arg_names},
-                warps if kernel is _forward_kernel else warps_back,
-                _STAGES,
-            )
+            own_values = {name: value for name, value in values.items() if name in kernel.arg_names}
+            own_warps = warps if kernel is _forward_kernel else warps_back
+            yield kernel, signature, own_values, own_warps, _STAGES

@@ -74,44 +74,16 @@ def _nf4(form: Nf4, out: Tensor, each: int, apart: int) -> None:
     tables = levels(out.device), dynamic_levels(out.device)
     strides = form.q.stride(0), form.scales.stride(0), out.stride(0)
     _nf4_kernel[(rows, triton.cdiv(columns, COLUMNS))](
-        *form.tensors,
-        *tables,
-        out,
-        columns // BLOCK,
-        *strides,
-        form.stride,
-        form.first,
-        each,
-        apart,
-        BLOCKS=BLOCKS,
-        SIZE=BLOCK,
-        NESTED=NESTED,
-        num_warps=WARPS,
-        enable_fp_fusion=False,
-    )
+        *(*form.tensors, *tables, out, columns // BLOCK, *strides, form.stride, form.first, each, apart),
+        BLOCKS=BLOCKS, SIZE=BLOCK, NESTED=NESTED, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit
 def _nf4_kernel(
-    q,
-    scales,
-    nested,
-    mean,
-    levels,
-    dynamic,
-    out,
-    blocks,
-    q_stride,
-    scales_stride,
-    out_stride,
-    stride,
-    first,
-    each,
-    apart,
-    BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-    NESTED: tl.constexpr,
-):
+    q, scales, nested, mean, levels, dynamic, out, blocks, q_stride, scales_stride, out_stride, stride, first, each,
+    apart, BLOCKS: tl.constexpr, SIZE: tl.constexpr, NESTED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks

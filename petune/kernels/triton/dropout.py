@@ -54,20 +54,9 @@ def placed(numbers, row, rows, base, LOADED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "base", "feature", "least"])
 def _drop(
-    x,
-    numbers,
-    y,
-    rows,
-    columns,
-    x_stride,
-    base,
-    feature,
-    least,
-    scale,
-    LOADED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, numbers, y, rows, columns, x_stride, base, feature, least, scale,
+    LOADED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = placed(numbers, row, rows, base, LOADED)

@@ -48,12 +48,8 @@ class _Launch:
     def takes(self, rank: int, scale: float, how: Drop) -> bool:
         """Whether an update may come with those that are here."""
         one = self.hows[0]
-        alike = (one.p, one.feature, one.numbers.data_ptr(), type(one.base)) == (
-            how.p,
-            how.feature,
-            how.numbers.data_ptr(),
-            type(how.base),
-        )
+        where = (one.p, one.feature, one.numbers.data_ptr(), type(one.base))
+        alike = where == (how.p, how.feature, how.numbers.data_ptr(), type(how.base))
         return len(self.hows) < TOGETHER and alike and (rank, scale) == (self.rank, self.scale)
 
     @property
@@ -66,12 +62,8 @@ class _Launch:
     @property
     def constants(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
-        return {
-            "LOADED": isinstance(self.hows[0].base, Tensor),
-            "PARTS": len(self.hows),
-            "RANK": self.rank,
-            "R": padded(self.rank),
-        }
+        loaded = isinstance(self.hows[0].base, Tensor)
+        return {"LOADED": loaded, "PARTS": len(self.hows), "RANK": self.rank, "R": padded(self.rank)}
 
 
 def _launches(
@@ -120,12 +112,8 @@ def _low(x: Tensor, a: Tensor, one: _Launch) -> Tensor:
     out = torch.empty((split, rows, len(a)), dtype=torch.float32 if split > 1 else x.dtype, device=x.device)
     _low_kernel[(walks * split,)](
         *(x, a, out, rows, columns, split, x.stride(0), a.stride(0), *one.draws),
-        **one.constants,
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        **one.constants, BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return total(out, x.dtype) if split > 1 else out[0]
 
 
@@ -176,12 +164,8 @@ def _low_backward(ds: Tensor, x: Tensor, one: _Launch) -> Tensor:
     out = torch.empty((split, ds.shape[1], columns), dtype=torch.float32, device=x.device)
     _low_backward_kernel[(walks * split,)](
         *(ds, x, out, rows, columns, split, ds.stride(0), x.stride(0), *one.draws),
-        **one.constants,
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        **one.constants, BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return total(out, torch.float32)
 
 
@@ -233,12 +217,8 @@ def _add(dx: Tensor, ds: Tensor, a: Tensor, one: _Launch) -> None:
     split = shares(walks, triton.cdiv(columns, tile.columns), multiprocessors(dx.device) * tile.resident)
     _add_kernel[(walks * split,)](
         *(dx, ds, a, rows, columns, split, dx.stride(0), ds.stride(0), a.stride(0), *one.draws),
-        **one.constants,
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        **one.constants, BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
 
 
 def _add_tile(dtype: torch.dtype, parts: int) -> Tile:
@@ -294,18 +274,13 @@ def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         for loaded, count, rank in ((False, 3, 64), (True, 2, 64), (False, 1, 16)):
-            tiles = {
-                _low_kernel: _low_tile(dtype),
-                _low_backward_kernel: _low_backward_tile(dtype),
-                _add_kernel: _add_tile(dtype, count),
-            }
+            tiles = {_low_kernel: _low_tile(dtype), _low_backward_kernel: _low_backward_tile(dtype)}
+            tiles[_add_kernel] = _add_tile(dtype, count)
             for kernel, tile in tiles.items():
                 out = kind if kernel is _low_kernel else "*fp32"
                 matrices = {"x": kind, "a": kind, "ds": kind, "dx": kind, "out": out}
-                signature = {name: matrices.get(name, "i32") for name in kernel.arg_names} | {
-                    "numbers": "*i64",
-                    "scale": "fp32",
-                }
+                signature = {name: matrices.get(name, "i32") for name in kernel.arg_names}
+                signature |= {"numbers": "*i64", "scale": "fp32"}
                 signature |= dict.fromkeys(("base", "base1", "base2"), "*i64" if loaded else "i64")
                 values = {"LOADED": loaded, "PARTS": count, "RANK": rank, "R": padded(rank)}
                 values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}

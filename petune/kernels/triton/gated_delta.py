@@ -109,18 +109,12 @@ def forward(
     _pairs_kernel[(chunks, rows * heads.key_heads)](
         *(x, g, beta, *told, kept.solved, kept.scores, kept.decay, kept.units, tokens),
         *(heads.heads // heads.key_heads, heads.keys**-0.5, EPS),
-        **sizes,
-        PART=PART,
-        num_warps=4,
-        num_stages=1,
-    )
+        **sizes, PART=PART, num_warps=4, num_stages=1,
+    )  # fmt: skip
     _forward_kernel[(triton.cdiv(heads.values, columns), rows * heads.heads)](
         *(x, beta, *told, kept.solved, kept.scores, kept.decay, kept.units, kept.states, y, tokens),
-        **sizes,
-        BV=columns,
-        num_warps=4,
-        num_stages=stages_of(columns),
-    )
+        **sizes, BV=columns, num_warps=4, num_stages=stages_of(columns),
+    )  # fmt: skip
     return y, kept
 
 

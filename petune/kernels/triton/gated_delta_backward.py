@@ -35,14 +35,8 @@ BLOCK = 32  # value features at a time of a program for one chunk
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    samples: Tensor | None,
-    heads: MixedHeads,
-    kept: ChunksKept,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, g: Tensor, beta: Tensor, samples: Tensor | None, heads: MixedHeads, kept: ChunksKept
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x in its dtype, of g and beta in float32."""
     rows, tokens, _ = x.shape
     dx, (dg, dbeta) = torch.empty_like(x), (torch.empty_like(g, dtype=torch.float32) for _ in range(2))
@@ -52,27 +46,20 @@ def backward(
     dstates, dr, columns = torch.empty_like(kept.states), torch.empty_like(dy), columns_of(heads, rows)
     _states_kernel[(triton.cdiv(heads.values, columns), rows * heads.heads)](
         *(dy, x, beta, *told, kept.solved, kept.scores, kept.decay, kept.units, dstates, dr, tokens),
-        **sizes,
-        BV=columns,
-        num_warps=4,
-        num_stages=stages_of(columns),
-    )
+        **sizes, BV=columns, num_warps=4, num_stages=stages_of(columns),
+    )  # fmt: skip
     written, (dasked, dalike) = torch.empty_like(dy), (torch.empty_like(kept.solved) for _ in range(2))
     chunks, sizes = triton.cdiv(tokens, CHUNK), sizes | {"BV": min(BLOCK, power_of(heads.values))}
     _values_kernel[(chunks, rows * heads.heads)](
         *(dy, dr, x, beta, *told, kept.solved, kept.decay, kept.units, kept.states, dstates),
         *(dx, dg, dbeta, written, dasked, dalike, tokens),
-        **sizes,
-        num_warps=4,
-        num_stages=1,
-    )
+        **sizes, num_warps=4, num_stages=1,
+    )  # fmt: skip
     _keys_kernel[(chunks, rows * heads.key_heads)](
         *(dy, dr, x, beta, *told, kept.decay, kept.units, kept.states, dstates, written, dasked, dalike),
         *(dx, tokens, heads.heads // heads.key_heads, heads.keys**0.5),
-        **sizes,
-        num_warps=4,
-        num_stages=1,
-    )
+        **sizes, num_warps=4, num_stages=1,
+    )  # fmt: skip
     return dx, dg, dbeta
 
 

@@ -26,8 +26,7 @@ from petune.kernels.triton.residual import MAX_RANK, Variant
 
 
 class GroupedTile(NamedTuple):
-    """Rows and columns of the result that a program makes, and how many products of each it sums at a
-    time."""
+    """Rows and columns of a program's result, and how many products of each it sums at a time."""
 
     rows: int
     columns: int
@@ -50,15 +49,9 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def product(
-    x: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    *,
-    rows: Tensor | None = None,
-    low: Tensor | None = None,
-    up: Tensor | None = None,
-    tile: GroupedTile | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, ends: Tensor, *, rows: Tensor | None = None, low: Tensor | None = None,
+    up: Tensor | None = None, tile: GroupedTile | None = None,
+) -> Tensor:  # fmt: skip
     """`petune.kernels.grouped_reference.product`, rounded once; tile: None for the rule's."""
     m, (groups, k, n) = len(x if rows is None else rows), weight.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
@@ -69,11 +62,9 @@ def product(
     tiles = min(m, (m + groups * (tile.rows - 1)) // tile.rows)
     _product_kernel[(tiles * triton.cdiv(n, tile.columns),)](
         *(x, weight, ends, rows, low, up, y, groups, k, weight.stride(0), 0 if up is None else up.stride(0)),
-        **_product_form(tile, groups, k, n, rank),
-        **_strides(x, weight, low, up),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        **_product_form(tile, groups, k, n, rank), **_strides(x, weight, low, up),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return y
 
 
@@ -104,16 +95,14 @@ def _strides(x: Tensor, weight: Tensor, low: Tensor | None, up: Tensor | None) -
 
 def _product_form(tile: GroupedTile, groups: int, k: int, n: int, rank: int) -> dict[str, Any]:
     """What the kernel is compiled for."""
-    return {
-        "GROUPS": max(32, 1 << (groups - 1).bit_length()),
+    sizes = {
+        "N": n,
         "RANK": rank,
         "R": _power(rank, MAX_RANK),
-        "N": n,
-        "EVEN": k % tile.depth == 0 and n % tile.columns == 0,
-        "BM": tile.rows,
-        "BN": tile.columns,
-        "BK": tile.depth,
+        "GROUPS": max(32, 1 << (groups - 1).bit_length()),
     }
+    even = k % tile.depth == 0 and n % tile.columns == 0
+    return sizes | {"EVEN": even, "BM": tile.rows, "BN": tile.columns, "BK": tile.depth}
 
 
 @triton.jit
@@ -196,16 +185,10 @@ def _span(ends, group):
 
 
 def outer(
-    x: Tensor,
-    dy: Tensor,
-    ends: Tensor,
-    *,
-    x_rows: Tensor | None = None,
-    dy_rows: Tensor | None = None,
+    x: Tensor, dy: Tensor, ends: Tensor, *, x_rows: Tensor | None = None, dy_rows: Tensor | None = None,
     tile: GroupedTile | None = None,
-) -> Tensor:
-    """`petune.kernels.grouped_reference.outer`; tile: None for the rule's, its rows those of the wider
-    matrix."""
+) -> Tensor:  # fmt: skip
+    """`petune.kernels.grouped_reference.outer`; tile: None for the rule's, its rows the wider matrix's."""
     found = torch.empty((len(ends), x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
     if not found.numel():
         return found
@@ -218,10 +201,8 @@ def outer(
     tile = tile or outer_tile(k, n, x.dtype)
     _outer_kernel[(len(ends) * triton.cdiv(k, tile.rows) * triton.cdiv(n, tile.columns),)](
         *(left, right, ends, left_rows, right_rows, out, out.stride(0)),
-        **_outer_form(tile, left, right, out),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        **_outer_form(tile, left, right, out), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return found
 
 
@@ -236,12 +217,8 @@ def outer_tile(k: int, n: int, dtype: torch.dtype) -> GroupedTile:
 
 def _outer_form(tile: GroupedTile, left: Tensor, right: Tensor, out: Tensor) -> dict[str, Any]:
     """What the kernel is compiled for."""
-    strides = {
-        "LEFT": left.stride(0),
-        "RIGHT": right.stride(0),
-        "O_ROW": out.stride(1),
-        "O_COL": out.stride(2),
-    }
+    _, row, column = out.stride()
+    strides = {"LEFT": left.stride(0), "RIGHT": right.stride(0), "O_ROW": row, "O_COL": column}
     sizes = {"K": left.shape[1], "N": right.shape[1], "BM": tile.rows, "BN": tile.columns, "BK": tile.depth}
     return strides | sizes
 
@@ -282,11 +259,8 @@ def variants() -> Iterator[Variant]:
         yield from _products(dtype, kind)
         for k, n, turned in ((2048, 16, False), (1536, 8, True), (1536, 64, True), (768, 768, False)):
             tile = outer_tile(k, n, dtype)
-            left, right, out = (
-                _shaped(1, k),
-                _shaped(1, n),
-                _shaped(1, n, k).mT if turned else _shaped(1, k, n),
-            )
+            left, right = _shaped(1, k), _shaped(1, n)
+            out = _shaped(1, n, k).mT if turned else _shaped(1, k, n)
             signature = _signature(_outer_kernel, kind, "left_rows", "right_rows")
             values = _outer_form(tile, left, right, out) | {"right_rows": None}
             yield _outer_kernel, signature, values, tile.warps, tile.stages

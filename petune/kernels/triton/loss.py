@@ -29,18 +29,9 @@ def _capped(x, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _cross_entropy(
-    logits,
-    labels,
-    losses,
-    logs,
-    scale,
-    stride,
-    columns,
-    SCALE_LIES_IN_MEMORY: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, labels, losses, logs, scale, stride, columns,
+    SCALE_LIES_IN_MEMORY: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     label = tl.load(labels + number)
@@ -88,11 +79,7 @@ def _cross_entropy(
 
 
 def cross_entropy_(
-    logits: Tensor,
-    labels: Tensor,
-    scale: float | Tensor,
-    softcap: float = 0.0,
-    smoothing: float = 0.0,
+    logits: Tensor, labels: Tensor, scale: float | Tensor, softcap: float = 0.0, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`petune.kernels.reference.cross_entropy_`."""
     rows, columns = logits.shape
@@ -102,17 +89,8 @@ def cross_entropy_(
     block, warps = _launch(columns)
     in_memory = isinstance(scale, Tensor)
     _cross_entropy[(rows,)](
-        logits,
-        labels.contiguous(),
-        losses,
-        logs,
-        scale if in_memory else float(scale),
-        logits.stride(0),
-        columns,
-        in_memory,
-        float(softcap),
-        float(smoothing),
-        block,
+        *(logits, labels.contiguous(), losses, logs, scale if in_memory else float(scale), logits.stride(0)),
+        *(columns, in_memory, float(softcap), float(smoothing), block),
         num_warps=warps,
     )
     return losses, logs
@@ -130,15 +108,6 @@ def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]
     pointers = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "logs": "*fp32"}
     for in_memory, scale in ((False, "fp32"), (True, "*fp32")):
         for softcap, smoothing in ((0.0, 0.0), (30.0, 0.1)):
-            yield (
-                _cross_entropy,
-                {**pointers, "scale": scale, "stride": "i32", "columns": "i32"},
-                {
-                    "SCALE_LIES_IN_MEMORY": in_memory,
-                    "SOFTCAP": softcap,
-                    "SMOOTHING": smoothing,
-                    "BLOCK": block,
-                },
-                warps,
-                3,
-            )
+            signature = {**pointers, "scale": scale, "stride": "i32", "columns": "i32"}
+            values = {"SCALE_LIES_IN_MEMORY": in_memory, "SOFTCAP": softcap, "SMOOTHING": smoothing}
+            yield _cross_entropy, signature, values | {"BLOCK": block}, warps, 3

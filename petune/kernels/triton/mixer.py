@@ -29,8 +29,7 @@ def convolution(x: Tensor, weight: Tensor, samples: Tensor | None) -> Tensor:
     _, tokens, features = x.shape
     if x.numel():
         _convolution_kernel[_grid(x)](
-            *(x, weight, *numbers_of(samples, x), y, tokens),
-            **_form(samples, features, weight.shape[1]),
+            *(x, weight, *numbers_of(samples, x), y, tokens), **_form(samples, features, weight.shape[1])
         )
     return y
 

@@ -52,23 +52,9 @@ def _forward(
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    dy,
-    total,
-    weight,
-    mean,
-    rstd,
-    dresidual,
-    dtotal,
-    dweight,
-    dbias,
-    rows,
-    columns,
-    dy_stride,
-    total_stride,
-    dresidual_stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy, total, weight, mean, rstd, dresidual, dtotal, dweight, dbias, rows, columns, dy_stride, total_stride, dresidual_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None]
     weights = tl.load(weight + column, column < columns, 0.0).to(tl.float32)
@@ -119,13 +105,8 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`reference.layer_norm`; float32, bfloat16 or float16."""
     if x.shape[1] > WIDEST:
         return reference.layer_norm(x, weight, bias, eps, residual, out)
@@ -135,13 +116,8 @@ def layer_norm(
 
 
 def rms_norm_backward(
-    dy: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None = None,
-    weight_grad: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`reference.rms_norm_backward`; float32, bfloat16 or float16."""
     if dy.shape[1] > WIDEST:
         return reference.rms_norm_backward(dy, total, weight, rstd, dresidual, weight_grad)
@@ -150,14 +126,9 @@ def rms_norm_backward(
 
 
 def layer_norm_backward(
-    dy: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None = None,
+    dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dresidual: Tensor | None = None,
     weight_grad: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """`reference.layer_norm_backward`; float32, bfloat16 or float16."""
     if dy.shape[1] > WIDEST:
         return reference.layer_norm_backward(dy, total, weight, mean, rstd, dresidual, weight_grad)
@@ -166,15 +137,9 @@ def layer_norm_backward(
 
 
 def _normed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, mean: Tensor | None,
+    rstd: Tensor, out: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(result, total); fills `mean` and `rstd`."""
     rows, columns = x.shape
     y = x.new_empty(rows, columns) if out is None else out
@@ -183,38 +148,15 @@ def _normed(
         per, block, warps = _tile(columns)
         stride = 0 if residual is None else residual.stride(0)
         _forward[(triton.cdiv(rows, per),)](
-            *(
-                x,
-                residual,
-                weight,
-                bias,
-                y,
-                mean,
-                rstd,
-                total,
-                rows,
-                columns,
-                x.stride(0),
-                stride,
-                y.stride(0),
-                eps,
-                per,
-                block,
-            ),
-            num_warps=warps,
-        )
+            x, residual, weight, bias, y, mean, rstd, total, rows, columns, x.stride(0), stride, y.stride(0), eps,
+            per, block, num_warps=warps,
+        )  # fmt: skip
     return y, total
 
 
 def _gradients(
-    dy: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    dresidual: Tensor | None,
-    wanted: int,
-) -> tuple[Tensor, Tensor | None]:
+    dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dresidual: Tensor | None, wanted: int
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(gradient of total, sums [wanted, columns] or None): 0 sums, 1 for the weight's gradient, 2 for the
     weight's and the bias's."""
     rows, columns = dy.shape

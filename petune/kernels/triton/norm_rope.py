@@ -35,17 +35,9 @@ WIDEST = 512  # of a head; wider ones, and those that are no power of two, go to
 
 
 def norm_rope(
-    raw: Tensor,
-    weights: Pair,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    values: bool = False,
-    layer: bool = False,
-    neighbours: bool = False,
-) -> Tensor:
+    raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
+    values: bool = False, layer: bool = False, neighbours: bool = False,
+) -> Tensor:  # fmt: skip
     """`petune.kernels.reference.norm_rope`; float32, bfloat16 or float16."""
     (rows, columns), width = raw.shape, cos.shape[1]
     if not _fits(width):
@@ -61,31 +53,17 @@ def norm_rope(
     parts = shares(walks, max(heads, kv_heads, own), multiprocessors(raw.device) * tile.resident)
     _norm_rope_kernel[(walks * parts,)](
         *(raw, *weights, cos, sin, out, rows, len(cos), heads, kv_heads, own, parts),
-        *(raw.stride(0), cos.stride(0), sin.stride(0), eps),
-        VALUES=values,
-        KEYED=keyed,
+        *(raw.stride(0), cos.stride(0), sin.stride(0), eps), VALUES=values, KEYED=keyed,
         **_how(tile.columns, weights[0].dim() > 1, layer, neighbours),
-        BM=tile.rows,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        BM=tile.rows, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return out
 
 
 def norm_rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    raw: Tensor,
-    weights: Pair,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    weight_grad: bool = False,
-    values: bool = False,
-    layer: bool = False,
-    neighbours: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor,
+    weight_grad: bool = False, values: bool = False, layer: bool = False, neighbours: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """`petune.kernels.reference.norm_rope_backward`; float32, bfloat16 or float16."""
     (rows, columns), width = raw.shape, cos.shape[1]
     if not _fits(width):
@@ -103,13 +81,10 @@ def norm_rope_backward(
             *(dq, dk, dv, raw, *weights, cos, sin, out, sums, rows, len(cos), *heads, parts),
             *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
             *(raw.stride(0), cos.stride(0), sin.stride(0), eps),
-            VALUES=values,
-            KEYED=values and columns == (heads[0] + heads[1]) * width,
+            VALUES=values, KEYED=values and columns == (heads[0] + heads[1]) * width,
             **_how(tile.columns, each, layer, neighbours),
-            BM=tile.rows,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-        )
+            BM=tile.rows, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
     if sums is None:
         return out, None, None
     return out, *(sums.sum(0).split(heads[:2]) if each else sums.sum(1))

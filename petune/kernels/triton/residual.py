@@ -31,8 +31,7 @@ TOTAL_BLOCK = 1024
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time. resident: how many such programs one multiprocessor of an H200
-    holds."""
+    """What a program works on at a time. resident: programs that a multiprocessor of an H200 holds."""
 
     rows: int
     columns: int
@@ -101,8 +100,7 @@ def _total_kernel(parts, result, count, size, stride, BLOCK: tl.constexpr):
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low, out: Tensor | None = None) -> Tensor:
-    """`petune.kernels.reference.linear_low`: cuBLAS gives the product in float32, which one kernel sums and
-    rounds."""
+    """`petune.kernels.reference.linear_low`: cuBLAS's product in float32, summed and rounded by a kernel."""
     product = matmul32(x, weight.T)
     return add_low(None if bias is None else bias.expand_as(product), product, low, out=out)
 
@@ -118,28 +116,10 @@ def add_low(
     tile, rank = _add_tile(s.dtype), s.shape[1]
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),)
     _add_low_kernel[grid](
-        *(
-            x,
-            y,
-            out,
-            s,
-            b,
-            columns,
-            rows,
-            width,
-            0 if x is None else x.stride(0),
-            y.stride(0),
-            s.stride(0),
-            b.stride(0),
-            out.stride(0),
-        ),
-        RANK=rank,
-        R=padded(min(rank, MAX_RANK)),
-        BM=tile.rows,
-        BN=tile.columns,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        *(x, y, out, s, b, columns, rows, width, 0 if x is None else x.stride(0)),
+        *(y.stride(0), s.stride(0), b.stride(0), out.stride(0)), RANK=rank, R=padded(min(rank, MAX_RANK)),
+        BM=tile.rows, BN=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return out
 
 
@@ -191,17 +171,8 @@ def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
             kernel, block = _quantise_long_kernel, PART
         bits, native = q.view(torch.uint8), x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
         by = None if by is None else by.contiguous()
-        kernel[(rows,)](
-            x,
-            bits,
-            scale,
-            by,
-            width,
-            x.stride(0),
-            BLOCK=block,
-            NATIVE=native,
-            num_warps=_quantise_warps(block),
-        )
+        warps = _quantise_warps(block)
+        kernel[(rows,)](x, bits, scale, by, width, x.stride(0), BLOCK=block, NATIVE=native, num_warps=warps)
     return q, scale
 
 
@@ -274,13 +245,8 @@ def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     """What every device compiles; the native form of `quantise` needs compute capability 8.9."""
     for kind, parts in (("*bf16", "*fp32"), ("*fp32", "*fp32"), ("*bf16", "*bf16")):
-        yield (
-            _total_kernel,
-            {"parts": parts, "result": kind, "count": "i32", "size": "i32", "stride": "i32"},
-            {"BLOCK": TOTAL_BLOCK},
-            4,
-            3,
-        )
+        signature = {"parts": parts, "result": kind, "count": "i32", "size": "i32", "stride": "i32"}
+        yield _total_kernel, signature, {"BLOCK": TOTAL_BLOCK}, 4, 3
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         tile = _add_tile(dtype)
         signature = {
@@ -305,10 +271,5 @@ def variants() -> Iterator[Variant]:
         (_quantise_long_kernel, PART),
     ):
         for absent in ({}, {"by": None}):
-            yield (
-                kernel,
-                signature,
-                {"BLOCK": block, "NATIVE": False} | absent,
-                _quantise_warps(block),
-                3,
-            )
+            constants = {"BLOCK": block, "NATIVE": False} | absent
+            yield kernel, signature, constants, _quantise_warps(block), 3

@@ -36,11 +36,8 @@ def rope_(
     _rope_kernel[(walks * parts,)](
         *(qkv, cos, sin, rows, len(cos), heads, parts, qkv.stride(0), cos.stride(0), sin.stride(0)),
         **_places(half, neighbours, width),
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return qkv
 
 
@@ -104,14 +101,9 @@ def rope_backward(
     _rope_backward_kernel[(walks * parts,)](
         *(dq, dk, dv, cos, sin, out, rows, len(cos), dq.shape[1], dk.shape[1], dv.shape[1], parts),
         *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1), out.stride(0)),
-        *(cos.stride(0), sin.stride(0)),
-        **_places(half, neighbours, width),
-        **_beyond(half, width),
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        *(cos.stride(0), sin.stride(0)), **_places(half, neighbours, width), **_beyond(half, width),
+        BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return out
 
 
@@ -162,20 +154,9 @@ def _rope_backward_kernel(
 
 @triton.jit
 def _turn_back(
-    grad,
-    stride,
-    into,
-    heads,
-    part,
-    parts,
-    inside,
-    re,
-    im,
-    WIDTH: tl.constexpr,
-    APART: tl.constexpr,
-    TURNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad, stride, into, heads, part, parts, inside, re, im,
+    WIDTH: tl.constexpr, APART: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Heads part, part + parts, ... of one gradient, turned by the negative angle or as they are."""
     for head in tl.range(part, heads, parts, num_stages=STAGES):
         place = grad + tl.cast(head, tl.int64) * stride
@@ -200,15 +181,8 @@ def _turn_back(
 
 
 def rope_unscale(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: Scale,
-    neighbours: bool = False,
-) -> tuple[Tensor, Tensor]:
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Scale, neighbours: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`petune.kernels.reference.rope_unscale`, for heads of an even width."""
     (rows, columns), width, count = qkv.shape, dq.shape[2], 1 + (scale.own is not None)
     out = torch.empty((rows, columns), dtype=dq.dtype, device=dq.device)
@@ -222,14 +196,9 @@ def rope_unscale(
         *(dq, dk, dv, qkv, cos, sin, *scale, out, sums),
         *(rows, len(cos), columns, dq.shape[1], dq.shape[1] + dk.shape[1]),
         *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
-        *(qkv.stride(0), cos.stride(0), sin.stride(0)),
-        **_places(half, neighbours, width),
-        **_beyond(half, width),
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        *(qkv.stride(0), cos.stride(0), sin.stride(0)), **_places(half, neighbours, width), **_beyond(half, width),
+        BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return out, total(sums, torch.float32)
 
 

@@ -132,11 +132,8 @@ def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor
         dm, gate_up, share = _dense(dm), _dense(gate_up), share.contiguous()
         _dgated_kernel[(triton.cdiv(rows, BACK_BM),)](
             *(dm, gate_up, share, d_gate_up, dshare, m, rows, width, dm.stride(0), gate_up.stride(0)),
-            ACT=act,
-            BM=BACK_BM,
-            BN=BACK_BN,
-            num_warps=WARPS,
-        )
+            ACT=act, BM=BACK_BM, BN=BACK_BN, num_warps=WARPS,
+        )  # fmt: skip
     return d_gate_up, dshare, m
 
 

@@ -33,11 +33,8 @@ def unscale(dy: Tensor, y: Tensor, columns: Tensor, own: Tensor | None = None) -
     sums = torch.empty((parts, width), dtype=torch.float32, device=dy.device)
     _unscale_kernel[(walks, parts)](
         *(dy, y, columns, own, dz, sums, rows, width, dy.stride(0), y.stride(0), -(-steps // parts)),
-        BM=tile.rows,
-        BN=tile.columns,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        BM=tile.rows, BN=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return dz, total(sums, torch.float32)
 
 
@@ -81,13 +78,8 @@ def over_lengths(by: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     tile = _lengths_tile(weight.dtype, rank)
     _over_lengths_kernel[(triton.cdiv(rows, tile.rows),)](
         *(by, weight, a, b, out, rows, width, weight.stride(0), a.stride(0), b.stride(0)),
-        RANK=rank,
-        R=padded(rank),
-        BM=tile.rows,
-        BN=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        RANK=rank, R=padded(rank), BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return out
 
 
