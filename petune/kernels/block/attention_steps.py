@@ -1,5 +1,4 @@
-"""The steps of heads: queries and keys turned by their positions, normed before that, and attention
-itself."""
+"""The steps of heads: queries and keys turned by their positions, normed before, and attention itself."""
 
 from __future__ import annotations
 
@@ -18,17 +17,7 @@ from petune.kernels.block.lent_steps import KEYS
 from petune.kernels.block.part import Heads
 from petune.kernels.block.rotary_steps import angles_in
 from petune.kernels.block.steps import BlockRun, Charge, Step, Values
-from petune.kernels.memory.op_cost import (
-    attention,
-    attention_backward,
-    copy,
-    norm_rope,
-    norm_rope_backward,
-    rms_norm,
-    rms_norm_backward,
-    rope_,
-    rope_backward,
-)
+from petune.kernels.memory import op_cost
 from petune.kernels.memory.shape import BlockShape
 from petune.models.exchange import Exchanged, ExchangeKind
 
@@ -63,25 +52,15 @@ class NormHeads(Step):
         return q, run.norms[self.at + 1][0] if self.kv_heads else q
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         given = v[self.raw], self._weights(run), self.eps, *angles_in(run), self.heads, self.kv_heads
         v[self.qkv] = run.ops.norm_rope(*given, self.values, self.layer, self.neighbours)
 
     def backward(self, run: BlockRun, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         trains = any(run.sink.needs[place] for place in self.trained)
-        given = (
-            *run.grads.pop(self.qkv),
-            v[self.raw],
-            self._weights(run),
-            self.eps,
-            *angles_in(run),
-            trains,
-            self.values,
-            self.layer,
-            self.neighbours,
-        )
-        run.grads[self.raw], *own = run.ops.norm_rope_backward(*given)
+        given = *run.grads.pop(self.qkv), v[self.raw], self._weights(run), self.eps, *angles_in(run)
+        how = trains, self.values, self.layer, self.neighbours
+        run.grads[self.raw], *own = run.ops.norm_rope_backward(*given, *how)
         for place, grad in zip(self.trained, own, strict=False):  # of no keys there is none
             run.sink.add(place, grad)
 
@@ -92,7 +71,6 @@ class NormHeads(Step):
         return {self.qkv: self._columns(shape) * shape.itemsize}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         columns = self._columns(shape) - self.keyed * self.kv_heads * shape.head_dim
         return {self.raw: columns * shape.itemsize}
 
@@ -102,10 +80,10 @@ class NormHeads(Step):
         return heads * shape.head_dim**2 // 512 if self.layer and shape.trained else 0
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        yield "memory", norm_rope(rows, self._columns(shape), shape.itemsize)
+        yield "memory", op_cost.norm_rope(rows, self._columns(shape), shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        yield "memory", norm_rope_backward(rows, self._columns(shape), shape.itemsize)
+        yield "memory", op_cost.norm_rope_backward(rows, self._columns(shape), shape.itemsize)
 
 
 @dataclass(eq=False)
@@ -147,19 +125,19 @@ class NormWidths(NormHeads):
         """See Step. Taken apart, normed, put together, turned."""
         yield from self._apart(shape, rows)
         for columns in self._normed(shape):
-            yield "memory", rms_norm(rows, columns, shape.itemsize)
-        yield "memory", copy(rows, shape.qkv, shape.itemsize)
-        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
+            yield "memory", op_cost.rms_norm(rows, columns, shape.itemsize)
+        yield "memory", op_cost.copy(rows, shape.qkv, shape.itemsize)
+        yield "memory", op_cost.rope_(rows, shape.qkv, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step. Both what was normed and its gradients are taken apart; norms give their roots again."""
-        yield "memory", rope_backward(rows, shape.qkv, shape.itemsize)
+        yield "memory", op_cost.rope_backward(rows, shape.qkv, shape.itemsize)
         for _ in range(2):
             yield from self._apart(shape, rows)
         for columns in self._normed(shape):
-            yield "memory", rms_norm(rows, columns, shape.itemsize)
-            yield "memory", rms_norm_backward(rows, columns, shape.itemsize)
-        yield "memory", copy(rows, shape.qkv, shape.itemsize)
+            yield "memory", op_cost.rms_norm(rows, columns, shape.itemsize)
+            yield "memory", op_cost.rms_norm_backward(rows, columns, shape.itemsize)
+        yield "memory", op_cost.copy(rows, shape.qkv, shape.itemsize)
 
     def _normed(self, shape: BlockShape) -> tuple[int, int]:
         """Columns of q and of k."""
@@ -168,7 +146,7 @@ class NormWidths(NormHeads):
     def _apart(self, shape: BlockShape, rows: float) -> Iterator[Charge]:
         queries, keys = self._normed(shape)
         for columns in (queries, keys, keys):
-            yield "memory", copy(rows, columns, shape.itemsize)
+            yield "memory", op_cost.copy(rows, columns, shape.itemsize)
 
 
 @dataclass(eq=False)
@@ -340,16 +318,14 @@ class Attend(Step):
         return sums if self.turned and not self.borrows else max(sums, [*self.grads(shape).values()][-1])
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
-        given = self._kernel | self._keys(shape)
-        yield "attention", attention(*self._work(rows, sequence), self.causal, shape.itemsize, **given)
+        work, given = self._work(rows, sequence), self._kernel | self._keys(shape)
+        yield "attention", op_cost.attention(*work, self.causal, shape.itemsize, **given)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         work, given = self._work(rows, sequence), self._kernel | self._keys(shape)
-        yield "attention_backward", attention_backward(*work, self.causal, shape.itemsize, **given)
+        yield "attention_backward", op_cost.attention_backward(*work, self.causal, shape.itemsize, **given)
         if not self.turned:
-            yield "memory", rope_backward(rows, sum(self._columns(shape)), shape.itemsize)
+            yield "memory", op_cost.rope_backward(rows, sum(self._columns(shape)), shape.itemsize)
 
     @property
     def _kernel(self) -> dict[str, Any]:

@@ -7,20 +7,8 @@ from collections.abc import Iterator
 from petune.kernels.block.dense import WIDE
 from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.steps import Charge
-from petune.kernels.memory.op_cost import (
-    SMALL,
-    Cost,
-    add_dropped_low_,
-    add_low,
-    cast,
-    dense_into,
-    dropped_low,
-    low_rank,
-    matmul,
-    over_lengths,
-    quantise,
-    unscale,
-)
+from petune.kernels.memory import op_cost
+from petune.kernels.memory.op_cost import SMALL, Cost
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 
 FEW = 4  # kernels of an update in a pass that take no more than their launches
@@ -56,12 +44,11 @@ def dropping(shape: BlockShape, place: GroupPlace) -> int:
 def low_input(shape: BlockShape, place: GroupPlace, rows: float) -> Charge:
     """s = x a^T, or ds^T x."""
     inputs, _, rank = shape.linears(place)
-    return "narrow", dropped_low(rows, inputs, rank, dropping(shape, place), shape.itemsize)
+    return "narrow", op_cost.dropped_low(rows, inputs, rank, dropping(shape, place), shape.itemsize)
 
 
 def _factors(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
-    """What is small for each update in a pass: factors scaled, rounded and put in their places, partial sums
-    added up."""
+    """What is small for each update in a pass: factors scaled, rounded and placed, partial sums added up."""
     for _ in range(FEW * shape.updates(place)):
         yield "memory", SMALL
 
@@ -87,7 +74,7 @@ def _lengths(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
     if (place.scaled or place.scaled_by_reader) and rank:
         for _ in place.roles:
             share = outputs / len(place.roles), inputs, rank / len(place.roles)
-            yield "memory", over_lengths(*share, shape.itemsize)
+            yield "memory", op_cost.over_lengths(*share, shape.itemsize)
         yield "memory", SMALL
 
 
@@ -99,12 +86,12 @@ def _pieces(shape: BlockShape, place: GroupPlace) -> int:
 def _weighted(shape: BlockShape, rows: float, inner: float, columns: float) -> Iterator[Charge]:
     """A product with a weight, which in eight bits quantises what it reads first, or is made dense; a wider
     one is rounded first."""
-    yield "memory", cast(inner * columns, shape.weight_bytes, shape.itemsize)
+    yield "memory", op_cost.cast(inner * columns, shape.weight_bytes, shape.itemsize)
     if shape.made:
-        yield "memory", dense_into(columns, inner, shape.made, shape.itemsize)
+        yield "memory", op_cost.dense_into(columns, inner, shape.made, shape.itemsize)
     if shape.fp8:
-        yield "memory", quantise(rows, inner, shape.itemsize)
-    yield "matmul_fp8" if shape.fp8 else "matmul", matmul(rows, inner, columns, shape.itemsize)
+        yield "memory", op_cost.quantise(rows, inner, shape.itemsize)
+    yield "matmul_fp8" if shape.fp8 else "matmul", op_cost.matmul(rows, inner, columns, shape.itemsize)
 
 
 def updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
@@ -117,28 +104,25 @@ def updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charg
     for _ in range(pieces):
         yield from _weighted(shape, rows, inputs + shape.room(place), outputs / pieces)
     if _sums(shape, place):
-        yield (
-            "memory",
-            Cost(0, (4 - shape.itemsize) * rows * outputs) + add_low(rows, outputs, shape.itemsize, rank),
-        )
+        wider = Cost(0, (4 - shape.itemsize) * rows * outputs)
+        yield "memory", wider + op_cost.add_low(rows, outputs, shape.itemsize, rank)
 
 
 def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
-    """The way back through a product: ds, db, dx but for its update, and the weight's gradient where it
-    trains."""
+    """The way back through a product: ds, db, dx without its update, the gradient of a weight that trains."""
     inputs, outputs, rank = shape.linears(place)
     yield from _factors(shape, place)
     if place.scaled and not place.unscaled_by_reader:
-        yield "memory", unscale(rows, outputs, shape.itemsize)
+        yield "memory", op_cost.unscale(rows, outputs, shape.itemsize)
     for _ in range(2):  # what enters again, and its gradient
         yield from _entry(shape, place, rows)
     both = rank > 0 and outputs > WIDE * inputs and (shape.room(place) > 0 or (shape.gated and not shape.fp8))
     # else dx and ds are one product: linears that share an input have room for b even where an activation
     # adds it
     if not both:
-        yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
+        yield "narrow", op_cost.low_rank(rows, outputs, rank, shape.itemsize)
     if place.kind != "up" or rank > FOLDED * (1 + shape.gated):
-        yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
+        yield "narrow", op_cost.low_rank(rows, outputs, rank, shape.itemsize)
     if shape.fp8:  # turned first
         yield "memory", Cost(0, 2 * inputs * outputs)
     pieces = _pieces(shape, place)
@@ -154,11 +138,11 @@ def learned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charg
     for _ in place.paths:
         each = outputs / len(place.paths)
         wider = Cost(0, (4 - shape.itemsize) * inputs * each)
-        yield "matmul", matmul(each, rows, inputs, shape.itemsize) + wider
-        yield "memory", cast(inputs * each, 4, shape.weight_bytes)
+        yield "matmul", op_cost.matmul(each, rows, inputs, shape.itemsize) + wider
+        yield "memory", op_cost.cast(inputs * each, 4, shape.weight_bytes)
 
 
 def added_back(shape: BlockShape, place: GroupPlace, rows: float) -> Charge:
     """dx += ds a."""
     inputs, _, rank = shape.linears(place)
-    return "memory", add_dropped_low_(rows, inputs, rank, dropping(shape, place), shape.itemsize)
+    return "memory", op_cost.add_dropped_low_(rows, inputs, rank, dropping(shape, place), shape.itemsize)

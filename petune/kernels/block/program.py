@@ -226,11 +226,8 @@ class _Build:
         read = scaled and roles == ("gate", "up") and self.sizes.act != "relu"
         here = scaled and not read
         self.groups.append(GroupPlace(kind, roles, paths, first, here, here and unscaled, read, enters))
-        self.order.append(
-            Drawing(
-                "group", len(self.groups) - 1, self.within, "features" if kind in ("out", "down") else None
-            )
-        )
+        over: Literal["features"] | None = "features" if kind in ("out", "down") else None
+        self.order.append(Drawing("group", len(self.groups) - 1, self.within, over))
         return self.groups[-1]
 
     def linears(
@@ -364,7 +361,7 @@ class _Build:
         route = Route(*own, name, core.chosen, bool(core.normed), core.rounded, not core.held)
         d, kept = f"{name}.d", keep if core.shared is None else None
         make, act = spread_experts if core.held else experts, core.act or self.sizes.act
-        self.steps += [route, *make(name, core, own, route, d, act, behind, kept)]
+        self.steps += [route, *make(name, core, own, route, act, behind, kept)]
         if core.shared is None:
             return d
         e = self.mlp("shared", h, core.shared, "projections", None)

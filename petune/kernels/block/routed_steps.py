@@ -24,16 +24,8 @@ from petune.kernels.block.rows import LinearInput
 from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.grouped import combined, dgated, gated, product
-from petune.kernels.memory.op_cost import (
-    SMALL,
-    Cost,
-    activate,
-    activate_backward,
-    cast,
-    copy,
-    dense_into,
-    grouped,
-)
+from petune.kernels.memory import op_cost
+from petune.kernels.memory.op_cost import SMALL, Cost
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.reference import Act
 from petune.models.routes import Routes
@@ -196,7 +188,7 @@ class Combined(OfMixture):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         experts, m = shape.routed, rows * copies_of(shape, self.part)
-        yield "memory", activate(m, experts.columns, True, shape.itemsize)
+        yield "memory", op_cost.activate(m, experts.columns, True, shape.itemsize)
         yield from _ahead(shape, m, experts.columns, shape.width, experts.down)
         summed = (m + self.come * rows) * shape.width * shape.itemsize
         yield "memory", Cost(m * shape.width, summed)
@@ -206,30 +198,20 @@ class Combined(OfMixture):
         sizes = experts.columns, shape.width, experts.down
         yield from _back(shape, m, *sizes)
         again = Cost(4 * m * experts.columns, m * experts.columns * shape.itemsize)  # m, and of shares
-        yield "memory", activate_backward(m, experts.columns, True, shape.itemsize) + again
+        yield "memory", op_cost.activate_backward(m, experts.columns, True, shape.itemsize) + again
 
 
 def experts(
-    name: str,
-    core: RoutedMlp,
-    own: OwnOf,
-    route: Route,
-    d: str,
-    act: Act,
-    behind: int | None,
-    keep: Level | None,
+    name: str, core: RoutedMlp, own: OwnOf, route: Route, act: Act, behind: int | None, keep: Level | None
 ) -> list[Step]:
     """d = the sum over the experts of a token, all of which are here."""
-    u, low = f"{name}.u", f"{name}.s_down"
-    return [
-        Dispatched(*own, route.routes, f"{name}.s", u),
-        Combined(*own, route.routes, route.share, u, low, d, act, behind, keep),
-    ]
+    u, low, routes = f"{name}.u", f"{name}.s_down", route.routes
+    summed = Combined(*own, routes, route.share, u, low, f"{name}.d", act, behind, keep)
+    return [Dispatched(*own, routes, f"{name}.s", u), summed]
 
 
 def copies_of(shape: BlockShape, part: float) -> int:
-    """Rows that experts compute on for each token. part: for each of its copies, where experts are cut over
-    ranks."""
+    """Rows that experts compute on for each token. part: of each copy, where ranks share the experts."""
     return math.ceil(part * shape.routed.chosen)
 
 
@@ -252,8 +234,8 @@ def _ahead(shape: BlockShape, m: float, inputs: int, outputs: int, rank: int) ->
     experts, itemsize = shape.routed, shape.itemsize
     yield from _made(shape, inputs, outputs, rank)
     if rank:
-        yield "narrow", grouped(m, inputs, rank, experts.number, itemsize)
-    yield "grouped", grouped(m, inputs + rank, outputs, experts.number, itemsize)
+        yield "narrow", op_cost.grouped(m, inputs, rank, experts.number, itemsize)
+    yield "grouped", op_cost.grouped(m, inputs + rank, outputs, experts.number, itemsize)
 
 
 def _made(shape: BlockShape, inputs: int, outputs: int, rank: int) -> Iterator[Charge]:
@@ -263,24 +245,24 @@ def _made(shape: BlockShape, inputs: int, outputs: int, rank: int) -> Iterator[C
     for _ in range(SORTED):
         yield "memory", SMALL
     if experts.made:
-        yield "memory", dense_into(experts.number, inputs * outputs, experts.made, shape.itemsize)
+        yield "memory", op_cost.dense_into(experts.number, inputs * outputs, experts.made, shape.itemsize)
     elif shape.weight_bytes != shape.itemsize:
-        yield "memory", cast(experts.number * inputs * outputs, shape.weight_bytes, shape.itemsize)
+        yield "memory", op_cost.cast(experts.number * inputs * outputs, shape.weight_bytes, shape.itemsize)
     for columns in (inputs, outputs) if rank else ():
-        yield "memory", cast(experts.number * columns * rank, 4, shape.itemsize)
+        yield "memory", op_cost.cast(experts.number * columns * rank, 4, shape.itemsize)
 
 
 def _back(shape: BlockShape, m: float, inputs: int, outputs: int, rank: int) -> Iterator[Charge]:
     """The way back through it, with the gradients of what trains, those of factors in float32 in the end."""
     experts, itemsize = shape.routed, shape.itemsize
     yield from _made(shape, inputs, outputs, rank)
-    yield "grouped", grouped(m, outputs + rank, inputs, experts.number, itemsize)
+    yield "grouped", op_cost.grouped(m, outputs + rank, inputs, experts.number, itemsize)
     if rank:
-        yield "narrow", grouped(m, outputs, rank, experts.number, itemsize)
-        yield "memory", copy(experts.number * rank, inputs, itemsize)  # scaled
+        yield "narrow", op_cost.grouped(m, outputs, rank, experts.number, itemsize)
+        yield "memory", op_cost.copy(experts.number * rank, inputs, itemsize)  # scaled
         for columns in (inputs, outputs):
-            yield "narrow", grouped(m, columns, rank, experts.number, itemsize)
-            yield "memory", cast(experts.number * columns * rank, itemsize, 4)
+            yield "narrow", op_cost.grouped(m, columns, rank, experts.number, itemsize)
+            yield "memory", op_cost.cast(experts.number * columns * rank, itemsize, 4)
     if shape.trained:
-        yield "grouped", grouped(m, outputs, inputs, experts.number, itemsize)
-        yield "memory", cast(experts.number * inputs * outputs, itemsize, shape.weight_bytes)
+        yield "grouped", op_cost.grouped(m, outputs, inputs, experts.number, itemsize)
+        yield "memory", op_cost.cast(experts.number * inputs * outputs, itemsize, shape.weight_bytes)

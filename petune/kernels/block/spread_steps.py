@@ -86,8 +86,20 @@ class Depart(OfMixture):
         return {self.share: shape.routed.chosen * max(4, shape.itemsize)}
 
 
+class _Message:
+    """What a step that sends rows takes of memory, either way."""
+
+    traffic: ExpertTraffic
+
+    def beside(self, shape: BlockShape) -> int:
+        return _rows(shape, self.traffic.sent)
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        return _rows(shape, self.traffic.sent)
+
+
 @dataclass(eq=False)
-class Send(OfMixture):
+class Send(_Message, OfMixture):
     """x' [m', width] = the rows of h that come here."""
 
     way: str
@@ -108,20 +120,12 @@ class Send(OfMixture):
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         return {self.there: _rows(shape, self.traffic.received)}
 
-    def beside(self, shape: BlockShape) -> int:
-        """See Step. The message."""
-        return _rows(shape, self.traffic.sent)
-
     def grads(self, shape: BlockShape) -> dict[str, int]:
         return {self.h: shape.width * shape.itemsize}
 
-    def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. The message."""
-        return _rows(shape, self.traffic.sent)
-
 
 @dataclass(eq=False)
-class Return(OfMixture):
+class Return(_Message, OfMixture):
     """d = the sum over a token's ranks of what experts there gave, d' here. behind, keep: see Combined."""
 
     way: str
@@ -146,16 +150,8 @@ class Return(OfMixture):
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         return {self.d: shape.width * (shape.itemsize if self.behind is None else max(4, shape.itemsize))}
 
-    def beside(self, shape: BlockShape) -> int:
-        """See Step. The message."""
-        return _rows(shape, self.traffic.sent)
-
     def grads(self, shape: BlockShape) -> dict[str, int]:
         return {self.given: _rows(shape, self.traffic.received)}
-
-    def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. The message."""
-        return _rows(shape, self.traffic.sent)
 
 
 def _rows(shape: BlockShape, rows: float) -> int:
@@ -169,14 +165,7 @@ def _way(kept: tuple[Any, ...]) -> Way:
 
 
 def spread_experts(
-    name: str,
-    core: RoutedMlp,
-    own: OwnOf,
-    route: Route,
-    d: str,
-    act: Act,
-    behind: int | None,
-    keep: Level | None,
+    name: str, core: RoutedMlp, own: OwnOf, route: Route, act: Act, behind: int | None, keep: Level | None
 ) -> list[Step]:
     """d = the sum over the experts of a token, some of which are on other ranks."""
     traffic = ExpertTraffic.of(core)
@@ -189,7 +178,7 @@ def spread_experts(
         Send(*own, depart.way, there, traffic),
         Dispatched(*here, depart.routes_here, f"{name}.s", u, part, come),
         Combined(*here, *names, u, f"{name}.s_down", given, act, part=part, come=come),
-        Return(*own, depart.way, given, d, traffic, behind, keep),
+        Return(*own, depart.way, given, f"{name}.d", traffic, behind, keep),
     ]
 
 

@@ -23,17 +23,8 @@ from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.block.turns import Turns
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
-from petune.kernels.memory.op_cost import (
-    SMALL,
-    Cost,
-    Kind,
-    add,
-    drop,
-    layer_norm,
-    layer_norm_backward,
-    rms_norm,
-    rms_norm_backward,
-)
+from petune.kernels.memory import op_cost
+from petune.kernels.memory.op_cost import SMALL, Cost, Kind
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.models.boundary import Boundary
 from petune.models.tuned_parts import BottleneckPart
@@ -160,8 +151,7 @@ class Step:
         yield from ()
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """Its backward pass, but for what it makes again. found: there is a gradient of what it takes
-        already."""
+        """Its backward pass, but for what it makes again. found: what it takes has a gradient already."""
         yield from ()
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
@@ -238,18 +228,15 @@ class Normalize(Step):
 
     def charge(self, shape: BlockShape, rows: float, residual: bool = False) -> Charge:
         """The kernel ahead."""
-        return "memory", (rms_norm if self.rms else layer_norm)(rows, shape.width, shape.itemsize, residual)
+        cost = op_cost.rms_norm if self.rms else op_cost.layer_norm
+        return "memory", cost(rows, shape.width, shape.itemsize, residual)
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         yield self.charge(shape, rows)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        yield (
-            "memory",
-            (rms_norm_backward if self.rms else layer_norm_backward)(
-                rows, shape.width, shape.itemsize, found
-            ),
-        )
+        cost = op_cost.rms_norm_backward if self.rms else op_cost.layer_norm_backward
+        yield "memory", cost(rows, shape.width, shape.itemsize, found)
         if shape.trained:  # sums of what each program has found, rounded
             for _ in range(2 * len(self.trained)):
                 yield "memory", SMALL
@@ -282,7 +269,7 @@ class DropStep(Step):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         if shape.dropouts:
-            yield "memory", drop(rows, shape.width, shape.itemsize)
+            yield "memory", op_cost.drop(rows, shape.width, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         yield from self.ahead(shape, rows, sequence)
@@ -303,11 +290,8 @@ class Add(Step):
     factor: int | None = None
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (
-            (self.branch, self.x),
-            (self.y,),
-            {self.y: "projections"} if self.normed else {},
-        )
+        self.takes, self.gives = (self.branch, self.x), (self.y,)
+        self.keeps = {self.y: "projections"} if self.normed else {}
         self.over = None if self.held else self.branch
 
     def fits(self, norm: Normalize) -> bool:
@@ -331,20 +315,18 @@ class Add(Step):
         return {self.y: shape.width * shape.itemsize} if self.held else {}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         row = shape.width * shape.itemsize  # of a product with a factor, both gradients are one tensor
         own = {} if self.scale == 1 else {self.branch: row}
         return own if self.factor is None else {**own, self.x: row}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        yield "memory", add(rows, shape.width, shape.itemsize)
+        yield "memory", op_cost.add(rows, shape.width, shape.itemsize)
         if self.factor is not None:
-            yield "memory", drop(rows, shape.width, shape.itemsize)
+            yield "memory", op_cost.drop(rows, shape.width, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         for _ in range((self.scale != 1) + (self.factor is not None)):
-            yield "memory", drop(rows, shape.width, shape.itemsize)
+            yield "memory", op_cost.drop(rows, shape.width, shape.itemsize)
 
 
 @dataclass(eq=False)

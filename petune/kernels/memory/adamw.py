@@ -1,5 +1,4 @@
-"""One step of AdamW on a flat tensor, rounded stochastically where it is bfloat16: its meaning, in plain
-torch."""
+"""One step of AdamW on a flat tensor, bfloat16 rounded stochastically: its meaning, in plain torch."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def rounded(values: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def random_words(seed: int, step: int, name: str) -> tuple[int, int, int, int]:
-    """Two starts and two odd strides, int32, from which the random bits of a tensor's elements in one step
-    follow."""
+    """Two starts and two odd strides, int32, of which a tensor's random bits in one step are made."""
     digest = blake2b(f"{seed} {step} {name}".encode(), digest_size=16).digest()
     start, stride, other, another = (
         int.from_bytes(digest[at : at + 4], "little", signed=True) for at in range(0, 16, 4)

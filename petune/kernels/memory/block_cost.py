@@ -17,16 +17,8 @@ from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import Action, Section
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import ALIGNED, chunk_rows
-from petune.kernels.memory.op_cost import (
-    Cost,
-    KernelCost,
-    Work,
-    adamw,
-    cast,
-    costing,
-    cross_entropy_,
-    matmul,
-)
+from petune.kernels.memory import op_cost
+from petune.kernels.memory.op_cost import Cost, KernelCost, Work, costing
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import needs_of, of_shape
 
@@ -141,18 +133,11 @@ def forward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = No
     """A block's forward pass over `tokens` in sequences of `sequence`, the MLP in tiles of `tile` tokens."""
     actions = _actions(of_shape(shape).schedules.forward("input").sections, tokens, tile)
     charged = ((one.step, times, one.step.ahead(shape, rows, sequence)) for one, rows, times in actions)
-    return costing(
-        *(
-            KernelCost(step.gives[0], kind, cost, times)
-            for step, times, each in charged
-            for kind, cost in each
-        )
-    )
+    return costing(*(KernelCost(one.gives[0], *own, n) for one, n, each in charged for own in each))
 
 
 def backward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = None) -> Work:
-    """A block's backward pass, from dy to dx; what it computes again is `recomputed`. The optimizer is not in
-    it."""
+    """A block's backward pass, from dy to dx, without what is `recomputed` and the optimizer."""
     program = of_shape(shape)
     found, operations = {program.y}, []
     for one, rows, times in _returned(shape, program, "all", tokens, tile):
@@ -169,11 +154,10 @@ def recomputed(shape: BlockShape, keep: Keep, tokens: int, sequence: int, tile: 
     before it depends on it."""
     operations, there = [], set(of_shape(shape).schedules.kept(keep))
     for (step, back, _, drops), rows, times in _returned(shape, of_shape(shape), keep, tokens, tile):
-        again = (
-            step.again(shape, rows, not there.isdisjoint(step.soft))
-            if back
-            else step.ahead(shape, rows, sequence)
-        )
+        if back:
+            again = step.again(shape, rows, not there.isdisjoint(step.soft))
+        else:
+            again = step.ahead(shape, rows, sequence)
         operations += [KernelCost(step.gives[0], kind, cost, times) for kind, cost in again]
         there.update(() if back else step.gives)
         there.difference_update(drops)
@@ -205,17 +189,17 @@ def linear_cross_entropy(
     trains. trained: bytes of a weight of the head that does, else 0. Its gradient is a sum over chunks in
     float32, which is scaled by what comes back, and rounded where the weight is narrower."""
     times, rows = _tiles(tokens, chunk_rows(vocabulary, itemsize))
-    product, numbers = matmul(rows, width, vocabulary, itemsize), width * vocabulary * (trained > 0)
-    summed = matmul(vocabulary, rows, width, itemsize) + Cost(0, (8 - itemsize) * numbers)
+    product, numbers = op_cost.matmul(rows, width, vocabulary, itemsize), width * vocabulary * (trained > 0)
+    summed = op_cost.matmul(vocabulary, rows, width, itemsize) + Cost(0, (8 - itemsize) * numbers)
     copied = 2 * itemsize * width * vocabulary * (vocabulary % ALIGNED > 0)
     return costing(
-        KernelCost("logits", "memory", cast(numbers, trained, itemsize) + Cost(0, copied)),
+        KernelCost("logits", "memory", op_cost.cast(numbers, trained, itemsize) + Cost(0, copied)),
         KernelCost("logits", "matmul", product, times),
-        KernelCost("loss", "memory", cross_entropy_(rows, vocabulary, itemsize), times),
+        KernelCost("loss", "memory", op_cost.cross_entropy_(rows, vocabulary, itemsize), times),
         KernelCost("dhidden", "matmul", product, times),
         KernelCost("dweight", "matmul", summed if trained else Cost(), times),
         KernelCost("dweight", "memory", Cost(0, (4 + 8) * numbers)),
-        KernelCost("dweight", "memory", cast(numbers, 4, trained)),
+        KernelCost("dweight", "memory", op_cost.cast(numbers, 4, trained)),
     )
 
 
@@ -224,11 +208,9 @@ def update(shape: BlockShape, recorded: bool = False) -> Work:
     recorded: gradients are those of a CUDA graph, which gives a copy away."""
     weights, found = shape.parameters * shape.trained, shape.weight_bytes
     copies = Cost(0, 2 * (found * weights + 4 * shape.adapters) * recorded)
-    of_weights = adamw(weights, found) if weights else Cost()
-    return costing(
-        KernelCost("gradients", "memory", copies),
-        KernelCost("update", "memory", of_weights + adamw(shape.adapters)),
-    )
+    of_weights = op_cost.adamw(weights, found) if weights else Cost()
+    kept = KernelCost("gradients", "memory", copies)
+    return costing(kept, KernelCost("update", "memory", of_weights + op_cost.adamw(shape.adapters)))
 
 
 def launch_bound(shape: BlockShape, tokens: int, sequence: int, rates: Rates) -> bool:

@@ -86,8 +86,7 @@ def offloadable(shape: BlockShape) -> dict[str, int]:
 
 
 def phases(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None) -> tuple[Phase, ...]:
-    """The phases of a block's forward pass, then of its backward pass. A block that keeps all is not
-    tiled."""
+    """The phases of a block's forward pass, then of its backward pass; whole where it keeps all."""
     program = of_shape(shape)
     walk = _Walk(
         shape, program, keep, tokens, tile if tile is not None and tile < tokens and keep != "all" else None
@@ -110,8 +109,7 @@ class _Walk:
         self.shared: dict[str, str] = {}  # what is one tensor: by the one that its bytes are counted with
 
     def through(self, one: ScheduledPass, grads: dict[str, int]) -> Iterator[Phase]:
-        """The phases of a pass. grads: gradients on the way; that of the output is the caller's, who holds
-        it."""
+        """The phases of a pass. grads: those on the way; that of the output is held by the caller."""
         end = int(self.shape.width * self.shape.itemsize * self.tokens * self.parts.get(self.end, 1.0))
         held = {"dy": end} if grads else {}
         alive: dict[str, int] = {}

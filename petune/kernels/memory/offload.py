@@ -132,13 +132,9 @@ class Store:
         self.free += [(buffer, parked.copied) for buffer in parked.host.values()]
 
     def _buffer(self, size: int) -> Tensor:
-        """A host buffer of at least `size` bytes: the smallest that is free and not twice too large, else a
-        new one."""
-        fitting = [
-            (buffer.nbytes, at)
-            for at, (buffer, _) in enumerate(self.free)
-            if size <= buffer.nbytes <= 2 * size
-        ]
+        """A host buffer of `size` bytes or more: the smallest free one up to twice as large, or a new one."""
+        sizes = ((buffer.nbytes, at) for at, (buffer, _) in enumerate(self.free))
+        fitting = [(held, at) for held, at in sizes if size <= held <= 2 * size]
         if fitting:
             buffer, event = self.free.pop(min(fitting)[1])
             if event is not None and self.out is not None:
@@ -155,8 +151,7 @@ class Store:
         return buffer
 
     def _forget(self, size: int) -> None:
-        """Drop free buffers of at least `size` bytes in all. Raises MachineError where there are not as
-        many."""
+        """Drop free buffers of at least `size` bytes. Raises MachineError where there are not as many."""
         while size > 0 and self.free:
             buffer, event = self.free.pop()
             if event is not None:
@@ -176,8 +171,7 @@ class Store:
 
 
 def pin(buffer: Tensor) -> None:
-    """Page-lock a host tensor in place until it is freed. Raises MachineError where the host has no more to
-    lock."""
+    """Page-lock a host tensor in place until it is freed. Raises MachineError where no more can be."""
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
     if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) != 0:

@@ -41,8 +41,7 @@ ALIGN = 64  # elements: where a parameter begins in a flat buffer, so that kerne
 
 
 class HostTraffic:
-    """Copies between host and device beside the computation, a stream each way; on a CPU they are made at
-    once."""
+    """Copies between host and device beside the computation, a stream each way; at once on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,8 +85,7 @@ class HostTraffic:
 
 
 class ParameterSpan(NamedTuple):
-    """A parameter, or a stretch of one from element `first` on, and where it lies in the flat tensors of its
-    piece."""
+    """A parameter, or its stretch from element `first` on, and where it lies in its piece's flat tensors."""
 
     name: str
     parameter: nn.Parameter
@@ -205,10 +203,8 @@ class StreamedAdamW(torch.optim.Optimizer):
                 ParameterSpan(self.names[parameter], parameter, slice(end, end + parameter.numel()))
             )
             end += -(-parameter.numel() // ALIGN) * ALIGN
-        host = {
-            key: self._host(end, dtype)
-            for key, dtype in {"weight": entries[0].parameter.dtype, **self.kept}.items()
-        }
+        dtypes = {"weight": entries[0].parameter.dtype, **self.kept}
+        host = {key: self._host(end, dtype) for key, dtype in dtypes.items()}
         for _, parameter, span, _ in entries:
             for key in host.keys() & {"weight", "master"}:
                 host[key][span].copy_(parameter.data.reshape(-1))
@@ -219,10 +215,8 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _keep(self, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> None:
         """Let `state` show the states of a parameter, [n] on the host, in its shape."""
-        self.state[parameter] = {
-            "step": self.count,
-            **{key: value.view(parameter.shape) for key, value in states.items()},
-        }
+        shown = {key: value.view(parameter.shape) for key, value in states.items()}
+        self.state[parameter] = {"step": self.count, **shown}
 
     def _take_residents(self, model: nn.Module) -> None:
         """Move everything outside the blocks to the device, the states of what trains there to the host."""
@@ -339,11 +333,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         edges = [] if node is None else [getattr(edge, "variable", None) for edge, _ in node.next_functions]
         if node is None or own.keys() - set(edges):
             problem = f"{type(module).__name__} did not run as one autograd node, which alone can be streamed"
-            raise UsageError(
-                problem,
-                where=piece.name,
-                remedy="see why it runs unfused in the log, or keep the parameters on the device",
-            )
+            remedy = "see why it runs unfused in the log, or keep the parameters on the device"
+            raise UsageError(problem, where=piece.name, remedy=remedy)
         node.register_prehook(partial(self._open, piece, self.steps))
         node.register_hook(
             partial(self._update, piece, [None if edge is None else own.get(edge) for edge in edges])
@@ -367,8 +358,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         grads: Sequence[Tensor | None],
         _: Any,
     ) -> tuple[Tensor | None, ...]:
-        """AdamW's step of a block from the gradients its node has made; what is left of them for autograd to
-        pass on."""
+        """AdamW's step of a block from its node's gradients; what is left for autograd to pass on."""
         slot = self.running
         assert slot is not None and slot.piece is piece
         for event in slot.arrived.values():
@@ -387,20 +377,15 @@ class StreamedAdamW(torch.optim.Optimizer):
         assert grad is not None
         self._begin(pieces[0].name)
         self.updated.add(pieces[0].name)
-        weights, gradients = (
-            parameter.data.view(-1).split(self.capacity),
-            grad.reshape(-1).split(self.capacity),
-        )
+        weights = parameter.data.view(-1).split(self.capacity)
+        gradients = grad.reshape(-1).split(self.capacity)
         for piece, weight, gradient in zip(pieces, weights, gradients, strict=True):
             slot = self._bring(piece, piece.host)
             self.slots.insert(-1, self.slots.pop())  # the block that runs next may be in the last
             for event in slot.arrived.values():
                 self.traffic.wait(event)
-            self._step(
-                piece.entries[0],
-                {key: slot.device[key][: len(weight)] for key in piece.host} | {"weight": weight},
-                gradient,
-            )
+            own = {key: slot.device[key][: len(weight)] for key in piece.host} | {"weight": weight}
+            self._step(piece.entries[0], own, gradient)
             self._send(slot, piece)
 
     def _step(self, entry: ParameterSpan, tensors: Mapping[str, Tensor], grad: Tensor) -> None:
@@ -412,16 +397,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         weight, copy = (
             (tensors["master"], tensors["weight"]) if "master" in tensors else (tensors["weight"], None)
         )
-        self.adamw(
-            weight,
-            grad.reshape(-1),
-            tensors["exp_avg"],
-            tensors["exp_avg_sq"],
-            rule,
-            words,
-            entry.first,
-            copy,
-        )
+        states = tensors["exp_avg"], tensors["exp_avg_sq"]
+        self.adamw(weight, grad.reshape(-1), *states, rule, words, entry.first, copy)
 
     def _begin(self, name: str) -> None:
         """Before the update of a block, or of a tensor beside them, which a step has once."""
@@ -432,11 +409,8 @@ class StreamedAdamW(torch.optim.Optimizer):
                 "call step() after each backward pass; for larger batches give more rows at once, or keep the"
                 " parameters on the device"
             )
-            raise UsageError(
-                "a second backward pass in one step, but streamed gradients cannot be accumulated",
-                where=name,
-                remedy=remedy,
-            )
+            what = "a second backward pass in one step, but streamed gradients cannot be accumulated"
+            raise UsageError(what, where=name, remedy=remedy)
 
     # ------------------------------------------------------------ between steps
 
@@ -483,8 +457,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.traffic.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch's AdamW, with the float32 weight as master where there is one; states are views of host
-        memory."""
+        """As of torch's AdamW, with a float32 weight as master; states are views of host memory."""
         self.settle()
         return super().state_dict()
 
@@ -517,10 +490,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Masters follow weights that were loaded into the model."""
         for parameter in module.parameters(recurse=False):
             if parameter not in self.names:
-                raise UsageError(
-                    "load_state_dict(assign=True) exchanges parameters that are streamed",
-                    remedy="leave assign out",
-                )
+                what = "load_state_dict(assign=True) exchanges parameters that are streamed"
+                raise UsageError(what, remedy="leave assign out")
             own = self.state.get(parameter, {})
             if "master" in own:
                 own["master"].copy_(parameter.data)
@@ -539,34 +510,20 @@ def _check(
         problem = "clipping by norm needs all gradients at once, but streamed ones are used as they come"
         raise UsageError(problem, where="max_grad_norm", remedy=remedy)
     if slots < 2 or states not in (torch.bfloat16, torch.float32):
-        raise UsageError(
-            "streaming needs two slots or more and states in bfloat16 or float32",
-            found=f"slots {slots}, states {states}",
-        )
+        what = "streaming needs two slots or more and states in bfloat16 or float32"
+        raise UsageError(what, found=f"slots {slots}, states {states}")
     own = [parameter for block in blocks for parameter in block.parameters()]
     inside = {module for block in blocks for module in block.modules()}
-    outside = {
-        value
-        for module in model.modules()
-        if module not in inside
-        for value in module.parameters(recurse=False)
-    }
+    others = (module for module in model.modules() if module not in inside)
+    outside = {value for module in others for value in module.parameters(recurse=False)}
     kinds = {parameter.dtype for parameter in own}
     if len(kinds) != 1 or not kinds <= {torch.bfloat16, torch.float32}:
         found = ", ".join(sorted(map(str, kinds))) or "no parameter"
-        raise UsageError(
-            "blocks stream in one dtype",
-            expected="bfloat16 or float32",
-            found=found,
-            remedy="load the model in bfloat16",
-        )
+        what, remedy = "blocks stream in one dtype", "load the model in bfloat16"
+        raise UsageError(what, expected="bfloat16 or float32", found=found, remedy=remedy)
     if not all(parameter.requires_grad for parameter in own):
-        raise UsageError(
-            "only blocks that train whole are streamed, and some parameters are frozen",
-            remedy="use method: full",
-        )
+        what = "only blocks that train whole are streamed, and some parameters are frozen"
+        raise UsageError(what, remedy="use method: full")
     if len(set(own)) < len(own) or outside & set(own):
-        raise UsageError(
-            "blocks that share parameters with others cannot be streamed",
-            remedy="keep the parameters on the device",
-        )
+        what = "blocks that share parameters with others cannot be streamed"
+        raise UsageError(what, remedy="keep the parameters on the device")

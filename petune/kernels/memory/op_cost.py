@@ -115,20 +115,16 @@ def grouped(rows: float, inner: float, columns: float, groups: float, itemsize: 
 def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
     """A product that reads a matrix once and gives rank-sized results: s = x a^T, ds = dy b, db = dy^T s.
     Nothing for rank 0."""
-    return (
-        Cost(2 * rows * columns * rank, itemsize * (rows * columns + (rows + columns) * rank))
-        if rank
-        else Cost()
-    )
+    if not rank:
+        return Cost()
+    return Cost(2 * rows * columns * rank, itemsize * (rows * columns + (rows + columns) * rank))
 
 
 def low_rank_update(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
     """dx += ds a, dx read and written. Nothing for rank 0."""
-    return (
-        Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank))
-        if rank
-        else Cost()
-    )
+    if not rank:
+        return Cost()
+    return Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank))
 
 
 def dropped_low(rows: float, columns: float, rank: float, parts: int, itemsize: int = 2) -> Cost:

@@ -287,13 +287,8 @@ def _tables(step: _Step, config: MemoryConfig) -> Iterator[tuple[int | None, lis
     tiles = (None, *TILES) if config.tile is None else (config.tile,)
     whole = _options(step, "all", None, levels) if "all" in keeps else ()
     for tile in dict.fromkeys(None if tile is None or tile >= step.tokens else tile for tile in tiles):
-        yield (
-            tile,
-            [
-                *(option for keep in keeps if keep != "all" for option in _options(step, keep, tile, levels)),
-                *whole,
-            ],
-        )
+        tiled = (option for keep in keeps if keep != "all" for option in _options(step, keep, tile, levels))
+        yield tile, [*tiled, *whole]
 
 
 @lru_cache(maxsize=128)
@@ -311,11 +306,8 @@ def _options(
         )
     )
     alone = ahead + back + _waiting(step, 0, ahead, back)
-    working, kept, every = (
-        buffers.working_set(shape, keep, tokens, tile),
-        buffers.kept_bytes(shape, keep),
-        buffers.offloadable(shape),
-    )
+    working, kept = buffers.working_set(shape, keep, tokens, tile), buffers.kept_bytes(shape, keep)
+    every = buffers.offloadable(shape)
     moved = {"none": 0, "input": every["input"]} | (
         {} if keep == "input" else {"attention": every["attention"]}
     )
@@ -375,50 +367,35 @@ def _search(
         for suffix in _suffixes(step, first, last, budget, host):
             late, early, pinned = _memory(step, first, last, suffix)
             peak = max(late, early)
-            seconds = (
-                step.other
-                + (step.depth - suffix) * first.seconds
-                + (suffix - step.here) * last.seconds
-                + step.here * last.alone
-            )
+            before, parked = (step.depth - suffix) * first.seconds, (suffix - step.here) * last.seconds
+            seconds = step.other + before + parked + step.here * last.alone
             if peak <= budget and pinned <= host and (price := step.price(seconds, peak)) < least:
                 least, best = price, _Plan(first, last, suffix, tile, peak, pinned, seconds)
     return best
 
 
 def _pairs(options: list[_Option]) -> Iterator[tuple[_Option, _Option]]:
-    """Rungs for a prefix and a suffix that keeps as much or more and offloads as much or less, the most kept
-    first."""
+    """Rungs for a prefix and a suffix that keeps no less and offloads no more, the most kept first."""
     for last, first in product(reversed(options), repeat=2):
         if first.place[0] <= last.place[0] and first.place[1] >= last.place[1]:
             yield first, last
 
 
 def _bound(step: _Step, first: _Option, last: _Option) -> float:
-    """No plan of this pair has a lower price: the fewest seconds of both rungs in every block, and the fewest
-    bytes."""
+    """A price that no plan of this pair undercuts: the fewest seconds in every block, the fewest bytes."""
     seconds = step.other + (step.depth - 1) * min(first.seconds, last.seconds) + last.alone
     kept = int(step.passes * ((step.depth - 1) * first.kept + last.kept)) + step.here * last.host
     return step.price(seconds, step.fixed + kept + max(last.working, step.head))
 
 
 def _memory(step: _Step, first: _Option, last: _Option, suffix: int) -> tuple[int, int, int]:
-    """(bytes on the device in the head or the last block, those in the last block on `first`, bytes on the
-    host)."""
+    """Bytes (on the device in the head or the last block, in the last block on `first`, on the host)."""
     before, parked = step.depth - suffix, suffix - step.here
     others = ceil((step.passes - 1) * (before * first.kept + suffix * last.kept))
-    prefix, firsts, lasts = (
-        step.fixed + others + before * first.kept,
-        first.host if before else 0,
-        last.host if parked else 0,
-    )
-    late = (
-        prefix
-        + suffix * last.kept
-        + step.here * last.host
-        + SLOTS * (lasts or firsts)
-        + max(last.working, step.head)
-    )
+    prefix = step.fixed + others + before * first.kept
+    firsts, lasts = first.host if before else 0, last.host if parked else 0
+    own = suffix * last.kept + step.here * last.host + SLOTS * (lasts or firsts)
+    late = prefix + own + max(last.working, step.head)
     early = prefix + SLOTS * max(firsts, lasts) + first.working if before else 0
     return late, early, step.pinned + ceil(step.passes * (before * first.host + parked * last.host))
 
@@ -505,13 +482,9 @@ def _does_not_fit(step: _Step, config: MemoryConfig, budget: int, host: int) -> 
             f"{fewer}, a model of fewer bytes, or a plan over several devices: {_gib(step.fixed)} hold before"
             " the first token"
         )
-    return UsageError(
-        f"a step of {step.tokens:,} tokens does not fit its memory",
-        where="memory",
-        expected=f"at most {_gib(budget)}, host {_gib(host)}",
-        found=f"at least {_needs(step, smallest)}",
-        remedy=remedy,
-    )
+    what = f"a step of {step.tokens:,} tokens does not fit its memory"
+    expected, found = f"at most {_gib(budget)}, host {_gib(host)}", f"at least {_needs(step, smallest)}"
+    return UsageError(what, where="memory", expected=expected, found=found, remedy=remedy)
 
 
 def _needs(step: _Step, plan: _Plan) -> str:
@@ -543,10 +516,6 @@ def _gib(size: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.1f} s"
-        if seconds >= 10
-        else f"{seconds:.2f} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.0f} ms"
-    )
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"

@@ -95,11 +95,9 @@ class Governor:
             return
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         found = running().segments
-        tokens, longest = (
-            (hidden.shape[0] * hidden.shape[1], hidden.shape[1])
-            if found is None
-            else (found.total, found.longest)
-        )
+        tokens, longest = hidden.shape[0] * hidden.shape[1], hidden.shape[1]
+        if found is not None:
+            tokens, longest = found.total, found.longest
         self.entered, self.beside = (tokens, longest), _memory_size(kwargs.get(MEMORY))
         for spec in _specs(stack):  # a call that keeps its padding has a mask, and scores of all pairs
             spec.pairs = found is None and any(core.table.positions is not None for core in spec.called)
@@ -122,8 +120,7 @@ class Governor:
     def _kept(
         self, stack: Stack, device: torch.device, tokens: int, longest: int
     ) -> list[tuple[Rung, int | None]]:
-        """What each block keeps. A CPU keeps all unless the config says otherwise: its memory is not ours to
-        plan."""
+        """What each block keeps. A CPU keeps all unless the config says otherwise: no plan is made for it."""
         if device.type == "cpu":
             return [self._asked(stack)] * len(stack.blocks)
         size = rounded(tokens), rounded(longest, 128)
@@ -136,8 +133,7 @@ class Governor:
         return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
 
     def _asked(self, stack: Stack) -> tuple[Rung, int | None]:
-        """What the config says of every block, all where it says nothing or the stack computes blocks
-        again."""
+        """What the config says of every block; all where it says nothing or the stack recomputes."""
         keep = "all" if self.config.keep == "auto" or stack.recompute else self.config.keep
         offload = "none" if self.config.offload == "auto" or stack.recompute else self.config.offload
         return Rung(keep, offload), self.config.tile
@@ -188,21 +184,17 @@ class Governor:
         rates = rates_of(torch.cuda.get_device_name(device))
         # of several passes all blocks are counted as this stack's
         later = _later(model, stack) if self.passes == 1 else []
-        reserved = sum(
-            _least(other, (tokens, longest), vocabulary_of(model), rates, self.config, device)
-            for other in later
-        )
+        size = tokens, longest
+        reserved = sum(_least(one, size, vocabulary_of(model), rates, self.config, device) for one in later)
         dtype, (read, longest_read) = specs[0].computes_in(device.type), self.beside
         memory = (read / tokens, longest_read) if read else None
         shape = shape_of(typical(specs), dtype, longest, memory)
         begins = next(iter(_fused_stacks(model)), stack) is stack
         rooms = max((_room_bytes(one, shape, tokens) for one in specs), key=sum)
         streamed = self.config.stream != "none"
-        pinned = (
-            len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32")
-            if streamed and self.config.host is None
-            else 0
-        )
+        wide, pinned = self.config.stream == "fp32", 0
+        if streamed and self.config.host is None:
+            pinned = len(specs) * streamed_host_bytes(shape, wide)
         return choose(
             shape,
             len(specs),
@@ -231,8 +223,7 @@ class Governor:
 
 
 def _room_bytes(spec: Spec, shape: BlockShape, tokens: int) -> tuple[int, int]:
-    """Bytes that stand for what the block says to other ranks, and bytes to come for so many tokens of all
-    ranks."""
+    """Bytes that stand for what a block says to other ranks, and bytes to come for so many tokens of all."""
     sizes, item = spec.program.sizes, tokens * shape.itemsize
     queries, keys = (item * heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads))
     found = [boundary.room_bytes(item * shape.width) for boundary in spec.boundaries.values()]
@@ -241,8 +232,7 @@ def _room_bytes(spec: Spec, shape: BlockShape, tokens: int) -> tuple[int, int]:
 
 
 def _later(model: nn.Module, stack: Stack) -> list[Stack]:
-    """The fused stacks that run after this one and keep something beside what it keeps: a decoder after its
-    encoder."""
+    """The fused stacks after this one that keep something beside it: a decoder after its encoder."""
     stacks = _fused_stacks(model)
     return stacks[stacks.index(stack) + 1 :] if stack in stacks else []
 
@@ -271,22 +261,15 @@ def _least(
     config: MemoryConfig,
     device: torch.device,
 ) -> int:
-    """Bytes that a stack which is entered later needs at least: for as many tokens as it had last, or for
-    `size`."""
+    """The least bytes of a stack that is entered later, for the tokens that it had last, or for `size`."""
     hooks = stack._forward_pre_hooks.values()
     tokens, longest = next(
         (hook.entered for hook in hooks if isinstance(hook, Governor) and hook.entered), size
     )
     specs = _specs(stack)
-    return least_bytes(
-        shape_of(typical(specs), specs[0].computes_in(device.type), rounded(longest, 128)),
-        len(specs),
-        rounded(tokens),
-        rounded(longest, 128),
-        vocabulary,
-        rates,
-        config,
-    )
+    longest, shape_dtype = rounded(longest, 128), specs[0].computes_in(device.type)
+    shape = shape_of(typical(specs), shape_dtype, longest)
+    return least_bytes(shape, len(specs), rounded(tokens), longest, vocabulary, rates, config)
 
 
 def _specs(stack: Stack) -> list[Spec]:
@@ -332,10 +315,7 @@ def kinds_of(
 
 
 def shape_of(
-    spec: Spec,
-    dtype: torch.dtype | None = None,
-    longest: int = 0,
-    memory: tuple[float, int] | None = None,
+    spec: Spec, dtype: torch.dtype | None = None, longest: int = 0, memory: tuple[float, int] | None = None
 ) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights; longest:
     tokens of a row, of which a core that is called may keep scores; memory: see BlockShape."""

@@ -166,24 +166,12 @@ class BlockShape:
 
     def linears(self, place: GroupPlace) -> tuple[int, int, int]:
         """(inputs, outputs, rank) of a group."""
-        keys, above = self.kv_heads * self.head_dim, self.columns
-        outputs = {
-            "q": self.queries,
-            "k": keys,
-            "v": keys,
-            "o": self.width,
-            "gate": above,
-            "up": above,
-            "down": self.width,
-            "qkv": self.qkv,
-            "gate_up": self.gu,
-        }
+        queries, keys, above = self.queries, self.kv_heads * self.head_dim, self.columns
+        outputs = {"q": queries, "k": keys, "v": keys, "qkv": self.qkv, "o": self.width}
+        outputs |= {"gate": above, "up": above, "gate_up": self.gu, "down": self.width}
         inputs = {"in": self.width, "out": self.queries, "up": self.width, "down": above}[place.kind]
-        return (
-            inputs,
-            sum(outputs[role] for role in place.roles),
-            sum(self.rank(role) for role in place.roles),
-        )
+        made = sum(outputs[role] for role in place.roles)
+        return inputs, made, sum(self.rank(role) for role in place.roles)
 
     def rank(self, role: Role) -> int:
         """Of the update of a role."""
@@ -196,15 +184,8 @@ class BlockShape:
 
     def room(self, place: GroupPlace) -> int:
         """Columns behind a group's input for its low-rank one, so that one product sums both."""
-        return (
-            0
-            if self.fp8
-            or self.roomless
-            or place.scaled
-            or place.kind == "out"
-            or (place.kind == "up" and self.defers)
-            else self.linears(place)[2]
-        )
+        none = self.fp8 or self.roomless or place.scaled or place.kind == "out"
+        return 0 if none or (place.kind == "up" and self.defers) else self.linears(place)[2]
 
     def own(self, tokens: int) -> int:
         """Of so many tokens those that a rank has, where all of the block computes on one rank's tokens."""
@@ -290,23 +271,16 @@ class BlockShape:
         """Numbers of the low-rank factors and of bottlenecks."""
         ranks, mlp, keys = self.ranks, self.width + self.columns, self.kv_heads * self.head_dim
         from_width = ranks.q * (self.width + self.queries) + (ranks.k + ranks.v) * (self.width + keys)
-        return (
-            self.attentions * (from_width + ranks.o * (self.queries + self.width))
-            + (ranks.gu + ranks.down) * mlp
-            + self.bottlenecks
-            + self.expert_factors
-            + (0 if self.called is None else self.called.tuned)
-        )
+        own = self.attentions * (from_width + ranks.o * (self.queries + self.width))
+        own += (ranks.gu + ranks.down) * mlp + self.bottlenecks + self.expert_factors
+        return own + (0 if self.called is None else self.called.tuned)
 
     @property
     def defers(self) -> bool:
         """Whether the activation adds the update of gate | up, as petune.kernels.block.packed_linear says."""
         scaled = not self.gated and any("up" in one.scaled for one in self.sublayers)
-        return (
-            not scaled
-            and 0 < self.ranks.gu <= FOLDED
-            and (not self.gated or self.ranks.gate == self.ranks.up)
-        )
+        alike = not self.gated or self.ranks.gate == self.ranks.up
+        return not scaled and 0 < self.ranks.gu <= FOLDED and alike
 
     @property
     def makes_m_again(self) -> bool:
