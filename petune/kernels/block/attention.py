@@ -162,15 +162,8 @@ def choose(
         refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked, last)
         found = ChosenForm("triton", ours) if refused is None else ChosenForm("sdpa", refused)
     else:
-        kind = _Kind(
-            segmented,
-            masked,
-            keys is not None,
-            window is not None and window < tokens,
-            1 in (tokens, keys),
-            last,
-            folded,
-        )
+        windowed, single = window is not None and window < tokens, 1 in (tokens, keys)
+        kind = _Kind(segmented, masked, keys is not None, windowed, single, last, folded)
         deterministic = torch.are_deterministic_algorithms_enabled()
         found = _chosen(device, dtype, head_dim, kind, tokens <= SHORT, plain, deterministic)
     if device.type == "cuda":
@@ -185,8 +178,7 @@ def _tell(choice: ChosenForm) -> None:
 
 
 class _Kind(NamedTuple):
-    """What a call that libraries have forms for has. single: rows of one token. last, folded: see
-    `choose`."""
+    """What libraries have forms for. single: rows of one token. last, folded: see `choose`."""
 
     segmented: bool
     masked: bool
@@ -238,11 +230,9 @@ def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: b
     widest = 256 if capability in WIDEST else 192
     if head_dim % 8 or head_dim > widest:
         return f"head dim {head_dim} is no multiple of 8 up to {widest}"
-    return (
-        None
-        if torch.backends.cuda.is_flash_attention_available()
-        else "torch was built without flash attention"
-    )
+    if torch.backends.cuda.is_flash_attention_available():
+        return None
+    return "torch was built without flash attention"
 
 
 @cache

@@ -59,11 +59,10 @@ class Enter(_Crossing):
     def backward(self, run: BlockRun, v: Values) -> None:
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
-        dx = (
-            boundary.enter_backward(dy, own=True)
-            if whole
-            else flat(boundary.enter_backward(batched(run, dy), own=True))
-        )
+        if whole:
+            dx = boundary.enter_backward(dy, own=True)
+        else:
+            dx = flat(boundary.enter_backward(batched(run, dy), own=True))
         then(partial(run.give_own, self.x, dx))
 
 

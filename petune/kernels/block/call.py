@@ -176,19 +176,14 @@ class Spec:
     def overflows(self, dtype: torch.dtype) -> str | None:
         """Why it cannot be fused in this dtype, or None."""
         clamped = self.clamps and dtype == torch.float16
-        return (
-            "in float16 its own forward clamps what overflows, which a fused one does not"
-            if clamped
-            else None
-        )
+        if not clamped:
+            return None
+        return "in float16 its own forward clamps what overflows, which a fused one does not"
 
     def computes_in(self, kind: str) -> torch.dtype:
         """What it computes in at this moment on a kind of device."""
-        rounds = (
-            kind != "meta"
-            and torch.is_autocast_enabled(kind)
-            and torch.get_autocast_dtype(kind) is torch.bfloat16
-        )
+        rounds = kind != "meta" and torch.is_autocast_enabled(kind)
+        rounds = rounds and torch.get_autocast_dtype(kind) is torch.bfloat16
         return torch.bfloat16 if rounds and self.casts else self.dtype
 
     @property
@@ -270,18 +265,9 @@ class Call:
                 for k, part in enumerate(parts)
             ]
             base = at_hand(self.spec.banks[at], own, self.spec.ops)
-            found.append(
-                Group(
-                    own,
-                    self.dtype,
-                    first,
-                    self.spec.ops,
-                    base,
-                    draws,
-                    factors[FACTORS * at : FACTORS * (at + 1)],
-                    self.spec.defers and place.kind == "up",
-                )
-            )
+            made = factors[FACTORS * at : FACTORS * (at + 1)]
+            gates = self.spec.defers and place.kind == "up"
+            found.append(Group(own, self.dtype, first, self.spec.ops, base, draws, made, gates))
         return found
 
     def forward(

@@ -43,8 +43,7 @@ def whole_lines(columns: int) -> int:
 
 
 def wide_rows(new: Callable[..., Tensor], rows: int, columns: int) -> Tensor:
-    """A matrix of `new`, not initialised, in the memory of one whose rows begin where lines of the cache
-    do."""
+    """A matrix of `new`, not initialised, in the memory of one whose rows begin where cache lines do."""
     whole = new((rows, whole_lines(columns)))
     if whole.device.type == "cpu":
         # oneDNN reads behind rows of bf16 and multiplies by zero, which leaves NaN what is NaN

@@ -35,8 +35,7 @@ def made_by(attention: Any, path: str, longest: int, causal: bool) -> Tensor:
 
 
 def _bucket(distance: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """The bucket of each distance key - query: one each up to half of them, then one for each of equal
-    ratios."""
+    """The bucket of each distance key - query: one each up to half, then one for each of equal ratios."""
     if bidirectional:
         buckets //= 2
         first, distance = torch.where(distance > 0, buckets, 0), distance.abs()

@@ -1,5 +1,4 @@
-"""What drops out in one call of a fused block: where its values lie in the batch, and the draws of each
-dropout."""
+"""What drops out in a call of a fused block: where its values lie in the batch, and each draw."""
 
 from __future__ import annotations
 

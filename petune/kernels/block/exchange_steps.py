@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from petune.kernels.block.part import AttentionPart
 from petune.kernels.block.steps import BlockRun, Step, Values
 from petune.kernels.block.turns import then
 from petune.kernels.block.varlen import overlapping
+from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape
 from petune.models.exchange import Exchange, Exchanged, Sizes, all_rows, fold, rows_of, unfold
 
@@ -37,9 +39,17 @@ class _Crossing(Step):
     how: int
     exchange: Exchanged
     rows = False
+    level: ClassVar[Level] = "all"  # from which on y is kept
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
+        self.takes, self.gives, self.keeps = (self.x,), (self.y,), {self.y: self.level}
+
+    def beside(self, shape: BlockShape) -> int:
+        """See Step. The message, either way."""
+        return sum(self.grads(shape).values())
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        return sum(self.sizes(shape).values())
 
     def talks(self, back: bool) -> bool:
         return True
@@ -74,10 +84,6 @@ class Gather(_Crossing):
     one."""
 
     turned: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.keeps = {self.y: "all"}
 
     def forward(self, run: BlockRun, v: Values) -> None:
         part, own = self._part(run), v[self.x][:, self.heads * self.head_dim :]
@@ -131,10 +137,7 @@ class Trade(_Crossing):
     """y = q | k | v of all tokens and of some heads, of own tokens' x = q | k | v. turned: see Gather."""
 
     turned: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.keeps = {self.y: "projections"}
+    level = "projections"
 
     def forward(self, run: BlockRun, v: Values) -> None:
         v[self.y] = flat(self._part(run).crossed.enter(batched(run, v[self.x]), self._traded))
@@ -155,22 +158,10 @@ class Trade(_Crossing):
     def grads(self, shape: BlockShape) -> dict[str, int]:
         return {self.x: sum(map(sum, self._traded)) * shape.itemsize}
 
-    def beside(self, shape: BlockShape) -> int:
-        """See Step. The message."""
-        return sum(self.grads(shape).values())
-
-    def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. The message."""
-        return sum(self.sizes(shape).values())
-
 
 @dataclass(eq=False)
 class TradeBack(_Crossing):
     """y = own tokens of all heads' x, of all tokens of some heads."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.keeps = {self.y: "all"}
 
     def forward(self, run: BlockRun, v: Values) -> None:
         v[self.y] = flat(self._part(run).crossed.leave(batched(run, v[self.x]), (self._queries,)))
@@ -184,14 +175,6 @@ class TradeBack(_Crossing):
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         return {self.x: self.exchange.whole(self._queries[self.exchange.index] * shape.itemsize)}
-
-    def beside(self, shape: BlockShape) -> int:
-        """See Step. The message."""
-        return sum(self.grads(shape).values())
-
-    def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. The message."""
-        return sum(self.sizes(shape).values())
 
 
 # ------------------------------------------------------------------ one rank's part of a call

@@ -197,8 +197,7 @@ def _ahead(
 def _back(
     blocks: Sequence[BlockPass], held: Sequence[BlockTensors], at: int, grad: Tensor, turns: Turns
 ) -> InTurns[Tensor | None]:
-    """The gradient [m, width] of half number `at` from the last block to the first; None where nothing below
-    needs it."""
+    """The gradient [m, width] of half number `at`, last block to first; None where nothing below needs it."""
     found: Tensor | None = grad
     for block, one in zip(reversed(blocks), reversed(held), strict=True):
         state = block.kept[at]

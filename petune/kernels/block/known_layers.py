@@ -12,8 +12,7 @@ _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
 def exchanged(name: str, layer: object) -> UsageError:
-    """The error of a layer that another has taken the place of: which of the two was to be computed would be
-    a guess."""
+    """The error of a layer whose place another has taken: which was to be computed would be a guess."""
     what = f"a layer of a fused block was exchanged: {name}"
     return UsageError(what, found=type(layer).__name__, remedy=_FIRST)
 

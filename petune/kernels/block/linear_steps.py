@@ -47,12 +47,10 @@ class Low(Step):
         v[self.s] = run.groups[self.at].low(v[self.x])
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         rank = shape.linears(self.place)[2]
         return {self.s: int(of_rows(shape, self.x, rank * shape.itemsize))}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield low_input(shape, self.place, of_rows(shape, self.x, rows))
 
 
@@ -102,7 +100,6 @@ class Product(Step):
             run.give_own(self.x, group.dupdated(dx, ds))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.y: int(of_rows(shape, self.x, result_bytes(shape, self.place, self.behind)))}
 
     def beside(self, shape: BlockShape) -> int:
@@ -112,7 +109,6 @@ class Product(Step):
         return int(of_rows(shape, self.x, copied + bytes_within(shape, self.place)))
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.x: int(of_rows(shape, self.x, shape.linears(self.place)[0] * shape.itemsize))}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
@@ -128,7 +124,6 @@ class Product(Step):
         return self.norm is not None and not there and (shape.trained or tuned)
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield from updated(shape, self.place, of_rows(shape, self.x, rows))
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
@@ -178,17 +173,8 @@ class Activated(Step):
         drop = None if self.drop is None else run.drops[self.drop]
         m, inlet = down.inlet(u)
         a = down.a if down.folds_input and drop is None else None
-        s = run.ops.activate(
-            u,
-            self.act,
-            self.gated,
-            up.deferred(v[self.low]),
-            a,
-            up.paired,
-            m,
-            down.drawn(),
-            up.deferred_scale,
-        )[1]
+        low, scale = up.deferred(v[self.low]), up.deferred_scale
+        s = run.ops.activate(u, self.act, self.gated, low, a, up.paired, m, down.drawn(), scale)[1]
         if drop is not None:
             m, inlet = drop(m, run.rows), None
         v[self.s] = s = down.low(m) if s is None else s
@@ -251,21 +237,16 @@ class Activated(Step):
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step. Gradients of more than SUMMED ranks are products of their own."""
-        ranks, columns, hashes = (
-            shape.ranks,
-            shape.columns,
-            dropping(shape, self.place) * rows * shape.columns,
-        )
+        ranks, columns = shape.ranks, shape.columns
+        hashes = dropping(shape, self.place) * rows * columns
         yield from returned(shape, self.place, rows)
         folds, gates = 0 < ranks.down <= FOLDED, ranks.gu // (1 + shape.gated)
         above = ranks.gu if gates <= SUMMED else 0
         made = activate_backward(
             rows, columns, shape.gated, shape.itemsize, above, ranks.down if folds else 0
         )
-        yield (
-            "memory",
-            made + Cost(0, rows * columns * shape.itemsize * (folds and shape.writes_m), hashes * folds),
-        )
+        written = rows * columns * shape.itemsize * (folds and shape.writes_m)
+        yield "memory", made + Cost(0, written, hashes * folds)
         if SUMMED < ranks.down <= FOLDED:
             yield "narrow", low_rank(rows, columns, ranks.down, shape.itemsize)
         if ranks.down > FOLDED:

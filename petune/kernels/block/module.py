@@ -225,8 +225,7 @@ class FusedBlock(nn.Module):
 
     @property
     def distances(self) -> Tensor | None:
-        """The table of relative positions [buckets, heads] that its bias is made of, None where it has
-        none."""
+        """The table of relative positions [buckets, heads] that its bias is made of, or None."""
         if self.spec.distances is None:
             return None
         attention, path = self.spec.distances

@@ -29,11 +29,8 @@ class Node(torch.autograd.Function):
         inputs, tensors = cast("Sequence[Tensor]", values[:count]), values[count:]
         y, kept, factors = forward(call, inputs, tensors)
         lent, kept = without_lent(kept)
-        ctx.call, ctx.inputs, ctx.numbers = (
-            call,
-            [(one.shape, one.dtype) for one in inputs],
-            (len(tensors), len(factors)),
-        )
+        ctx.call, ctx.inputs = call, [(one.shape, one.dtype) for one in inputs]
+        ctx.numbers = len(tensors), len(factors)
         if any(ctx.needs_input_grad):
             ctx.parked = park(call, kept)
             flat, ctx.names = flattened(kept)
@@ -93,8 +90,7 @@ def without_lent(kept: Values) -> tuple[Tensor | None, Values]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., width] as a matrix whose last dim is dense; the gradient of a sum is one number everywhere, and
-    is not."""
+    """[..., width] as a matrix whose last dim is dense: the gradient of a sum, one number, is not."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -123,8 +119,7 @@ def fetched(call: Call, kept: Values, parked: Parked | None) -> Values:
 
 
 def flattened(kept: Values) -> tuple[list[Tensor | None], list[tuple[str, int | None, Any]]]:
-    """Tensors to save, and for each value its name, its place in a tuple or None, and itself where it is no
-    tensor."""
+    """Tensors to save; of each value its name, place in a tuple or None, and itself if it is no tensor."""
     flat: list[Tensor | None] = []
     names: list[tuple[str, int | None, Any]] = []
     for name, value in kept.items():

@@ -116,8 +116,7 @@ class Group:
 
     @property
     def paired(self) -> bool:
-        """Whether these are two linears with updates of the same rank, so that each may read its half of s
-        alone."""
+        """Whether two linears have updates of the same rank, so that each may read its half of s alone."""
         return len(self.ranks) == 2 and self.ranks[0] == self.ranks[1] > 0
 
     @property
@@ -131,11 +130,9 @@ class Group:
         """Where a kernel writes the input that it makes of x [m, ...]: (a matrix [m, k], what `__call__`
         takes beside it)."""
         k = self.parts[0].inputs
-        whole = (
-            self.whole.inlet(len(x), sum(self.ranks))
-            if self.whole is not None and self.tuned and not self.defers and not self.scales
-            else None
-        )
+        whole = None
+        if self.whole is not None and self.tuned and not self.defers and not self.scales:
+            whole = self.whole.inlet(len(x), sum(self.ranks))
         return (x.new_empty(len(x), k), None) if whole is None else (whole[:, :k], whole)
 
     def low(self, x: Tensor) -> Tensor | None:
@@ -169,8 +166,7 @@ class Group:
         return y
 
     def __call__(self, x: Tensor, inlet: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y, s), the update in y unless it is `deferred`. inlet: what `inlet` gave, if x was written
-        there."""
+        """(y, s), the update in y unless it is `deferred`. inlet: what `inlet` gave, if x lies there."""
         s = self.low(x)
         return self.product(x, s, inlet), s
 

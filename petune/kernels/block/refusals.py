@@ -18,15 +18,7 @@ from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
 from petune.models.experts import gates_plainly, low_ranks_of
 from petune.models.sharded import class_in
-from petune.models.spec import (
-    Attention,
-    Mlp,
-    Norm,
-    PerToken,
-    RoutedMlp,
-    StackRule,
-    SubLayer,
-)
+from petune.models.spec import Attention, Mlp, Norm, PerToken, RoutedMlp, StackRule, SubLayer
 from petune.models.tuned_linear import TunedLinear, TunedOfAnyClass, bottleneck_of, linear_of
 from petune.models.tuned_parts import LowRank
 
@@ -71,8 +63,7 @@ def refusal(block: nn.Module, sublayers: Sequence[SubLayer], config: Any, activa
 
 
 def unread(block: nn.Module, rule: StackRule) -> str | None:
-    """Why a block cannot be read by its table, which is written for other names of its attention's, or
-    None."""
+    """Why a block cannot be read by its table, written for other names of its attention's, or None."""
     for core in (one.core for one in rule.sublayers_in(block)):
         if isinstance(core, Attention) and core.scale is None and not is_called(core):
             module = block.get_submodule(core.at)

@@ -64,7 +64,6 @@ class Rotate(Step):
         self.over = self.raw
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         v[self.qkv] = run.ops.rope_(v[self.raw], *angles_in(run), self.heads, self.neighbours, self.width)
 
     def backward(self, run: BlockRun, v: Values) -> None:
@@ -73,15 +72,12 @@ class Rotate(Step):
         run.grads[self.raw] = run.ops.rope_backward(*given, self.neighbours)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.raw: shape.qkv * shape.itemsize}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", rope_(rows, shape.qkv, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", rope_backward(rows, shape.qkv, shape.itemsize)
 
 
@@ -96,7 +92,6 @@ class RotateScaled(Rotate):
         self.keeps, self.reads = {self.qkv: "projections"}, (self.qkv,)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         scale = run.groups[self.at].scale
         if scale is None:  # its tuning is passed by
             super().backward(run, v)
@@ -106,7 +101,6 @@ class RotateScaled(Rotate):
         run.groups[self.at].learn_scale(run.sink, sums)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", rope_unscale(rows, shape.qkv, shape.itemsize)
 
 
@@ -127,7 +121,6 @@ class Reach(Step):
         self.over, self.hands = None if self.held else self.turned, self.turned
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        """See Step."""
         v[self.qkv] = qkv = v[self.turned].clone() if self.held else v[self.turned]
         _stretch(qkv[:, : self.columns], run.reach)
 
@@ -138,15 +131,12 @@ class Reach(Step):
         run.grads[self.turned] = dq, *others  # type: ignore[assignment]  # as they came
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
         return {self.qkv: shape.qkv * shape.itemsize} if self.held else {}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", rope_(rows, shape.qkv if self.held else shape.queries, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
         yield "memory", rope_(rows, shape.queries, shape.itemsize)
 
 

@@ -119,8 +119,7 @@ class Schedules:
         return _passed(sections, kept, (), (), wants)
 
     def _with_remade(self, steps: Sequence[Step], there: set[str]) -> list[tuple[Step, bool]]:
-        """Steps on the way back, each behind those that make again what it reads and is not there any
-        more."""
+        """Steps on the way back, each behind those that make again what it reads and is gone."""
         found: list[tuple[Step, bool]] = []
         for step in reversed(steps):
             again: list[Step] = []

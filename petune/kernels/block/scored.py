@@ -42,12 +42,7 @@ class ScoredAttention:
     kernels: bool
 
     def __call__(
-        self,
-        inputs: Inputs,
-        buckets: Tensor | None,
-        scale: float,
-        p: float,
-        first_head: int,
+        self, inputs: Inputs, buckets: Tensor | None, scale: float, p: float, first_head: int
     ) -> Tensor:
         """out [m, heads d], differentiable. buckets: int32 [2 t - 1], the column of positions for each
         distance key - query, which does not grow with it; None without scores of positions. p:

@@ -23,14 +23,7 @@ from petune.models.acts import ACTS
 from petune.models.boundary import boundary_of
 from petune.models.exchange import exchange_of
 from petune.models.joined import rows_of_heads
-from petune.models.spec import (
-    Attention,
-    Mlp,
-    RoutedMlp,
-    Shape,
-    SubLayer,
-    child_of,
-)
+from petune.models.spec import Attention, Mlp, RoutedMlp, Shape, SubLayer, child_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import linear_of
 from petune.models.tuned_parts import LowRank

@@ -248,14 +248,10 @@ class FindSegments:
         if mask is None or self.asked is None:
             return None if mask is None else "the model was not called by its head"
         if self.last is None or self.last[0] is not mask or self.last[1] != mask._version:
-            fits = mask.shape == hidden.shape[:2]
-            self.last = (
-                mask,
-                mask._version,
-                _there(from_mask(_reader(hidden.device, mask)(mask)), hidden.device)
-                if fits
-                else "it is no mask of rows",
-            )
+            said: Segments | str | None = "it is no mask of rows"
+            if mask.shape == hidden.shape[:2]:
+                said = _there(from_mask(_reader(hidden.device, mask)(mask)), hidden.device)
+            self.last = mask, mask._version, said
         return self.last[2]
 
     def _found(self, config: Any, call: Call) -> Segments | str | None:
@@ -272,11 +268,10 @@ class FindSegments:
         positions = call.get("position_ids") if self.causal and self.packs else None
         found: Segments | str | None = None
         if mask is not None:
-            found = (
-                self._from_mask(config, mask, inputs.device, call)
-                if mask.shape == (rows, tokens)
-                else "it is no mask of rows"
-            )
+            if mask.shape != (rows, tokens):
+                found = "it is no mask of rows"
+            else:
+                found = self._from_mask(config, mask, inputs.device, call)
         elif positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
             found = _there(from_positions(on_host(positions).expand(rows, -1)), inputs.device)
         if found is None and self.causal and _masks_whole_rows(config, tokens):

@@ -66,8 +66,7 @@ class Segments:
 
     @cached_property
     def by_length(self) -> tuple[Tensor, ...]:
-        """For each length that occurs, the kept tokens of its segments, [segments of that length, length]
-        int64."""
+        """For each length that occurs, the kept tokens of its segments, [such segments, length] int64."""
         firsts = defaultdict(list)
         for first, length in zip(accumulate(self.lengths, initial=0), self.lengths, strict=False):
             firsts[length].append(first)
@@ -133,11 +132,9 @@ def overlapping(
     begins, others = ([*accumulate(side.lengths, initial=0)] for side in (queries, keys))
     own = range(bisect_right(begins, first) - 1, bisect_left(begins, end)) if first < end else range(0)
     low, high = (others[own.start], end if causal else others[own.stop]) if own else (0, 0)
-    return (
-        _stretch(queries, slice(own.start, own.stop), begins, first, end),
-        _stretch(keys, slice(own.start, own.stop), others, low, high),
-        (low, high),
-    )
+    own_rows = slice(own.start, own.stop)
+    of_queries = _stretch(queries, own_rows, begins, first, end)
+    return of_queries, _stretch(keys, own_rows, others, low, high), (low, high)
 
 
 def _stretch(segments: Segments, own: slice, begins: Sequence[int], first: int, end: int) -> Segments:
@@ -193,8 +190,7 @@ def from_positions(positions: Tensor) -> Segments | None:
 
 
 def _true(values: Tensor, count: int) -> Tensor:
-    """Where the `count` entries of `values` [n] that are not zero lie; the device is not asked how many there
-    are."""
+    """Places of the `count` entries of `values` [n] that are not zero; the device is not asked how many."""
     return torch.nonzero_static(values, size=count).squeeze(1)
 
 

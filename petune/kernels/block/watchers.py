@@ -21,12 +21,8 @@ def hooked(modules: Iterable[nn.Module]) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    ahead = module._forward_hooks or module._forward_pre_hooks
+    return bool(ahead or module._backward_hooks or module._backward_pre_hooks)
 
 
 def hooks_act(module: nn.Module) -> bool:
