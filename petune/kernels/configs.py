@@ -66,12 +66,8 @@ def make_memory(setting: MemoryConfig | Mapping[str, Any] | str) -> MemoryConfig
         return setting
     values: Mapping[str, Any] = {"keep": setting} if isinstance(setting, str) else setting
     if not isinstance(values, Mapping):
-        raise UsageError(
-            "memory is not a setting",
-            where="memory",
-            expected="auto, a keep by name or a mapping",
-            found=repr(setting),
-        )
+        what, expected = "memory is not a setting", "auto, a keep by name or a mapping"
+        raise UsageError(what, where="memory", expected=expected, found=repr(setting))
     known = {entry.name: entry.metadata for entry in fields(MemoryConfig)}
     for name, value in values.items():
         if name not in known:
@@ -103,21 +99,13 @@ def _check(where: str, value: Any, rule: Mapping[str, Any]) -> None:
 def refuse_contradiction(config: MemoryConfig) -> None:
     """Raise UsageError where the fields of a config do not go together."""
     if config.keep == "input" and config.offload == "attention":
-        raise UsageError(
-            "a block that keeps its input alone has no attention output to offload",
-            where="memory.offload",
-            expected="input, none or auto",
-            found="attention",
-            remedy="or keep: attention",
-        )
+        what = "a block that keeps its input alone has no attention output to offload"
+        where, expected, remedy = "memory.offload", "input, none or auto", "or keep: attention"
+        raise UsageError(what, where=where, expected=expected, found="attention", remedy=remedy)
     if config.keep == "all" and config.tile is not None:
-        raise UsageError(
-            "the MLP of a block that keeps all is not tiled",
-            where="memory.tile",
-            expected="none with keep: all",
-            found=str(config.tile),
-            remedy="keep: projections, or less",
-        )
+        what, where = "the MLP of a block that keeps all is not tiled", "memory.tile"
+        expected, remedy = "none with keep: all", "keep: projections, or less"
+        raise UsageError(what, where=where, expected=expected, found=str(config.tile), remedy=remedy)
 
 
 @dataclass(frozen=True)

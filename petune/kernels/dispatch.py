@@ -125,10 +125,6 @@ def select(name: KernelsName, device: torch.device, dtype: torch.dtype) -> Ops |
     if reason is None:
         return triton_ops()
     if name == "triton":
-        raise UsageError(
-            "kernels: triton, but they cannot run here",
-            where="kernels",
-            found=reason,
-            remedy="use kernels: auto",
-        )
+        what, remedy = "kernels: triton, but they cannot run here", "use kernels: auto"
+        raise UsageError(what, where="kernels", found=reason, remedy=remedy)
     return None

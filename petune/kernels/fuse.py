@@ -209,11 +209,8 @@ def check_kernels(model: nn.Module, kernels: KernelsName) -> None:
     """Raise UsageError for names that mean nothing and for kernels that cannot run where the model is, before
     anything is changed."""
     first = next(model.parameters(), None)
-    select(
-        kernels,
-        torch.device("cpu") if first is None else first.device,
-        torch.float32 if first is None else _dtype(model, first.dtype),
-    )
+    device = torch.device("cpu") if first is None else first.device
+    select(kernels, device, torch.float32 if first is None else _dtype(model, first.dtype))
 
 
 def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, done: Fused) -> Fused:
@@ -221,19 +218,12 @@ def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, done
     nobody expects it."""
     why = "; ".join(done.reasons)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
-        raise UsageError(
-            f"nothing of this {class_of(model).__name__} can be fused",
-            where="kernels",
-            found=why,
-            remedy="use kernels: auto",
-        )
+        what = f"nothing of this {class_of(model).__name__} can be fused"
+        raise UsageError(what, where="kernels", found=why, remedy="use kernels: auto")
     if why and kernels != "off" and (done.sites or device.type != "cpu" or kernels != "auto"):
         within = f", with {done.sites} of their modules fused" if done.sites else ""
-        say(
-            f"kernels: not all is fused: {why}"
-            if done.blocks
-            else f"kernels: the model's own blocks run{within}: {why}"
-        )
+        rest = "not all is fused" if done.blocks else f"the model's own blocks run{within}"
+        say(f"kernels: {rest}: {why}")
     return done
 
 
@@ -332,8 +322,7 @@ def _exchange_classes(
 def _specs(
     numbered: Sequence[tuple[int, nn.Module]], stack: Stack, family: Family, config: Any, ops: Ops
 ) -> list[Spec] | str:
-    """What each block of a stack, or of the ladder beside it, computes, or why one of them cannot be
-    fused."""
+    """What each block of a stack, or of the ladder beside it, computes, or why one cannot be fused."""
     specs, config = [], family.part(config, stack.name)
     if (reason := family.refused(config).get("fused")) is not None:
         return reason

@@ -124,11 +124,8 @@ def layer_norm_backward(
     )
     if dresidual is not None:
         dtotal = dtotal + wide(dresidual)
-    return (
-        dtotal.to(dy.dtype),
-        (grad * normed).sum(0) if weight_grad else None,
-        grad.sum(0) if weight_grad else None,
-    )
+    sums = ((grad * normed).sum(0), grad.sum(0)) if weight_grad else (None, None)
+    return dtotal.to(dy.dtype), *sums
 
 
 # ------------------------------------------------------------------ rotary positions
@@ -472,11 +469,7 @@ def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low, out: Te
 
 
 def cross_entropy_(
-    logits: Tensor,
-    labels: Tensor,
-    scale: float | Tensor,
-    softcap: float = 0.0,
-    smoothing: float = 0.0,
+    logits: Tensor, labels: Tensor, scale: float | Tensor, softcap: float = 0.0, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(loss [n], log of the partition sum [n]), both float32, of logits [n, v]; `logits` become `scale` times
     their own gradient.
@@ -514,8 +507,7 @@ transposed = fp8.transposed
 
 
 def dense_into(form: Form, out: Tensor) -> None:
-    """Write the values of a quantised weight [n, k] into `out`, whose rows may lie apart, rounded to its
-    dtype."""
+    """Write a quantised weight [n, k] into `out`, whose rows may lie apart, rounded to its dtype."""
     form.dense_into(out)
 
 

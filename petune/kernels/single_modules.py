@@ -136,8 +136,7 @@ def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
-    """x / rms(x) * weight over the last dim, [..., n] -> [..., n], as one node; weight [n] of the dtype of x
-    or wider."""
+    """x / rms(x) * weight over the last dim of [..., n], as one node; weight [n] of x's dtype or wider."""
     if not torch.compiler.is_compiling():
         y: Tensor = _RmsNorm.apply(x, weight, eps, ops)  # type: ignore[no-untyped-call]
         return y

@@ -68,11 +68,8 @@ def _apart(x: Tensor, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 
 def _dense(value: Any) -> Any:
-    return (
-        value.contiguous()
-        if isinstance(value, Tensor) and value.dim() > 0 and value.stride(-1) != 1
-        else value
-    )
+    strided = isinstance(value, Tensor) and value.dim() > 0 and value.stride(-1) != 1
+    return value.contiguous() if strided else value
 
 
 def _gradient(

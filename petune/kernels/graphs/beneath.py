@@ -47,8 +47,7 @@ class ForwardGraph(Graph):
 
 
 class BeneathGraphs(Graphs):
-    """A way through the blocks below a ladder (stack_protocols.Beneath) by recordings; see Graphs for
-    when."""
+    """A way through the blocks below a ladder (stack_protocols.Beneath) by recordings, as Graphs says."""
 
     kind = ForwardGraph
 

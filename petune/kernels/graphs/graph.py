@@ -105,8 +105,7 @@ class Arrival:
 
 
 def _forms(blocks: Sequence[FusedBlock], hidden: Tensor, layout: Layout) -> tuple[tuple[Backend, ...], ...]:
-    """The form of each attention of each block; blocks of one program, which drop out alike, are asked
-    once."""
+    """The form of each attention of each block; blocks of one program drop out alike, and are asked once."""
     found: dict[int, tuple[Backend, ...]] = {}
     for block in blocks:
         if id(block.spec.program) not in found:
@@ -156,10 +155,8 @@ class Graph:
             self._meet(below, arrival.meeting)
         memory = rooms
         device, own = inlet.device, arrival.bucket.own
-        self.slots, self.across = (
-            self._slots(own, device) if arrival.bucket.segmented else None,
-            self._slots(arrival.bucket.memory, device),
-        )
+        self.slots = self._slots(own, device) if arrival.bucket.segmented else None
+        self.across = self._slots(arrival.bucket.memory, device)
         distances = arrival.distances(block, own.longest)
         bias = None if distances is None else torch.zeros_like(distances)
         table = None if arrival.table is None else torch.zeros_like(arrival.table)
@@ -217,13 +214,9 @@ class Graph:
     def calls(self, at: int, block: FusedBlock, parts: BlockLayers) -> tuple[Call, ...]:
         """The call of block number `at` of these as it is recorded, or those of both halves."""
         memory, angles = self.bucket.memory, self.angles[self.kinds[at]] if self.kinds else None
-        layout = Layout(
-            1 if self.bucket.segmented else self.bucket.rows,
-            self.bucket.own.longest,
-            self.slots,
-            None if memory is None else memory.longest,
-            self.across,
-        )
+        memory_longest = None if memory is None else memory.longest
+        batch = 1 if self.bucket.segmented else self.bucket.rows
+        layout = Layout(batch, self.bucket.own.longest, self.slots, memory_longest, self.across)
 
         def call(layout: Layout, draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
             made = block.call(parts, block.hows(layout, self.backends[at], draws), draws, angles)

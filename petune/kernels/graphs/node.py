@@ -14,8 +14,7 @@ from petune.kernels.graphs.weights import Weights
 
 
 class GraphPass:
-    """One forward pass of a graph, on its way until its backward pass has run or nobody can ask for it any
-    more."""
+    """One forward pass of a graph, until its backward pass has run or nobody can ask for it."""
 
     def __init__(self, graph: Graph, weights: Weights) -> None:
         self.graph, self.weights = graph, weights

@@ -59,8 +59,7 @@ class CudaRecorder:
         return None
 
     def record(self, *passes: Replay) -> list[Replay]:
-        """See Recorder. All run once before: kernels are compiled and plans made then, which a capture
-        cannot."""
+        """See Recorder. All run once before, so that kernels are compiled, which a capture cannot."""
         with torch.cuda.device(self.device):
             for run in passes:
                 run()

@@ -307,8 +307,7 @@ class Graphs:
         return new and (at_once or self.lost[bucket] > RECORDING)
 
     def _has_room(self) -> bool:
-        """Whether there may be one recording more, now that one which has not been used for long may have
-        gone."""
+        """Whether there may be one recording more, now that one long unused may have gone."""
         if len(self.graphs) < LIMIT:
             return True
         oldest = min(self.graphs.values(), key=lambda graph: graph.used)

@@ -46,8 +46,7 @@ def _counting(labels: Tensor) -> Callable[[], int]:
 
 
 class _Fusion:
-    """The hooks of one model, and whether its head is to leave the logits of the running forward pass
-    unmade."""
+    """The hooks of one model, and whether the running forward pass is to leave its logits unmade."""
 
     def __init__(self, model: nn.Module, head: nn.Module, ops: Ops) -> None:
         self.head, self.ops = head, ops
@@ -175,13 +174,15 @@ class _Fusion:
             hidden, labels = share.part(hidden), share.part(labels)
             trained = None if trained is None else min(trained, len(labels))
         with autocast():
+            bias = biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None)
+            low = None if linear.a is None or linear.b is None else (linear.a, linear.b, linear.scale)
             found = linear_cross_entropy(
                 hidden,
                 linear.weight,
                 labels,
                 ops=self.ops,
-                bias=biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None),
-                low=None if linear.a is None or linear.b is None else (linear.a, linear.b, linear.scale),
+                bias=bias,
+                low=low,
                 softcap=softcap,
                 smoothing=smoothing,
                 trained=trained,

@@ -161,12 +161,8 @@ def _put_off_cap(step: int, func: Any, logits: Unmade, *args: Any) -> Any:
     fits = isinstance(cap, int | float) and cap > 0 and (step == 0 or cap == origin.softcap)
     if origin.capped != step or len(args) != (step != 1) or not fits:
         return NotImplemented
-    return Unmade(
-        replace(origin, softcap=float(cap), capped=step + 1),
-        logits.shape[-1],
-        logits.dtype,
-        lambda: func(logits.materialise(), *args),
-    )
+    made = replace(origin, softcap=float(cap), capped=step + 1)
+    return Unmade(made, logits.shape[-1], logits.dtype, lambda: func(logits.materialise(), *args))
 
 
 def _fused(
@@ -189,11 +185,9 @@ def _fused(
     if not plain or logits.dim() != 2 or target.dim() != 1 or origin.between:
         if origin.whole:
             return NotImplemented
-        raise UsageError(
-            "the loss of a vocabulary that is cut across ranks is the plain cross-entropy of rows",
-            expected="without class weights, labels by number",
-            remedy="set vocabulary: false",
-        )
+        what = "the loss of a vocabulary that is cut across ranks is the plain cross-entropy of rows"
+        expected = "without class weights, labels by number"
+        raise UsageError(what, expected=expected, remedy="set vocabulary: false")
     labels = target.masked_fill(target == ignore_index, IGNORED) if ignore_index >= 0 else target
     count = (labels >= 0).sum() if reduction == "mean" else None
     each = reduction == "none"

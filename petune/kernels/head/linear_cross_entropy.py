@@ -90,11 +90,9 @@ def linear_cross_entropy(
         hidden = hidden.index_select(0, rows)
     labels = labels.to(hidden.device, non_blocking=True)
     dtype = _matmul_dtype(hidden)
-    entropy: Entropy = (
-        partial(_entropy, ops, softcap, smoothing)
-        if part is None
-        else partial(_entropy_of_slice, ops, softcap, smoothing, part)
-    )
+    entropy: Entropy = partial(_entropy, ops, softcap, smoothing)
+    if part is not None:
+        entropy = partial(_entropy_of_slice, ops, softcap, smoothing, part)
     if chunk is None:  # the same for all slices, as their holders meet once a chunk
         columns = len(weight) if part is None else part.widest
         # the product is float32 on its way
