@@ -18,6 +18,8 @@ from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.link import Crossing
 from petune.rng.context import running
 
+Qkv = tuple[Tensor, Tensor, Tensor]  # query, key and value
+
 
 @dataclass(frozen=True)
 class Among(Crossing, ABC):
@@ -48,22 +50,14 @@ class Among(Crossing, ABC):
         sizes = self._sizes()
         if alone(self.group) or not sizes:
             return attend(module, query, key, value, mask, **kw)
-        query, key, value = _as_attended(query, key, value)
-        return self.exchanged(sizes, attend, module, query, key, value, mask, **kw)
+        qkv = _as_attended(query, key, value)
+        return self.exchanged(sizes, attend, module, qkv, mask, **kw)
 
     @abstractmethod
     def exchanged(
-        self,
-        sizes: Sizes,
-        attend: AttentionCall,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kw: Any,
+        self, sizes: Sizes, attend: AttentionCall, module: nn.Module, qkv: Qkv, mask: Tensor | None, **kw: Any
     ) -> Attended:
-        """Attention over a sequence that is cut into `sizes`, with query, key and value of one dtype."""
+        """Attention over a sequence that is cut into `sizes`. qkv: query, key and value, of one dtype."""
 
     def __copy__(self) -> Among:
         return self
@@ -88,23 +82,20 @@ class Among(Crossing, ABC):
         return whole * max(self.shares) // sum(self.shares)
 
     def _sizes(self) -> Sizes:
-        """Tokens per rank of this call. Raises DistributedError when they are for other ranks than the group
-        has."""
+        """Tokens per rank of this call. Raises DistributedError when they are for another number of ranks."""
         sizes = running().sizes
         ranks = 1 if self.group is None else dist.get_world_size(self.group)
         if len(sizes) not in (0, ranks):
-            raise DistributedError(
-                "this attention cannot reach the other parts of its sequence",
-                expected=f"{len(sizes)} ranks",
-                found=f"{ranks}",
-            )
+            what = "this attention cannot reach the other parts of its sequence"
+            raise DistributedError(what, expected=f"{len(sizes)} ranks", found=f"{ranks}")
         return sizes
 
 
-def _as_attended(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype to which attention under autocast casts them anyway: less travels, and all of them have
-    the same."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in tensors]
+def _as_attended(*qkv: Tensor) -> Qkv:
+    """In the dtype to which attention under autocast casts them anyway: less travels, all alike."""
+    kind = qkv[0].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        qkv = tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in qkv)
+    query, key, value = qkv
+    return query, key, value

@@ -36,7 +36,7 @@ from petune.parallel.collectives import Sizes, gather_seq
 from petune.parallel.link import Link
 from petune.parallel.plan import apportion
 from petune.parallel.sequence import ring
-from petune.parallel.sequence.among import Among
+from petune.parallel.sequence.among import Among, Qkv
 from petune.parallel.sequence.ring import Trip, ring_attention
 from petune.parallel.sequence.trade import AllToAll
 from petune.rng.context import running
@@ -66,18 +66,10 @@ class GatherExchange(Among):
         return dx
 
     def exchanged(
-        self,
-        sizes: Sizes,
-        attend: AttentionCall,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kw: Any,
+        self, sizes: Sizes, attend: AttentionCall, module: nn.Module, qkv: Qkv, mask: Tensor | None, **kw: Any
     ) -> Attended:
         """What a causal mask would hide from all own queries is not attended to at all."""
-        folded = running().folded
+        (query, key, value), folded = qkv, running().folded
         part = rows_of(sizes, self.index, folded=folded)
         pair = torch.cat([key, value], -1).transpose(1, 2)  # one message instead of two
         whole = gather_seq(pair, sizes, self.group)
@@ -153,12 +145,9 @@ def ulysses_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Sizes, Sizes]:
     """Query heads and key and value heads of each rank, as evenly as groups that share keys allow. Raises
     UsageError when some get none."""
     if kv_heads < ranks:
-        raise UsageError(
-            "exchange: ulysses gives every rank at least one head of keys and values",
-            expected=f"at most {kv_heads} ranks",
-            found=str(ranks),
-            remedy="use fewer ranks, or exchange: gather",
-        )
+        what = "exchange: ulysses gives every rank at least one head of keys and values"
+        expected, remedy = f"at most {kv_heads} ranks", "use fewer ranks, or exchange: gather"
+        raise UsageError(what, expected=expected, found=str(ranks), remedy=remedy)
     shared = apportion(kv_heads, (1,) * ranks)
     return tuple(count * (heads // kv_heads) for count in shared), shared
 
@@ -192,18 +181,10 @@ class Ulysses(Among):
         return AllToAll(self.sizes, columns, self.link, self.index)
 
     def exchanged(
-        self,
-        sizes: Sizes,
-        attend: AttentionCall,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kw: Any,
+        self, sizes: Sizes, attend: AttentionCall, module: nn.Module, qkv: Qkv, mask: Tensor | None, **kw: Any
     ) -> Attended:
         """Queries travel in one message with the keys and values that they share."""
-        count = query.shape[1]
+        (query, key, value), count = qkv, qkv[0].shape[1]
         heads, kv_heads = ulysses_heads(count, key.shape[1], len(sizes))
         first, held = sum(heads[: self.index]), heads[self.index]
         sides = ((query, heads), (key, kv_heads), (value, kv_heads))
@@ -238,19 +219,14 @@ class Ring(Among):
     recordable = False  # its transfers are under way while kernels run
 
     def attend(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        bias: Tensor | None,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+        self, qkv: Qkv, bias: Tensor | None, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         return ring.ahead(*qkv, bias, mask, self._trip(causal, scale))
 
     def attend_backward(
         self,
         dout: Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         bias: Tensor | None,
         mask: Tensor | None,
         causal: bool,
@@ -265,25 +241,15 @@ class Ring(Among):
         return Trip(self.sizes, self.group, self.index, hides_later, scale)
 
     def exchanged(
-        self,
-        sizes: Sizes,
-        attend: AttentionCall,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kw: Any,
+        self, sizes: Sizes, attend: AttentionCall, module: nn.Module, qkv: Qkv, mask: Tensor | None, **kw: Any
     ) -> Attended:
         """Raises UsageError for attention dropout."""
         if kw.get("dropout"):
-            raise UsageError(
-                "exchange: ring cannot drop attention probabilities, as no rank sees a whole row of them",
-                found=f"dropout {kw['dropout']}",
-                remedy="use exchange: gather, or set the model's attention dropout to 0",
-            )
+            what = "exchange: ring cannot drop attention probabilities, as no rank sees a whole row of them"
+            remedy = "use exchange: gather, or set the model's attention dropout to 0"
+            raise UsageError(what, found=f"dropout {kw['dropout']}", remedy=remedy)
         part = rows_of(sizes, self.index)
-        scale = query.shape[-1] ** -0.5 if kw.get("scaling") is None else kw["scaling"]
+        scale = qkv[0].shape[-1] ** -0.5 if kw.get("scaling") is None else kw["scaling"]
         trip = Trip(sizes, self.group, self.index, causal(module, mask, kw.get("is_causal")), scale)
-        output = ring_attention(query, key, value, part.of(kw.get("position_bias")), part.of(mask), trip)
+        output = ring_attention(*qkv, part.of(kw.get("position_bias")), part.of(mask), trip)
         return output.transpose(1, 2).contiguous(), None

@@ -38,11 +38,8 @@ class Trip:
 
     def matters(self, block: int) -> bool:
         """Whether any own query looks at a key of `block`."""
-        return (
-            bool(self.sizes[block])
-            and bool(self.sizes[self.index])
-            and not (self.hides_later and block > self.index)
-        )
+        later = self.hides_later and block > self.index
+        return self.sizes[block] > 0 and self.sizes[self.index] > 0 and not later
 
     def columns(self, x: Tensor, block: int) -> Tensor:
         """Of a mask or bias [.., own, all keys], the keys of `block`."""
@@ -71,8 +68,7 @@ class Trip:
         return scores
 
     def pass_on(self, x: Tensor, block: int) -> Transfer:
-        """Begin to send `x` [b, kv_heads, keys of block, d] to the next rank and to receive that of the block
-        before."""
+        """Begin to send `x` [b, kv_heads, keys of block, d] on and to receive that of the block before."""
         shape = (*x.shape[:2], self.sizes[block - 1], x.shape[3])
         ranks = len(self.sizes)
         return Transfer(x, shape, self.group, (self.index + 1) % ranks, (self.index - 1) % ranks)
@@ -206,8 +202,7 @@ def back(
 
 
 def _add_bias_grad(into: Tensor, scores_grad: Tensor, visible: Tensor | None) -> None:
-    """Add what reaches a bias: nothing where a mask took its place, and the sum over what it is the same
-    for."""
+    """Add what reaches a bias: nothing where a mask took its place, sums where it is one for several."""
     if visible is not None:
         scores_grad = scores_grad.masked_fill(~visible, 0.0)
     into += scores_grad.sum_to_size(into.shape)
