@@ -29,8 +29,7 @@ class _Among(Crossing):
 
     @property
     def split_turns(self) -> bool:
-        """See Boundary: a sum whose terms are sent, and what they add up to; two ranks send no more than
-        terms."""
+        """See Boundary: terms of a sum are sent, and the sum; two ranks send terms alone."""
         return self.engines is not None and self.link.terms > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -82,8 +82,7 @@ def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
 
 
 def split_shared(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
-    """[b, all tokens, ...], the same on every rank -> own tokens; the whole gradient comes back on every
-    rank."""
+    """[b, all tokens, ...], the same on every rank -> own tokens; the gradient comes back whole."""
     return x if alone(group) else transition(x, *SPLIT_SHARED, sizes, group)
 
 

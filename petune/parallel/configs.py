@@ -231,14 +231,10 @@ def size_of(axis: AxisConfig) -> int | None:
 
 
 def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
-    """Region -> layout of the backend `name`: those of its row, for `cut` the given ones, None where not
-    given."""
-    row = ROWS.get(name)
-    return (
-        asdict(row)
-        if row
-        else {region: getattr(cut, region) for region in ("attention", "mlp", "connection")}
-    )
+    """Region -> layout of the backend `name`: those of its row; of `cut` the given ones, or None."""
+    if (row := ROWS.get(name)) is not None:
+        return asdict(row)
+    return {region: getattr(cut, region) for region in ("attention", "mlp", "connection")}
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

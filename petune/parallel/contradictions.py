@@ -50,8 +50,7 @@ def too_many_cuts(names: Iterable[str]) -> Iterator[Contradiction]:
 
 
 def beside_experts(axes: Mapping[str, AxisConfig]) -> Iterator[Contradiction]:
-    """Experts are cut over replicas that are whole but for them: one problem for everything that says
-    else."""
+    """Experts are cut over replicas that are else whole: one problem for each axis that says else."""
     axis = axes.get("ep")
     if axis is None or size_of(axis) == 1:
         return
@@ -80,10 +79,8 @@ def axis_contradictions(name: str, axis: AxisConfig) -> Iterator[Contradiction]:
         yield from _lengths(name, axis, ("shares", *_SHARED_OUT))
         if axis.shares and (given := [one for one in _SHARED_OUT if getattr(axis, one)]):
             what = f"parallel.{name}.shares: {', '.join(given)} {'are' if len(given) > 1 else 'is'} given too"
-            yield (
-                (name, "shares"),
-                Problem(what, remedy="keep shares, one ratio for everything that is cut, or the lists"),
-            )
+            remedy = "keep shares, one ratio for everything that is cut, or the lists"
+            yield (name, "shares"), Problem(what, remedy=remedy)
 
 
 def _lengths(name: str, axis: AxisConfig, lists: Iterable[str]) -> Iterator[Contradiction]:
@@ -92,18 +89,14 @@ def _lengths(name: str, axis: AxisConfig, lists: Iterable[str]) -> Iterator[Cont
     remedy = "give every list as many entries" + (
         "" if axis.size is None else " as size says, or remove size"
     )
-    number, whose = (
-        (given.get(first, 0), f"parallel.{name}.{first} has")
-        if axis.size is None
-        else (axis.size, "size says")
-    )
+    number, whose = given.get(first, 0), f"parallel.{name}.{first} has"
+    if axis.size is not None:
+        number, whose = axis.size, "size says"
     for one, length in given.items():
         if length != number:
             what = f"parallel.{name}.{one} has one entry per rank"
-            yield (
-                (name, one),
-                Problem(what, expected=f"{number}, as {whose}", found=str(length), remedy=remedy),
-            )
+            expected = f"{number}, as {whose}"
+            yield (name, one), Problem(what, expected=expected, found=str(length), remedy=remedy)
 
 
 def _layouts(name: str, cut: CutConfig) -> Iterator[Contradiction]:
@@ -113,10 +106,8 @@ def _layouts(name: str, cut: CutConfig) -> Iterator[Contradiction]:
         for region, layout in layouts(name, cut).items():
             if given[region] not in (None, layout):
                 what = f"parallel.{name}.{region}: this is what {name} fixes"
-                yield (
-                    (name, region),
-                    Problem(what, expected=layout, found=given[region], remedy=_as_cut(meant)),
-                )
+                remedy = _as_cut(meant)
+                yield (name, region), Problem(what, expected=layout, found=given[region], remedy=remedy)
         return
     if missing := [region for region, layout in given.items() if layout is None]:
         what = f"parallel.cut: {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
@@ -128,10 +119,8 @@ def _layouts(name: str, cut: CutConfig) -> Iterator[Contradiction]:
             f"parallel.cut.connection: whole beside {' and '.join(by_sequence)} by sequence; an all-reduce"
             " would sum different tokens"
         )
-        yield (
-            ("cut", "connection"),
-            Problem(what, expected="sequence", found="whole", remedy="set connection: sequence"),
-        )
+        remedy = "set connection: sequence"
+        yield ("cut", "connection"), Problem(what, expected="sequence", found="whole", remedy=remedy)
 
 
 def _as_cut(meant: Mapping[str, str | None]) -> str:
@@ -148,23 +137,17 @@ def _without_use(name: str, cut: CutConfig) -> Iterator[Contradiction]:
         if getattr(cut, one) and not used and None not in found.values():
             rows = [other for other, row in ROWS.items() if getattr(row, region) == layout]
             idle = "nothing is cut by tokens" if one == "sequence" else f"{region} is not cut by {one}"
-            instead = (
-                f"{one} belongs to {', '.join(rows)} and cut"
-                if name in ROWS
-                else f"or set {region}: {layout}"
-            )
-            yield (
-                (name, one),
-                Problem(f"parallel.{name}.{one}: under {name} {idle}", remedy=f"remove it; {instead}"),
-            )
+            instead = f"or set {region}: {layout}"
+            if name in ROWS:
+                instead = f"{one} belongs to {', '.join(rows)} and cut"
+            what = f"parallel.{name}.{one}: under {name} {idle}"
+            yield (name, one), Problem(what, remedy=f"remove it; {instead}")
     if cut.exchange != "gather" and found["attention"] == "heads":
         what = (
             f"parallel.{name}.exchange: attention under {name} is cut by heads, which see every key and value"
         )
-        yield (
-            (name, "exchange"),
-            Problem(what, found=cut.exchange, remedy="remove it; exchange belongs to sp and cut"),
-        )
+        remedy = "remove it; exchange belongs to sp and cut"
+        yield (name, "exchange"), Problem(what, found=cut.exchange, remedy=remedy)
     if cut.overlap and cut.exchange == "ring" and found["attention"] == found["mlp"] == "sequence":
         what = f"parallel.{name}.overlap: in a ring keys and values travel while attention is computed"
         yield (name, "overlap"), Problem(what, remedy="remove it")
@@ -174,20 +157,13 @@ def _sharding(dp: DpConfig) -> Iterator[Contradiction]:
     plain = DpConfig()
     for one in ("replicas", "reshard", "offload", "frozen"):
         if not dp.shard and getattr(dp, one) != getattr(plain, one):
-            yield (
-                ("dp", one),
-                Problem(
-                    f"parallel.dp.{one}: it has a meaning only with shard",
-                    remedy="set shard: true, or remove it",
-                ),
-            )
+            what = f"parallel.dp.{one}: it has a meaning only with shard"
+            yield ("dp", one), Problem(what, remedy="set shard: true, or remove it")
     size = size_of(dp)
     if dp.shard and size is not None and dp.replicas > 1 and (size % dp.replicas or dp.replicas == size):
         what = "parallel.dp.replicas: every copy is sharded over as many ranks, more than one"
-        yield (
-            ("dp", "replicas"),
-            Problem(what, expected=f"a divisor of size, {size}, and below it", found=str(dp.replicas)),
-        )
+        expected = f"a divisor of size, {size}, and below it"
+        yield ("dp", "replicas"), Problem(what, expected=expected, found=str(dp.replicas))
 
 
 def _stages(pp: PpConfig) -> Iterator[Contradiction]:
@@ -202,7 +178,5 @@ def _stages(pp: PpConfig) -> Iterator[Contradiction]:
         remedy = (
             f"several stages per rank: schedule: {' or '.join(LOOPED)}" if length % pp.size == 0 else None
         )
-        yield (
-            ("pp", "stages"),
-            Problem(what, expected=f"{pp.size}, as size says", found=str(length), remedy=remedy),
-        )
+        expected = f"{pp.size}, as size says"
+        yield ("pp", "stages"), Problem(what, expected=expected, found=str(length), remedy=remedy)

@@ -82,8 +82,7 @@ class CopyEngines(Linked):
             (self.stream, self.turn), self.again, self.open = before, None, None
 
     def all_reduce(self, x: Tensor, own: bool = False) -> Tensor:
-        """The sum over the ranks, which is rounded once; in the place of `x` where that is the caller's
-        `own`."""
+        """The sum over the ranks, rounded once; in the place of `x` where it is the caller's `own`."""
         x = x.contiguous()
         found = x if own else torch.empty_like(x)
         if self.ranks == 2:
@@ -118,17 +117,8 @@ class CopyEngines(Linked):
             kept = x.narrow(1, sum(sizes[: self.rank]), sizes[self.rank])
             return self._add_other(sent, rows * max(widths), kept, own)
         rooms = self._turn(self.ranks * rows * max(widths))
-        self._copy(
-            CopySpan(
-                rooms[to] + self.rank * rows * widths[to],
-                start + starts[to],
-                widths[to],
-                rows,
-                widths[to],
-                pitch,
-            )
-            for to in self.ranked
-        )
+        into, pieces = self.rank * rows, [(to, start + starts[to], widths[to]) for to in self.ranked]
+        self._copy(CopySpan(rooms[to] + into * own, of, own, rows, own, pitch) for to, of, own in pieces)
         self._meet()
         terms = self._view((self.ranks, own.numel()), x.dtype)
         self.end(partial(self._add, terms, own.view(-1)))
@@ -159,11 +149,7 @@ class CopyEngines(Linked):
         return whole
 
     def swap(
-        self,
-        sent: Mapping[int, Tensor],
-        shapes: Mapping[int, Sequence[int]],
-        dtype: torch.dtype,
-        most: int,
+        self, sent: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype, most: int
     ) -> dict[int, Tensor]:
         """What each other rank has sent, of these shapes; to be read before the next but one is said. sent:
         rows that are dense, wherever they begin. most: bytes of the largest part of any rank, the same on
@@ -193,8 +179,7 @@ class CopyEngines(Linked):
         )
 
     def _turn(self, size: int) -> list[int]:
-        """Where a room of `size` bytes begins on every rank, behind all that was said before on whatever
-        stream."""
+        """Where a room of `size` bytes begins on every rank, behind all that was said on any stream."""
         self._speak_here()
         if self.open is not None:
             self.open.at_once()
@@ -329,8 +314,7 @@ def _dense_copy(to: int, part: Tensor) -> CopySpan:
 
 
 def _columns(x: Tensor, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
-    """Rows of [b, all tokens, ...], and where in a row each rank's tokens begin and how long they are, in
-    bytes."""
+    """Rows of [b, all tokens, ...]; where each rank's tokens begin in one and their length, in bytes."""
     token = x.element_size() * x.shape[2:].numel()
     widths = [size * token for size in sizes]
     return len(x), [sum(widths[:rank]) for rank in range(len(widths))], widths

@@ -76,11 +76,8 @@ def shard(
             "there is nothing to shard over", where="dp.shard", found=f"dp {plan.dp}, {sharding}"
         )
     if plan.pp > 1 and plan.schedule == "zero-bubble":
-        raise UsageError(
-            "zero-bubble computes the gradients of weights when FSDP has freed them",
-            where="pp.schedule",
-            remedy="use interleaved",
-        )
+        what = "zero-bubble computes the gradients of weights when FSDP has freed them"
+        raise UsageError(what, where="pp.schedule", remedy="use interleaved")
     wanted = {id(parameter) for parameter in tuned}
     trains = {name: id(value) in wanted for name, value in model.named_parameters(remove_duplicate=False)}
     _check_mask(model, trains)
@@ -188,8 +185,7 @@ class Settle:
 
 
 def _flows_back(output: Any) -> bool:
-    """Whether a tensor of a module's output, a tuple of them or a transformers ModelOutput, has a
-    gradient."""
+    """Whether a tensor of a module's output, a tuple or a ModelOutput of them, has a gradient."""
     if isinstance(output, Tensor):
         return output.requires_grad
     parts = (
@@ -199,15 +195,12 @@ def _flows_back(output: Any) -> bool:
 
 
 def _check_mask(model: nn.Module, trains: dict[str, bool]) -> None:
-    """Raise PetuneError unless exactly the parameters that should are marked for training, under their
-    names."""
+    """Raise PetuneError unless exactly what should train is marked so, under its names."""
     found = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
     if found != trains:
         wrong = [name for name in {**trains, **found} if trains.get(name) != found.get(name)]
-        raise PetuneError(
-            "sharding and the model disagree on what trains; this is a fault of petune",
-            where=", ".join(wrong[:3]),
-        )
+        what = "sharding and the model disagree on what trains; this is a fault of petune"
+        raise PetuneError(what, where=", ".join(wrong[:3]))
 
 
 def _let_cut(blocks: Iterable[nn.Module]) -> None:
@@ -320,8 +313,7 @@ def wholes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter on `device` like one on the meta device, a shard like a shard; its memory holds
-    nothing."""
+    """A parameter on `device`, without values, like one on the meta device, a shard like a shard."""
     made = torch.empty_like(local(parameter), device=device)
     if isinstance(parameter, DTensor):
         made = _sharded_as(parameter, made)

@@ -112,8 +112,7 @@ def _fits(value: DTensor) -> bool:
 
 
 def _rows_of(shard: Tensor) -> tuple[Tensor, ...]:
-    """The plain tensors of a shard that have a part for each of its rows; none of a tensor of another
-    make."""
+    """The plain tensors of a shard that have a part for each row; none of a tensor of another make."""
     if isinstance(shard, ShardedWeight):
         return shard.form.by_rows
     return (shard,) if type(shard) is Tensor else ()
@@ -138,11 +137,7 @@ class _Unsent(AllGather):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Send nothing. Raises PetuneError where FSDP2 has lost sight of what gathers in its place."""
         if not all(member.attached for member in self.unit.members):

@@ -24,8 +24,7 @@ class Linked:
         return CudaDriver(self.device)
 
     def _shared(self, size: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Bytes that all ranks reach, as yet of any value: this rank's, and those of each. All ranks ask
-        together."""
+        """Bytes, of any value, that all ranks reach: this rank's, and those of each. All ask together."""
         return mapped(size, self.device, self.group)
 
     def _flags(self, count: int) -> tuple[Tensor, Sequence[Tensor]]:

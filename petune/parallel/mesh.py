@@ -105,19 +105,13 @@ def make_mesh(plan: ParallelPlan, device: torch.device) -> Mesh:
         )
     rank, (devices, groups) = dist.get_rank(), _cut_axes(plan, device)
     if group.replaces() and plan.sharding is None:
-        return Mesh(
-            plan,
-            rank,
-            coordinate(plan, rank),
-            device,
-            {axis: LastingGroup(now) for axis, now in groups.items()},
-        )
+        lasting = {axis: LastingGroup(now) for axis, now in groups.items()}
+        return Mesh(plan, rank, coordinate(plan, rank), device, lasting)
     return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)
 
 
 def renew(mesh: Mesh) -> None:
-    """Let the groups of `mesh`, wherever they are held, stand for those of the process group that was made
-    anew."""
+    """Let the groups of `mesh`, wherever they are held, stand for those of the new process group."""
     for axis, now in _cut_axes(mesh.plan, mesh.device)[1].items():
         lasting = mesh.groups[axis]
         assert isinstance(lasting, LastingGroup)

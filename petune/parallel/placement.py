@@ -205,8 +205,7 @@ def refuse_together(bad: list[str], place: str) -> None:
 
 
 def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Every name of every tuned tensor -> the one it goes by; a stage may keep only the other end of a
-    tie."""
+    """Every name of a tuned tensor -> the one it goes by; a stage may keep only a tie's other end."""
     names = {id(value): name for name, value in tuned.items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: names[id(value)] for name, value in every if id(value) in names}
@@ -264,8 +263,7 @@ def _cut(
 def _tuned_here(
     modules: list[nn.Module], tuned: Tuned, aliases: Mapping[str, str], names: tuple[str, ...]
 ) -> dict[str, nn.Parameter]:
-    """This rank's tuned tensors by their name in the whole model. Raises PetuneError if placing changed what
-    trains."""
+    """This rank's tuned tensors by whole-model name. Raises PetuneError if placing changed what trains."""
     found = {aliases[name]: value for module in modules for name, value in tuned(module).items()}
     trains = {id(value) for module in modules for value in module.parameters() if value.requires_grad}
     if trains != {id(value) for value in found.values()} or not set(found) <= set(names):

@@ -164,8 +164,7 @@ def in_flight(plan: ParallelPlan, rank: int) -> float:
 
 
 def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """`total` things in the ratio of `parts`, by largest remainder; as long as there are enough, everyone
-    gets one."""
+    """`total` things in the ratio of `parts`, by largest remainder; one for each, if there are enough."""
     whole = sum(parts)
     sizes = [total * part // whole for part in parts]
     order = sorted(range(len(parts)), key=lambda index: (-(total * parts[index] % whole), index))
@@ -197,8 +196,7 @@ def in_grains(total: int, parts: Sequence[int], least: int = 1) -> tuple[int, ..
 
 
 def slow_columns(cut: Cut | None) -> str | None:
-    """That a list of columns slows tensor cores down, and one near it that does not; None where it does
-    not."""
+    """That a list of columns slows tensor cores down, and one near it that does not; or None."""
     columns = () if cut is None else cut.columns
     listed = len(set(columns)) > 1 and any(count % 64 for count in columns[:-1])
     if not listed or grain(sum(columns), len(columns)) < 64:
@@ -342,15 +340,8 @@ def _sizes(
     if world is not None and world != product:
         said = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "no axis"
         remedy = f"start {product}, or leave one size open" if sizes else "name an axis: parallel=dp"
-        faults.append(
-            Problem(
-                "the axes do not multiply to the number of processes",
-                "parallel",
-                f"{product} ({said})",
-                f"{world} processes",
-                remedy,
-            )
-        )
+        what, found = "the axes do not multiply to the number of processes", f"{world} processes"
+        faults.append(Problem(what, "parallel", f"{product} ({said})", found, remedy))
     return sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("ep", 1)
 
 
@@ -362,29 +353,17 @@ def _needs_family(config: ParallelConfig, cut: str, model_config: Config) -> lis
     if config.dp is not None and config.dp.shard:
         asked.append("dp.shard")
     remedy = "use dp without shard"
-    return [
-        Problem(
-            f"petune has no table for {kind}, so its blocks are unknown", f"parallel.{name}", remedy=remedy
-        )
-        for name in asked
-    ]
+    what = f"petune has no table for {kind}, so its blocks are unknown"
+    return [Problem(what, f"parallel.{name}", remedy=remedy) for name in asked]
 
 
 def _dropped_blocks(model_config: Config) -> list[Problem]:
-    """Why a stack cannot own these blocks; the same reasons as `own_stacks` has, before a weight is
-    loaded."""
+    """Why a stack cannot own these blocks, as `own_stacks` says it, before a weight is loaded."""
     faults = []
     for side in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
         if drop := getattr(model_config, side, None):
-            faults.append(
-                Problem(
-                    "ranks would drop different layers",
-                    "model",
-                    f"{side} 0",
-                    f"{side} {drop}",
-                    f"set {side} to 0",
-                )
-            )
+            what, remedy = "ranks would drop different layers", f"set {side} to 0"
+            faults.append(Problem(what, "model", f"{side} 0", f"{side} {drop}", remedy))
     return faults
 
 
@@ -398,15 +377,11 @@ def _rows(
     shares = tuple(outer * inner for outer in own["dp"] or (1,) * dp for inner in own["ep"] or (1,) * ep)
     if dp * ep > batch_size:
         remedy = f"raise batch_size to {dp * ep} or more, or use fewer replicas"
-        faults.append(
-            Problem(
-                "a replica would have no row of a forward pass",
-                "parallel.dp" if ep == 1 else "parallel.ep",
-                f"at most {batch_size}",
-                str(dp * ep),
-                remedy,
-            )
+        what, where = (
+            "a replica would have no row of a forward pass",
+            "parallel.dp" if ep == 1 else "parallel.ep",
         )
+        faults.append(Problem(what, where, f"at most {batch_size}", str(dp * ep), remedy))
     return shares, min(apportion(batch_size, shares)) if all(share > 0 for share in shares) else 0
 
 
@@ -437,30 +412,20 @@ def _sharding(config: DpConfig, dp: int, faults: list[Problem]) -> Sharding | No
         return None
     where = "parallel.dp"
     if dp == 1:
-        faults.append(
-            Problem(
-                "there is one replica, so nothing to shard over", f"{where}.shard", "2 replicas or more", "1"
-            )
-        )
+        what = "there is one replica, so nothing to shard over"
+        faults.append(Problem(what, f"{where}.shard", "2 replicas or more", "1"))
     elif size_of(config) is None and (
         dp % config.replicas or config.replicas == dp
     ):  # a size that is said is checked with the settings
         divisors = ", ".join(str(n) for n in range(1, dp) if dp % n == 0)
-        faults.append(
-            Problem(
-                "replicas must divide dp and be fewer",
-                f"{where}.replicas",
-                f"one of {divisors}",
-                str(config.replicas),
-            )
-        )
+        what, expected = "replicas must divide dp and be fewer", f"one of {divisors}"
+        faults.append(Problem(what, f"{where}.replicas", expected, str(config.replicas)))
     return Sharding(config.replicas, config.reshard, config.offload == "cpu", config.frozen == "sharded")
 
 
 @dataclass(frozen=True)
 class _Cutting:
-    """One cut being settled: its key in the recipe, its settings, its ranks, and where faults are
-    gathered."""
+    """One cut being settled: its key in the recipe, settings, ranks, and where faults are gathered."""
 
     where: str
     name: str
@@ -492,13 +457,8 @@ class _Cutting:
         group = shape.heads // shape.kv_heads
         if not by_heads and config.exchange == "ulysses" and shape.kv_heads < self.ranks:
             remedy = "use exchange: gather or ring, or fewer ranks"
-            self.fault(
-                "exchange",
-                "ulysses gives every rank a key and value head",
-                f"at most {shape.kv_heads} ranks",
-                str(self.ranks),
-                remedy,
-            )
+            what = "ulysses gives every rank a key and value head"
+            self.fault("exchange", what, f"at most {shape.kv_heads} ranks", str(self.ranks), remedy)
         if by_heads or row.mlp == "heads" or config.exchange == "ulysses":
             self._same_stacks(model_config)
         if by_heads or row.mlp == "heads":
@@ -516,13 +476,8 @@ class _Cutting:
         dropout = 0.0 if still else attention_dropout(model_config)
         if config.exchange == "ring" and dropout:
             remedy = "use exchange: gather or ulysses, or set that dropout to 0 in the model's config"
-            self.fault(
-                "exchange",
-                "no rank of a ring sees a whole row of probabilities to drop from",
-                "dropout 0",
-                f"{dropout:g}",
-                remedy,
-            )
+            what = "no rank of a ring sees a whole row of probabilities to drop from"
+            self.fault("exchange", what, "dropout 0", f"{dropout:g}", remedy)
         return Cut(
             attention=row.attention,
             mlp=row.mlp,
@@ -556,22 +511,12 @@ class _Cutting:
         fine = _entries(heads, f"{self.where}.heads", self.faults) and len(heads) == self.ranks
         if fine and sum(heads) != shape.heads:
             near = suggested_list(shape.kv_heads, heads, group)
-            self.fault(
-                "heads",
-                "heads do not add up to the model's",
-                str(shape.heads),
-                f"{list(heads)}: {sum(heads)}",
-                near,
-            )
+            what, found = "heads do not add up to the model's", f"{list(heads)}: {sum(heads)}"
+            self.fault("heads", what, str(shape.heads), found, near)
         elif fine and any(count % group for count in heads):
             near = suggested_list(shape.kv_heads, heads, group)
-            self.fault(
-                "heads",
-                f"{group} query heads share keys and values",
-                f"multiples of {group}",
-                str(list(heads)),
-                near,
-            )
+            what = f"{group} query heads share keys and values"
+            self.fault("heads", what, f"multiples of {group}", str(list(heads)), near)
         return tuple(count // group for count in heads)
 
     def _columns(self, shape: Shape) -> tuple[int, ...]:
@@ -617,14 +562,9 @@ class _Cutting:
                 getattr(model_config, f"{side}_{size}", None) for side in ("encoder", "decoder")
             )
             if encoder != decoder:
-                self.faults.append(
-                    Problem(
-                        f"encoder and decoder differ in {size}, and one list cuts both",
-                        self.where,
-                        found=f"{encoder} and {decoder}",
-                        remedy="use sp, pp or dp",
-                    )
-                )
+                what = f"encoder and decoder differ in {size}, and one list cuts both"
+                found = f"{encoder} and {decoder}"
+                self.faults.append(Problem(what, self.where, found=found, remedy="use sp, pp or dp"))
 
     def _divisible(self, family: Family) -> None:
         """Whether a block of the family is one by heads and columns."""
@@ -664,11 +604,9 @@ class _Cutting:
         size = getattr(model_config, "vocab_size", 0)
         possible = head and size >= self.ranks
         if wanted and not possible:
-            why = (
-                f"there are {size} entries for {self.ranks} ranks"
-                if head
-                else "this task's output is not over the vocabulary"
-            )
+            why = "this task's output is not over the vocabulary"
+            if head:
+                why = f"there are {size} entries for {self.ranks} ranks"
             self.fault("vocabulary", f"the vocabulary cannot be cut: {why}", remedy="leave it out")
         if not possible or not (row == ROWS["tp"] and family.kind != "encoder" if wanted is None else wanted):
             return ()
@@ -683,8 +621,7 @@ def columns_together(shape: Shape) -> int:
 
 
 def meets(rule: StackRule, model_config: Config) -> str | None:
-    """Why what lies between two blocks needs whole rows and all blocks around it, or None where nothing
-    does."""
+    """Why what lies between two blocks needs whole rows and all blocks around it, or None."""
     size = getattr(model_config, rule.between, 0) if rule.between else 0
     return f"tokens meet between its blocks ({rule.between} = {size})" if size else None
 
@@ -749,15 +686,8 @@ def _stages(
     if _entries(config.stages, where, faults) and config.stages and sum(counts) != total:
         blocks = " + ".join(f"{count} {name}" for name, count in depth.items())
         near = suggested_list(total, counts)
-        faults.append(
-            Problem(
-                "stages do not add up to the model's blocks",
-                where,
-                f"{total} ({blocks})",
-                f"{list(counts)}: {sum(counts)}",
-                near,
-            )
-        )
+        what, expected = "stages do not add up to the model's blocks", f"{total} ({blocks})"
+        faults.append(Problem(what, where, expected, f"{list(counts)}: {sum(counts)}", near))
     return _numbered(counts, depth)
 
 
@@ -788,40 +718,18 @@ def _microbatches(config: PpConfig, pp: int, stages: int, rows: int, faults: lis
     number = config.microbatches or (usual // pp * pp if several and usual > pp else usual)
     if number < least:
         remedy = f"use {least} or more, or schedule: gpipe"
-        faults.append(
-            Problem(
-                "1f1b fills every stage before it begins to alternate",
-                where,
-                f"at least {least}",
-                str(number),
-                remedy,
-            )
-        )
+        what = "1f1b fills every stage before it begins to alternate"
+        faults.append(Problem(what, where, f"at least {least}", str(number), remedy))
     if number > rows:
         remedy = f"raise batch_size so that every replica has {number} rows" + (
             ", or use schedule: gpipe" if number == least > 1 else ""
         )
-        faults.append(
-            Problem(
-                "a micro-batch would have no row",
-                where,
-                f"at most {rows}, the rows of a replica",
-                str(number),
-                remedy,
-            )
-        )
+        what, expected = "a micro-batch would have no row", f"at most {rows}, the rows of a replica"
+        faults.append(Problem(what, where, expected, str(number), remedy))
     rounds = max(1, number // pp)
     if several and number % rounds:
-        near = number // pp * pp
-        faults.append(
-            Problem(
-                f"{config.schedule} goes in rounds of equal length",
-                where,
-                f"a multiple of {rounds}",
-                str(number),
-                f"for example {near}",
-            )
-        )
+        what, near = f"{config.schedule} goes in rounds of equal length", f"for example {number // pp * pp}"
+        faults.append(Problem(what, where, f"a multiple of {rounds}", str(number), near))
     return number
 
 
@@ -855,14 +763,8 @@ def _describe_dp(plan: ParallelPlan) -> str:
         return f"dp {plan.edp}"
     if (sharding := plan.sharding) is not None:
         facts.append("sharded" + (f" in {sharding.replicas} whole copies" if sharding.replicas > 1 else ""))
-        facts += [
-            word
-            for word, said in (
-                ("frozen replicated", not sharding.frozen),
-                ("kept gathered", not sharding.reshard),
-            )
-            if said
-        ]
+        facts += [] if sharding.frozen else ["frozen replicated"]
+        facts += [] if sharding.reshard else ["kept gathered"]
         facts += ["shards on the CPU"] if sharding.offload else []
     return f"dp {plan.dp}" + (f" ({'; '.join(facts)})" if facts else "")
 

@@ -66,8 +66,7 @@ class Runner:
     # ------------------------------------------------------------ set up
 
     def _over_cut_vocabulary(self, objective: Objective) -> Objective:
-        """The same objective for logits of which each rank of the tp axis has some columns, where that is
-        so."""
+        """The same objective for logits of which each rank of tp has some columns, if that is so."""
         if not self.vocabulary or not has_cut_head(self.modules[-1]):
             return objective
         group, first = self.mesh.groups["tp"], sum(self.vocabulary[: self.mesh.at.tp])
@@ -93,8 +92,7 @@ class Runner:
         }
 
     def restart_whole(self) -> str | None:
-        """Why the loss of one rank means that all must load the model again; None where the others keep
-        theirs."""
+        """Why all must load the model again when one rank is lost; None where the others keep theirs."""
         if self.plan.sharding is not None:
             return "FSDP's shards hold their process group"
         if (
@@ -240,8 +238,7 @@ class Runner:
                 value.copy_(summed)
 
     def _sum_over_stages(self, grads: Mapping[str, Tensor]) -> None:
-        """Tensors on several stages (tied embeddings, modules outside the blocks); a stage without one adds
-        zero."""
+        """Tensors on several stages (tied embeddings, modules outside the blocks); others add zero."""
         shared = [name for name in self.names if len(self.holders[name]) > 1]
         all_sum_(
             [grads[name] if name in grads else self._zeros(name) for name in shared], self.mesh.groups["pp"]
@@ -350,8 +347,7 @@ class Runner:
         return [float(one) for one in found]
 
     def barrier(self) -> None:
-        """Wait for everyone, however long one of them has to work alone; a rank that dies meanwhile is
-        noticed."""
+        """Wait for everyone, however long one works alone; a rank that dies meanwhile is noticed."""
         if process_group.inside():
             process_group.barrier()
         else:
@@ -361,21 +357,16 @@ class Runner:
 
     @property
     def crew(self) -> Crew:
-        """Who writes the tuned tensors into files: the main rank by itself where it holds them whole, else
-        all."""
+        """Who writes the tuned tensors into files: the main rank where it holds them whole, else all."""
         if self.uncut:
             return ALONE
         return Crew(self.mesh.rank, self.plan.world, process_group.gather)
 
     @property
     def uncut(self) -> bool:
-        """Whether every rank holds every tuned tensor whole, so that the main one needs no other to save
-        them."""
-        return (
-            self.plan.pp == 1
-            and self.plan.sharding is None
-            and not self.placed.slices.keys() & set(self.names)
-        )
+        """Whether every rank holds every tuned tensor whole, so that the main one saves them alone."""
+        whole = self.plan.pp == 1 and self.plan.sharding is None
+        return whole and not self.placed.slices.keys() & set(self.names)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors shaped like this rank's parts of tuned tensors, by name, put together: on the main rank all
@@ -405,11 +396,8 @@ class Runner:
                 name for name in names if self.mesh.at.pp in self.holders[name] and self._over(name, axis)
             ]
             cuts = {name: cut for name in here if (cut := self.placed.slices[name]).dim != "owner"}
-            found = gather_dims(
-                [parts[name] for name in cuts],
-                [(cut.sizes, int(cut.dim)) for cut in cuts.values()],
-                self.mesh.groups[axis],
-            )
+            sizes = [(cut.sizes, int(cut.dim)) for cut in cuts.values()]
+            found = gather_dims([parts[name] for name in cuts], sizes, self.mesh.groups[axis])
             parts |= {
                 name: cut.together(value) for (name, cut), value in zip(cuts.items(), found, strict=True)
             }

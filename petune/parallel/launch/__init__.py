@@ -1,2 +1,1 @@
-"""Processes of a parallel run: rendezvous, process group and heartbeat, launcher, and ranks that are
-replaced."""
+"""Processes of a parallel run: rendezvous, group, heartbeat, launcher, and ranks that are replaced."""

@@ -282,8 +282,7 @@ class Pulse:
         return found
 
     def health(self) -> list[Health]:
-        """This rank and those it hears of: on rank 0 those of its watch, the other watchers, and whoever is
-        silent."""
+        """This rank and those it hears of: on rank 0 its watch, the other watchers, and who is silent."""
         heard = self.heard
         found = [Health(self.here.rank, 0.0, self.own.step, self.own.work)]
         for rank, (age, step) in self._ages().items():
@@ -291,8 +290,7 @@ class Pulse:
         return sorted(found, key=lambda one: one.rank)
 
     def silent(self, limit_s: float) -> dict[int, str]:
-        """What to say of each rank not heard for `limit_s` seconds; empty while the store itself does not
-        answer."""
+        """What to say of each rank not heard for `limit_s` seconds; nothing while the store is silent."""
         if time.monotonic() - self.answered > SILENT_S or self.ended.is_set():
             return {}
         return {
@@ -309,8 +307,7 @@ class Pulse:
         return PeerLost(who, "lost", remedy=remedy) if who else None
 
     def lost(self, limit_s: float) -> PeerLost | Stopped | None:
-        """Who has failed, was stopped, or has been silent for `limit_s` seconds, as an error; None while all
-        is well."""
+        """Who has failed, stopped, or been silent for `limit_s` seconds, as an error, or None."""
         if orders.newer():
             return replaced()
         if (failure := self.failure) is not None:

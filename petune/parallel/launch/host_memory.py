@@ -73,8 +73,7 @@ class HostMemory:
         return f"at most {human(1024 * total)}, the memory of this host" if total else "enough memory", killed
 
     def free(self) -> int | None:
-        """Bytes that may still be taken, by the host and by every limit of a cgroup; None where nothing says
-        so."""
+        """Bytes that may still be taken, by the host and every limit of a cgroup; None if nothing says so."""
         available = _field(self.proc / "meminfo", "MemAvailable:")
         found = [] if available is None else [1024 * available]
         for folder, names in self._groups():

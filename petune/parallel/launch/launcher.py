@@ -186,8 +186,7 @@ def _show_cursor() -> None:
 
 
 class _Rendezvous(RendezvousHandler):
-    """One machine meets itself: a new store on the loopback interface for every start, which the ranks then
-    use too."""
+    """One machine meets itself: for every start a new store on the loopback, which the ranks use too."""
 
     def __init__(self, secret: str) -> None:
         self.number, self.secret = 0, secret
@@ -202,12 +201,8 @@ class _Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.number += 1
         self.store = serve(LOCALHOST)
-        return RendezvousInfo(
-            Sealed(self.store, self.secret, "agent", 60),
-            0,
-            1,
-            RendezvousStoreInfo(LOCALHOST, self.store.port),
-        )
+        whole = Sealed(self.store, self.secret, "agent", 60)
+        return RendezvousInfo(whole, 0, 1, RendezvousStoreInfo(LOCALHOST, self.store.port))
 
     def is_closed(self) -> bool:
         return False
@@ -389,8 +384,7 @@ class _Agent(LocalElasticAgent):
     def _replace(
         self, worker_group: WorkerGroup, bad: Mapping[int, int], codes: Mapping[int, int | None]
     ) -> bool:
-        """Start ranks that died in their places, while the others wait with their models; whether that could
-        be done."""
+        """Start ranks that died in their places, while the others keep their models; whether it was done."""
         context, replacing = self._pcontext, self.replacing
         if not replacing or not isinstance(context, SubprocessContext):
             return False
@@ -583,8 +577,6 @@ def _killed(signals: Mapping[int, int], last_words: Callable[[int], str | None])
     """Ranks that died of signals nobody here sent."""
     memory = "if memory ran out, take a smaller batch_size; " if signal.SIGKILL in signals.values() else ""
     words = next((words for rank in signals if (words := last_words(rank))), None)
-    return DistributedError(
-        _who(signals),
-        found=words and f"as its last line: {words}",
-        remedy=f"{memory}go on from the last checkpoint with --resume",
-    )
+    found = words and f"as its last line: {words}"
+    remedy = f"{memory}go on from the last checkpoint with --resume"
+    return DistributedError(_who(signals), found=found, remedy=remedy)

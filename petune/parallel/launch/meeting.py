@@ -15,15 +15,7 @@ from contextlib import suppress
 
 from petune.errors import DistributedError, Problem
 from petune.parallel.launch import orders
-from petune.parallel.launch.beats import (
-    SPARE_S,
-    Beat,
-    PeerLost,
-    Pulse,
-    beat_key,
-    beat_of,
-    replaced,
-)
+from petune.parallel.launch.beats import SPARE_S, Beat, PeerLost, Pulse, beat_key, beat_of, replaced
 from petune.parallel.launch.rendezvous import Membership, note_meeting
 from petune.parallel.launch.seal import Sealed
 
@@ -60,11 +52,9 @@ def check_in(here: Membership, store: Sealed, limit_s: float) -> None:
     if missing:
         if here.holds:
             time.sleep(SPARE_S)  # the others find out by its store
-        raise DistributedError(
-            f"{named(missing)} of {here.world} did not start",
-            found=f"waited {limit_s:.0f} s",
-            remedy=f"start every rank; each must reach {here.host}:{here.port}",
-        )
+        what, waited = f"{named(missing)} of {here.world} did not start", f"waited {limit_s:.0f} s"
+        remedy = f"start every rank; each must reach {here.host}:{here.port}"
+        raise DistributedError(what, found=waited, remedy=remedy)
 
 
 class Meetings:
@@ -203,8 +193,7 @@ def runs_of(ranks: Iterable[int]) -> Runs:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks in words: each by its number, many in a row by the first and the last, and of many rows the
-    first."""
+    """Ranks in words: by number, many in a row by the first and the last, of many rows the first."""
     found: list[str] = []
     for first, last in runs_of(ranks):
         row = range(first, last + 1)

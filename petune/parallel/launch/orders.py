@@ -25,8 +25,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Order:
-    """The launcher's last word. generation: how often ranks have been replaced. ends: nobody is replaced any
-    more."""
+    """The launcher's last word. generation: how often ranks were replaced. ends: none is any more."""
 
     generation: int = 0
     ends: bool = False

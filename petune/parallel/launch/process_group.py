@@ -52,34 +52,8 @@ from petune.parallel.launch.rendezvous import (
 )
 from petune.parallel.launch.seal import Sealed, refused
 
-__all__ = [
-    "PeerLost",
-    "agree",
-    "at_step",
-    "barrier",
-    "beside",
-    "check",
-    "explain",
-    "gather",
-    "health",
-    "join",
-    "joined",
-    "launched",
-    "leave",
-    "limit",
-    "place",
-    "quit_process",
-    "read_by_all",
-    "rejoin",
-    "replaces",
-    "report",
-    "restarted",
-    "settle",
-    "started",
-    "survives",
-    "unsettle",
-    "worked",
-]
+# what others have, and is known by this module's name too
+__all__ = ["PeerLost", "joined", "launched", "place", "replaces", "restarted", "started"]
 
 FORMING_S = 3.0  # how long a rank may take to leave a group that is only being formed and has lost another
 
@@ -165,8 +139,7 @@ def inside() -> bool:
 
 
 def leave() -> None:
-    """End a good run: wait for every rank, then take the group down. After a failure use `quit_process`
-    instead."""
+    """End a good run: wait for all ranks, then take the group down. See `quit_process` for a failure."""
     global _session
     if _session is None:
         return
@@ -303,8 +276,7 @@ def survives(error: Exception) -> bool:
 
 
 def _await_order(pulse: Pulse) -> bool:
-    """Tell the launcher who is silent, which kills them, and wait for its word; whether ranks have been
-    replaced."""
+    """Tell the launcher who is silent, and is killed; wait for its word whether ranks were replaced."""
     if silent := pulse.silent(beats.SILENT_S):
         _stand(replace(_standing, silent={str(rank): text for rank, text in silent.items()}))
     until = time.monotonic() + beats.SILENT_S + 2 * beats.BEAT_S
@@ -429,10 +401,8 @@ def explain(error: BaseException) -> BaseException:
     if lost:
         return lost
     if late:
-        return DistributedError(
-            f"the ranks are alive but did not meet within {session.timeout_s:.0f} s",
-            found=session.meetings.steps(),
-        )
+        what = f"the ranks are alive but did not meet within {session.timeout_s:.0f} s"
+        return DistributedError(what, found=session.meetings.steps())
     return PeerLost(f"the connection to another rank broke: {first_line(error)}", "consequence")
 
 

@@ -56,11 +56,8 @@ class Membership:
     @property
     def one_machine(self) -> bool:
         """Whether all ranks are known to run on this machine."""
-        return (
-            self.local_world == self.world
-            or self.host in ("localhost", "::1")
-            or self.host.startswith("127.")
-        )
+        loops_back = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return self.local_world == self.world or loops_back
 
     @property
     def holds(self) -> bool:
@@ -92,10 +89,8 @@ def place(env: Mapping[str, str] | None = None) -> Membership | None:
     except ValueError as error:
         raise DistributedError("the launcher's environment makes no sense", found=str(error)) from None
     if not (0 <= found.rank < found.world and 0 < found.port < 2**16):
-        raise DistributedError(
-            "the launcher's environment makes no sense",
-            found=f"rank {found.rank} of {found.world}, port {found.port}",
-        )
+        told = f"rank {found.rank} of {found.world}, port {found.port}"
+        raise DistributedError("the launcher's environment makes no sense", found=told)
     # rank 0 listens on the loopback interface, whatever name its machine has
     if found.one_machine and not found.hosted:
         found = replace(found, host="127.0.0.1")
@@ -105,32 +100,19 @@ def place(env: Mapping[str, str] | None = None) -> Membership | None:
 def _by_torchrun(env: Mapping[str, str]) -> Membership:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", 0))
-    return Membership(
-        rank,
-        world,
-        *local,
-        env["MASTER_ADDR"],
-        int(env["MASTER_PORT"]),
-        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Membership(rank, world, *local, env["MASTER_ADDR"], int(env["MASTER_PORT"]), hosted)
 
 
 def _by_slurm(env: Mapping[str, str]) -> Membership:
-    """One task of an srun step. Every rank takes the first node as host and derives the same port from job
-    and step."""
+    """One task of an srun step: the first node is host, the port follows from job and step."""
     rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "localhost"
     job, step = (re.sub(r"\D", "", env.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = int(env.get("MASTER_PORT") or 20000 + (int(job) * 31 + int(step)) % 10000)
     local_world = world if env.get("SLURM_STEP_NUM_NODES") == "1" else 0
-    return Membership(
-        rank,
-        world,
-        int(env.get("SLURM_LOCALID", rank)),
-        local_world,
-        env.get("MASTER_ADDR") or first_node(nodes),
-        port,
-    )
+    local, host = int(env.get("SLURM_LOCALID", rank)), env.get("MASTER_ADDR") or first_node(nodes)
+    return Membership(rank, world, local, local_world, host, port)
 
 
 def first_node(nodes: str) -> str:
@@ -140,8 +122,7 @@ def first_node(nodes: str) -> str:
 
 
 def joined() -> bool:
-    """Whether something has started this process as one of several ranks: torchrun, srun or petune's own
-    launcher."""
+    """Whether this process was started as one of several ranks: by torchrun, srun or petune."""
     return place() is not None
 
 
@@ -169,25 +150,20 @@ def note_meeting() -> None:
 
 
 def own_gpu(here: Membership) -> torch.device:
-    """The GPU of this rank, which becomes torch's current one. Raises MachineError where there is none for
-    it."""
+    """The GPU of this rank, which becomes torch's current one. Raises MachineError if there is none."""
     count = torch.cuda.device_count()
     index = (
         here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
     )
     if index >= count:
-        raise MachineError(
-            f"there is no GPU for rank {here.rank}",
-            expected=f"at least {index + 1} on this machine",
-            found=str(count),
-        )
+        what, expected = f"there is no GPU for rank {here.rank}", f"at least {index + 1} on this machine"
+        raise MachineError(what, expected=expected, found=str(count))
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def write_error_file(path: Path, rank: int, code: int, kind: str, text: str, trace: str) -> None:
-    """torch elastic's form of an error file, which torchrun reads, with what petune's launcher wants beside
-    it."""
+    """torch elastic's form of an error file, which torchrun reads, and what petune's launcher wants."""
     now = time.time()
     message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
     own = {"rank": rank, "code": code, "kind": kind, "text": text, "trace": trace, "time": now}
@@ -273,12 +249,10 @@ def make_room(files: int) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     except (ValueError, OSError):  # above the hard limit
-        raise MachineError(
-            "too few files may be open at once: each rank's connections count",
-            expected=f"a limit of {needed} or more",
-            found=str(hard),
-            remedy=f"raise the limit where it is started: ulimit -n {needed}   (or start fewer processes)",
-        ) from None
+        what = "too few files may be open at once: each rank's connections count"
+        expected = f"a limit of {needed} or more"
+        remedy = f"raise the limit where it is started: ulimit -n {needed}   (or start fewer processes)"
+        raise MachineError(what, expected=expected, found=str(hard), remedy=remedy) from None
 
 
 def serve(host: str, port: int = 0) -> TCPStore:
@@ -298,10 +272,8 @@ def serve(host: str, port: int = 0) -> TCPStore:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise DistributedError(
-            f"port {port} of this machine cannot be used: {(error.strerror or str(error)).lower()}",
-            remedy="choose another MASTER_PORT",
-        ) from None
+        what = f"port {port} of this machine cannot be used: {(error.strerror or str(error)).lower()}"
+        raise DistributedError(what, remedy="choose another MASTER_PORT") from None
     port = listener.getsockname()[1]
     return TCPStore(
         host or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -340,11 +312,8 @@ def too_many_files() -> MachineError:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     remedy = "raise the limit where it is started: ulimit -n 4096   (or start fewer processes)"
-    return MachineError(
-        "too many open files: no further socket or file can be opened",
-        found=f"a limit of {limit}",
-        remedy=remedy,
-    )
+    what = "too many open files: no further socket or file can be opened"
+    return MachineError(what, found=f"a limit of {limit}", remedy=remedy)
 
 
 def _reach(here: Membership, limit_s: float) -> None:

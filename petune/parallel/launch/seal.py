@@ -60,11 +60,8 @@ def secret_of(env: Mapping[str, str], one_machine: bool) -> str | None:
         with file.open(encoding="ascii") as stream:
             facts = os.fstat(stream.fileno())
             if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
-                raise DistributedError(
-                    "others may know this secret",
-                    where=str(file),
-                    remedy="remove it; the next run makes another",
-                )
+                what, remedy = "others may know this secret", "remove it; the next run makes another"
+                raise DistributedError(what, where=str(file), remedy=remedy)
             return stream.read().strip() or None
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         return None

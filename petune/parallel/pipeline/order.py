@@ -54,8 +54,7 @@ def recorded(plan: ParallelPlan, rank: int) -> tuple[StageStep, ...]:
 
 
 class _Recorder:
-    """A stage for torch's schedules that writes its passes down and does nothing else that it is asked
-    for."""
+    """A stage for torch's schedules that writes its passes down and does nothing else."""
 
     def __init__(self, number: int, plan: ParallelPlan, steps: list[StageStep]) -> None:
         self.stage_index, self.num_stages = number, len(plan.stages)

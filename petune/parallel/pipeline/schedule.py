@@ -81,11 +81,8 @@ def cut_stages(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordin
             (len(stack), len(stack)),
         ]
         if any(end != start for (_, end), (start, _) in pairwise(spans)):
-            raise UsageError(
-                f"the stages do not share out the {name}'s {len(stack)} blocks",
-                where="pp.stages",
-                found=str(spans[1:-1]),
-            )
+            what = f"the stages do not share out the {name}'s {len(stack)} blocks"
+            raise UsageError(what, where="pp.stages", found=str(spans[1:-1]))
     mine = stages_of(plan, at.pp)
     modules = [model, *(_clone(model) for _ in mine[1:])]
     for module, number in zip(modules, mine, strict=True):
@@ -99,27 +96,15 @@ def _check_schedule(plan: ParallelPlan) -> None:
     several = plan.schedule in SEVERAL
     if number % ranks or (number > ranks) != several:
         wanted = f"{2 * ranks} or another multiple of {ranks}" if several else str(ranks)
-        raise UsageError(
-            f"schedule {plan.schedule} does not fit so many stages",
-            where="pp.stages",
-            expected=wanted,
-            found=str(number),
-        )
+        what = f"schedule {plan.schedule} does not fit so many stages"
+        raise UsageError(what, where="pp.stages", expected=wanted, found=str(number))
     if several and pieces % max(1, pieces // ranks):
         wanted = f"a multiple of {ranks}"
-        raise UsageError(
-            f"schedule {plan.schedule} works in rounds",
-            where="pp.microbatches",
-            expected=wanted,
-            found=str(pieces),
-        )
+        what, where = f"schedule {plan.schedule} works in rounds", "pp.microbatches"
+        raise UsageError(what, where=where, expected=wanted, found=str(pieces))
     if plan.schedule == "1f1b" and pieces < number:
-        raise UsageError(
-            "schedule 1f1b needs a micro-batch for each stage",
-            where="pp.microbatches",
-            expected=str(number),
-            found=str(pieces),
-        )
+        what, where = "schedule 1f1b needs a micro-batch for each stage", "pp.microbatches"
+        raise UsageError(what, where=where, expected=str(number), found=str(pieces))
 
 
 def _clone(model: nn.Module) -> nn.Module:
@@ -233,8 +218,7 @@ class Pipeline:
         return found
 
     def _back(self, schedule: Any, pieces: int) -> list[tuple[int, int]]:
-        """(stage, piece) in the order in which they go back on this rank; those of a stage first in, first
-        out."""
+        """(stage, piece) in the order in which they go back on this rank; of a stage first in, first out."""
         if self.plan.schedule not in SEVERAL:
             return [(self.chunks[0].number, piece) for piece in range(pieces)]
         return [
@@ -267,15 +251,8 @@ class Pipeline:
         """The schedule for batches of these shapes. Only the last one of each kind is kept: it holds what is
         received of every piece."""
         training = self.now.training
-        mode = (
-            training,
-            all(
-                stack.climbs
-                for module in self.modules
-                for stack in module.modules()
-                if isinstance(stack, Stack)
-            ),
-        )
+        stacks = (one for module in self.modules for one in module.modules() if isinstance(one, Stack))
+        mode = training, all(stack.climbs for stack in stacks)
         if mode not in self.kinds:
             self.kinds[mode] = self._try({name: value[:1] for name, value in batch.items()})
         for chunk, (incoming, outgoing) in zip(self.chunks, self.kinds[mode], strict=True):
@@ -344,8 +321,7 @@ class Pipeline:
         ]
 
     def _try(self, row: Batch) -> list[tuple[Kinds, Kinds]]:
-        """Send one row through the stages, one after the other; for each chunk, what it receives and what it
-        sends."""
+        """Send one row through the stages in turn; for each chunk, what it receives and what it sends."""
         found = []
         for chunk in self.chunks:
             kinds = self._received(chunk)
@@ -365,11 +341,8 @@ class Pipeline:
                 for module in chunk.modules():  # no backward pass will free what this one has gathered
                     if isinstance(module, FSDPModule):
                         module.reshard()
-                dist.send(
-                    encoded(leaving, self.device),
-                    group_dst=(chunk.number + 1) % self.plan.pp,
-                    group=self.group,
-                )
+                following = (chunk.number + 1) % self.plan.pp
+                dist.send(encoded(leaving, self.device), group_dst=following, group=self.group)
             found.append((kinds, leaving))
         return found
 

@@ -75,8 +75,7 @@ class StageWire:
 
 @dataclass
 class EncoderHandOff:
-    """Hook on an encoder: its final hidden states come from an earlier stage, or go to a later one, or
-    both."""
+    """Hook on an encoder: final hidden states come from an earlier stage, go to a later one, or both."""
 
     arrives: bool
     leaves: bool
@@ -109,8 +108,7 @@ class Ends:
     outgoing: tuple[Slot, ...] = ()
 
     def put(self, arrived: Sequence[Tensor | None]) -> None:
-        """Lay out what came, in the order of `incoming`, for the stacks to take; None where a slot is
-        empty."""
+        """Lay out what came, in the order of `incoming`, for the stacks; None for an empty slot."""
         by_slot = dict(zip(self.incoming, arrived, strict=True))
         for stack, wire in self.wires.items():
             parts: list[dict[str, Any]] = [

@@ -114,11 +114,8 @@ class Chunk(nn.Module):
         ] or self.shapes != [tuple(value.shape) for value in found]:
             shapes = ", ".join(str(list(value.shape)) for value in found)
             wanted = ", ".join(str(list(shape)) for shape in self.shapes)
-            raise DistributedError(
-                f"stage {self.number} made other tensors than the next one expects",
-                expected=wanted,
-                found=shapes,
-            )
+            what = f"stage {self.number} made other tensors than the next one expects"
+            raise DistributedError(what, expected=wanted, found=shapes)
         return found
 
     def _linked(self, constants: Sequence[Tensor], leaving: Sequence[Tensor]) -> list[Tensor]:

@@ -147,11 +147,8 @@ def _span(stack: Stack, span: tuple[int, int] | None, name: str) -> tuple[int, i
     """The numbers [start, end) of the blocks on this stage; (0, 0) for none."""
     start, end = span or (0, 0)
     if span is not None and not 0 <= start < end <= len(stack):
-        raise UsageError(
-            f"there are no such blocks in the {name}",
-            expected=f"[0, {len(stack)})",
-            found=f"[{start}, {end})",
-        )
+        what, expected = f"there are no such blocks in the {name}", f"[0, {len(stack)})"
+        raise UsageError(what, expected=expected, found=f"[{start}, {end})")
     for carried in stack.rule.carry:
         if carried not in TRAVELS + MADE_ANEW:
             raise UsageError(
@@ -239,10 +236,8 @@ def _take_out_the_rest(
         if not last and (bias := owner._buffers.get(LOGITS_BIAS)) is not None:
             owner._buffers[LOGITS_BIAS] = bias.new_zeros(())
         if any(value is not None for value in owner._parameters.values()):
-            raise UsageError(
-                f"it cannot be told on which stage {type(owner).__name__} uses its own tensors",
-                where=path or "the model",
-            )
+            what = f"it cannot be told on which stage {type(owner).__name__} uses its own tensors"
+            raise UsageError(what, where=path or "the model")
         beside = next((stack for stack in stacks if stack.rpartition(".")[0] == path), None)
         for name, child in list(owner.named_children()):
             full = f"{path}.{name}" if path else name
@@ -268,12 +263,9 @@ def _works_here(
         return start < end
     if opens or name in OPENERS:
         return start == 0 < end
-    raise UsageError(
-        "it cannot be told whether this module works before the blocks or after them",
-        where=where,
-        found=type(child).__name__,
-        remedy="use dp or tp, which keep the modules around the blocks on every rank",
-    )
+    what = "it cannot be told whether this module works before the blocks or after them"
+    remedy = "use dp or tp, which keep the modules around the blocks on every rank"
+    raise UsageError(what, where=where, found=type(child).__name__, remedy=remedy)
 
 
 def _replace(owner: nn.Module, name: str, module: nn.Module) -> None:

@@ -64,11 +64,8 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
         ladder = stack._modules.get("side")
         if ladder is not None and plan.connection == "sequence":  # one more region in the connection's layout
             if stack.rule.positions is not None:
-                raise UsageError(
-                    "a side network has own tokens here, and its attention scores those of all itself",
-                    where=f"{stack.name}.side",
-                    remedy="use tp, pp or dp",
-                )
+                what = "a side network has own tokens here, and its attention scores those of all itself"
+                raise UsageError(what, where=f"{stack.name}.side", remedy="use tp, pp or dp")
             for _, block in cast("Any", ladder).numbered:
                 for region in stack.rule.regions:
                     if region.kind == "attention" and child_of(block, region.enter) is not None:
@@ -103,10 +100,8 @@ def put_boundaries(
                         if path == drawing.leave
                     )
                     shares = [one / sum(plan.sequence) for one in plan.sequence] or [1.0] * (rank + 1)
-                    put_boundary(
-                        enter,
-                        kind(group, sum(way_out[0][:rank]), plan.overlap, shares[rank], max(shares), engines),
-                    )
+                    first, largest = sum(way_out[0][:rank]), max(shares)
+                    put_boundary(enter, kind(group, first, plan.overlap, shares[rank], largest, engines))
 
 
 def _put_exchange(
@@ -161,8 +156,7 @@ def _cross_region(
 def _tell_features(
     block: nn.Module, region: Region, plan: Cut, rank: int, shape: Shape, overlap: Overlap | None
 ) -> None:
-    """Hook the linears of a region cut by heads, which tell dropout where features lie. Experts drop nothing
-    out."""
+    """Hook the linears of a region cut by heads, to tell dropout where features lie; not those of experts."""
     leave, sizes = child_of(block, region.leave), features_of(region, plan, shape)
     for role, choices in region.sites.items():
         found = child_of(block, choices)
@@ -228,17 +222,13 @@ class EnterHook(StatelessHook, BoundaryHook):
         raise RuntimeError(f"{self.where} was called without hidden states, found {sorted(kwargs)}")
 
     def widen(self, hidden: Tensor) -> Tensor:
-        """Hidden states of every token, or what stands in for them; their gradient is summed over the
-        ranks."""
+        """Hidden states of every token, or a stand-in; their gradient is summed over the ranks."""
         now = running()
         now.token = now.feature = 0
         if self.overlap is not None:
             if hidden.dim() == 2:
-                raise UsageError(
-                    "overlap hides communication in tiles of rows, and these lie one behind the other",
-                    where=self.where,
-                    remedy="remove overlap",
-                )
+                what = "overlap hides communication in tiles of rows, and these lie one behind the other"
+                raise UsageError(what, where=self.where, remedy="remove overlap")
             return self.overlap.enter(hidden)
         if alone(self.group):
             return hidden
@@ -299,7 +289,5 @@ class RefuseRecording(StatelessHook):
             if getattr(config, name, False) if given is None else given:
                 if name == "output_hidden_states" and self.plan.connection == "whole":
                     continue
-                raise UsageError(
-                    f"{name} would give one rank's part of them",
-                    remedy="record them in a single process: parallel=none",
-                )
+                remedy = "record them in a single process: parallel=none"
+                raise UsageError(f"{name} would give one rank's part of them", remedy=remedy)

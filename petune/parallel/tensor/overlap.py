@@ -276,8 +276,7 @@ class Overlap:
         return Tiles(sizes, order, self.group, self.index, self.route)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Hidden states that enter a region -> what stands in for those of all tokens until a site takes
-        them."""
+        """Hidden states that enter a region -> what stands in for all tokens until a site takes them."""
         if self.route is None and not (torch.is_grad_enabled() and hidden.requires_grad):
             return hidden  # nothing will come back either
         return Arriving(hidden, self.tiles(hidden, leaving=False)).stand_in()
@@ -334,8 +333,7 @@ class TiledLeave(BoundaryHook):
         return (_open.departing.begin(),)
 
     def summed(self, out: nn.Module, first: Tensor) -> Tensor:
-        """The sum over ranks, whole or own tokens, of what leaves `out`, which has made the first tile of
-        it."""
+        """The sum over ranks, whole or own tokens, of what leaves `out`, which has made its first tile."""
         departing, _open.departing = _open.departing, None
         if departing is None:
             raise RuntimeError(

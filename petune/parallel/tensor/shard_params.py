@@ -144,8 +144,7 @@ def _tell_heads(enter: Any, region: Region, heads: int, kv_heads: int) -> None:
 
 
 def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Features per rank of what each role makes or, for the way out, takes: of each part, where a linear is
-    several."""
+    """Features per rank of what each role makes, the way out takes: of each part of a linear of several."""
     if region.kind == "mlp":
         number = getattr(shape, region.columns)  # of which not all MLPs have as many
         exact = number == sum(cut.columns)
@@ -185,11 +184,8 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split
 def _declared(layer: nn.Module, declared: Mapping[str, Split], where: str) -> Mapping[str, Split]:
     if unsaid := [name for name, _ in layer.named_parameters() if name not in declared]:
         sides = {"expected": ", ".join(declared), "found": ", ".join(unsaid)}
-        raise UsageError(
-            f"`splits` of {type(layer).__name__} does not say how all of its tensors are cut",
-            where=where,
-            **sides,
-        )
+        what = f"`splits` of {type(layer).__name__} does not say how all of its tensors are cut"
+        raise UsageError(what, where=where, **sides)
     return declared
 
 
@@ -248,8 +244,7 @@ def _taken(value: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _without(module: nn.Module, leaf: str, value: Tensor) -> None:
-    """Take a tensor that another rank has out of a module. Experts add their biases unasked, so zeros stand
-    there."""
+    """Take out another rank's tensor. Experts add their biases unasked, so zeros stand there."""
     module.register_parameter(leaf, None)
     if experts.is_experts(module):
         del module._parameters[leaf]

@@ -81,18 +81,15 @@ class Gathering:
 
     def __init__(self, x: Tensor, tiles: Tiles) -> None:
         if x.shape[SEQ] != tiles.sizes[tiles.index]:
-            raise ValueError(
-                f"dim {SEQ} of {tuple(x.shape)} does not have this rank's {tiles.sizes[tiles.index]} of"
-                f" {tiles.sizes}"
-            )
+            what = f"dim {SEQ} of {tuple(x.shape)} does not have this rank's {tiles.sizes[tiles.index]}"
+            raise ValueError(f"{what} of {tiles.sizes}")
         self.tiles, self.found = tiles, [x.contiguous()]
         self.transfers: list[Transfer] = []
         for step in range(1, tiles.steps if tiles.route == "star" else 2):
             self._fetch(step)
 
     def _fetch(self, step: int) -> None:
-        """Begin to receive the tile of `step`: from its rank, or from the neighbour, who had it a step
-        ago."""
+        """Begin to receive the tile of `step`: from its rank, or from the neighbour, who has it already."""
         hop = step if self.tiles.route == "star" else 1
         to, source = self.tiles.peers(hop)
         shape = self.tiles.shape(self.found[0], self.tiles.order[step])
@@ -108,8 +105,7 @@ class Gathering:
 
 
 class Scattering:
-    """Sums over ranks, of which each gets its own tile: partial sums go off in the order of steps, the own
-    one last."""
+    """Sums over ranks, of which each gets its own tile: parts go off in order, the own one last."""
 
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles

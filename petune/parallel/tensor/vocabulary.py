@@ -83,8 +83,7 @@ def rows_of_ranks(model: nn.Module, cut: Cut | None) -> Sizes:
 
 
 def has_cut_head(model: nn.Module) -> bool:
-    """Whether `model` holds a head that is cut by vocabulary: with gradients on, its logits are this rank's
-    alone."""
+    """Whether `model` holds a head cut by vocabulary: with gradients on, its logits are this rank's."""
     return any(
         hasattr(module, FIRST_ROW) and not isinstance(module, nn.Embedding) for module in model.modules()
     )
@@ -97,18 +96,13 @@ def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
     Raises UsageError where `refusal` has a reason, and for rows that do not add up or a rank without any.
     """
     if (reason := refusal(model)) is not None:
-        raise UsageError(
-            f"the vocabulary of this {type(model).__name__} cannot be cut: {reason}",
-            remedy="set vocabulary: false",
-        )
+        what = f"the vocabulary of this {type(model).__name__} cannot be cut: {reason}"
+        raise UsageError(what, remedy="set vocabulary: false")
     tables, head = _tables(model), _head(model)
     rows = tables[0].weight.shape[0]
     if sum(sizes) != rows or min(sizes) < 1:
-        raise UsageError(
-            "shares of the vocabulary must add up, with at least a row for each rank",
-            expected=str(rows),
-            found=str(sizes),
-        )
+        what = "shares of the vocabulary must add up, with at least a row for each rank"
+        raise UsageError(what, expected=str(rows), found=str(sizes))
     splits: dict[int, Split] = {id(table.weight): 0 for table in tables}
     if head is not None:
         declared = splits_of(head, "column", "the head")
@@ -127,19 +121,13 @@ def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
 
 
 def _tables(model: nn.Module) -> list[nn.Embedding]:
-    """Every embedding of tokens: the model's own, its encoder's and decoder's, and whatever is tied to one of
-    them."""
-    owners = [
-        model,
-        *(part() for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None))),
-    ]
+    """Every embedding of tokens: of the model, its encoder and decoder, and whatever is tied to one."""
+    ask = (getattr(model, name, None) for name in ("get_encoder", "get_decoder"))
+    owners = [model, *(part() for part in ask if callable(part))]
     found = [owner.get_input_embeddings() for owner in owners if hasattr(owner, "get_input_embeddings")]
     weights = {id(table.weight) for table in found if isinstance(table, nn.Embedding)}
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and id(module.weight) in weights
-    ]
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return [table for table in tables if id(table.weight) in weights]
 
 
 def _head(model: nn.Module) -> nn.Module | None:
@@ -181,8 +169,7 @@ def _mark(module: nn.Module, sizes: Sizes, index: int) -> None:
 
 
 def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | None, index: int) -> None:
-    """Hook the communication onto whatever `cut_vocabulary` has cut in `model`, or in a stage made from
-    it."""
+    """Hook the communication onto what `cut_vocabulary` has cut in `model` or its stage."""
     for module in model.modules():
         if hasattr(module, FIRST_ROW):
             hook: VocabularyRows | Logits = (VocabularyRows if isinstance(module, nn.Embedding) else Logits)(
@@ -200,8 +187,7 @@ def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | N
 
 @dataclass
 class _Hook:
-    """A hook of rank `index`. Copies share the group; it does not survive pickling, and then a call
-    raises."""
+    """A hook of rank `index`. Copies share the group; pickling loses it, and then a call raises."""
 
     sizes: Sizes
     group: MaybeGroup
@@ -223,11 +209,8 @@ class _Hook:
     def talk(self) -> MaybeGroup:
         """The group. Raises DistributedError where it is lost."""
         if self.group is None and len(self.sizes) > 1:
-            raise DistributedError(
-                "this layer cannot reach the other parts of its vocabulary",
-                expected=f"{len(self.sizes)} ranks",
-                found="1",
-            )
+            what = "this layer cannot reach the other parts of its vocabulary"
+            raise DistributedError(what, expected=f"{len(self.sizes)} ranks", found="1")
         return self.group
 
 
@@ -283,16 +266,13 @@ class Logits(_Hook):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Own logits in training, whole ones where nothing is differentiated."""
-        return (
-            output
-            if torch.is_grad_enabled()
-            else gather_dim(output, self.sizes, output.dim() - 1, self.talk())
-        )
+        if torch.is_grad_enabled():
+            return output
+        return gather_dim(output, self.sizes, output.dim() - 1, self.talk())
 
 
 class Bias(_Hook):
-    """Hooks on a model that adds a bias to its head's logits itself: in training it finds this rank's part of
-    it."""
+    """Hooks on a model that adds a bias to its head's logits: in training this rank's part of it."""
 
     whole: Tensor | None = None  # between before and after
 
@@ -324,8 +304,7 @@ def vocabulary_losses(logits: Tensor, labels: Tensor, group: dist.ProcessGroup |
 
 
 class _CrossEntropy(Function):
-    """max_i + log sum_v exp(x_iv - max_i) - x_i,label_i of each row, with max and both sums taken over all
-    ranks."""
+    """max_i + log sum_v exp(x_iv - max_i) - x_i,label_i of each row, max and sums over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: MaybeGroup, first: int) -> Tensor:
