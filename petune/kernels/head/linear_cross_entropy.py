@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -98,14 +98,14 @@ def linear_cross_entropy(
         # the product is float32 on its way
         chunk = chunk_rows(columns, dtype.itemsize if low is None else 4 * dtype.itemsize)
     a, b = (None, None) if low is None else (low[0] * low[2], low[1])
-    head = (_aligned(weight), _aligned(bias), a, _aligned(b))
-    inputs = (hidden, *head, labels, partial(_inside, entropy, len(weight)), chunk, dtype, ops, part)
+    inputs = (hidden, _aligned(weight), _aligned(bias), a, _aligned(b))
+    how = _How(partial(_inside, entropy, len(weight)), chunk, dtype, ops, part)
     found: Tensor
     if each:
-        found = cast("Any", _TokenLosses).apply(*inputs)
+        found = cast("Any", _TokenLosses).apply(how, labels, *inputs)
         found = found if rows is None else found.new_zeros(number).index_copy(0, rows, found)
     else:
-        found = cast("Any", _LinearCrossEntropy).apply(*inputs, torch.is_grad_enabled())
+        found = cast("Any", _LinearCrossEntropy).apply(how, torch.is_grad_enabled(), labels, *inputs)
     if missed is not None:
         found = found.masked_fill(missed.to(found.device, non_blocking=True), torch.nan)
     return found if count is None else found / count
@@ -183,28 +183,25 @@ def _scores(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     return softcap * bounded.sum(-1), 1 - bounded.square()
 
 
+class _How(NamedTuple):
+    """How losses and their gradients are made, `chunk` rows at a time; dtype: of the matmuls."""
+
+    entropy: Entropy
+    chunk: int
+    dtype: torch.dtype
+    ops: Ops
+    part: VocabularySlice | None
+
+
 class _LinearCrossEntropy(Function):
+    """inputs: hidden, weight, bias, a and b; of `_TokenLosses` too."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        labels: Tensor,
-        entropy: Entropy,
-        chunk: int,
-        dtype: torch.dtype,
-        ops: Ops,
-        part: VocabularySlice | None,
-        differentiated: bool,
-    ) -> Tensor:
-        inputs = (hidden, weight, bias, a, b)
-        found = _room(inputs, ctx.needs_input_grad if differentiated else (False,) * len(inputs), dtype)
-        ctx.part, ctx.found = part, found
+    def forward(ctx: Any, how: _How, differentiated: bool, labels: Tensor, *inputs: Tensor | None) -> Tensor:
+        needs = ctx.needs_input_grad[3:] if differentiated else (False,) * len(inputs)
+        ctx.part, ctx.found = how.part, _room(inputs, needs, how.dtype)
         ctx.dtypes = [None if value is None else value.dtype for value in inputs]
-        return _chunks(_cast(inputs, dtype), labels, entropy, chunk, ops, found).sum()
+        return _chunks(inputs, labels, how, ctx.found).sum()
 
     @staticmethod
     @once_differentiable
@@ -221,43 +218,28 @@ class _LinearCrossEntropy(Function):
         ]
         if ctx.part is not None and scaled[0] is not None:
             scaled[0] = ctx.part.enter_backward(scaled[0])
-        return (*scaled, *[None] * 7)
+        return None, None, None, *scaled
 
 
 class _TokenLosses(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        labels: Tensor,
-        entropy: Entropy,
-        chunk: int,
-        dtype: torch.dtype,
-        ops: Ops,
-        part: VocabularySlice | None,
-    ) -> Tensor:
-        inputs = (hidden, weight, bias, a, b)
+    def forward(ctx: Any, how: _How, labels: Tensor, *inputs: Tensor | None) -> Tensor:
         ctx.save_for_backward(*inputs, labels)
-        ctx.how, ctx.dtype, ctx.part = (entropy, chunk, ops), dtype, part
-        return _chunks(_cast(inputs, dtype), labels, entropy, chunk, ops, [None] * len(inputs))
+        ctx.how = how
+        return _chunks(inputs, labels, how, [None] * len(inputs))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [n]
         *inputs, labels = ctx.saved_tensors
-        found = _room(inputs, ctx.needs_input_grad, ctx.dtype)
-        entropy, chunk, ops = ctx.how
-        _chunks(_cast(inputs, ctx.dtype), labels, entropy, chunk, ops, found, grad)
+        found = _room(inputs, ctx.needs_input_grad[2:], ctx.how.dtype)
+        _chunks(inputs, labels, ctx.how, found, grad)
         made = [
             None if value is None else value.to(own.dtype) for value, own in zip(found, inputs, strict=True)
         ]
-        if ctx.part is not None and made[0] is not None:
-            made[0] = ctx.part.enter_backward(made[0])
-        return (*made, *[None] * 6)
+        if ctx.how.part is not None and made[0] is not None:
+            made[0] = ctx.how.part.enter_backward(made[0])
+        return None, None, *made
 
 
 def _room(inputs: Sequence[Tensor | None], wanted: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
@@ -270,30 +252,24 @@ def _room(inputs: Sequence[Tensor | None], wanted: Sequence[bool], dtype: torch.
         else torch.zeros_like(value, dtype=sums)
         if place
         else torch.empty_like(value, dtype=dtype)
-        for place, (value, want) in enumerate(zip(inputs, wanted, strict=False))
+        for place, (value, want) in enumerate(zip(inputs, wanted, strict=True))
     ]
 
 
-def _cast(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    return [None if value is None else value.to(dtype) for value in inputs]
-
-
 def _chunks(
-    inputs: list[Tensor | None],
+    inputs: Sequence[Tensor | None],
     labels: Tensor,
-    entropy: Entropy,
-    chunk: int,
-    ops: Ops,
+    how: _How,
     found: list[Tensor | None],
     weights: Tensor | None = None,
 ) -> Tensor:
     """The losses of the rows; what `found` has of the gradients of hidden, weight, bias, a and b is filled,
     with those of the sum of losses, each times its entry of `weights`."""
-    hidden, weight, bias, a, b = inputs
+    hidden, weight, bias, a, b = (None if value is None else value.to(how.dtype) for value in inputs)
     assert hidden is not None and weight is not None
     dhidden, dweight, dbias, da, db = found
     losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    pieces = max(1, -(-len(hidden) // chunk))
+    pieces = max(1, -(-len(hidden) // how.chunk))
     rows = -(-len(hidden) // pieces)  # of one size, or the last might be a matmul of a few rows
     # a product with an update has a result of its own
     buffer = hidden.new_empty(rows if a is None else 0, len(weight))
@@ -303,12 +279,12 @@ def _chunks(
         logits, s = buffer[: len(x)], None
         if a is not None and b is not None:
             s = x @ a.T
-            logits = ops.linear_low(x, weight, bias, (s, b))
+            logits = how.ops.linear_low(x, weight, bias, (s, b))
         elif bias is None:
             torch.mm(x, weight.T, out=logits)
         else:
             torch.addmm(bias, x, weight.T, out=logits)
-        losses[now] = entropy(logits, labels[now])
+        losses[now] = how.entropy(logits, labels[now])
         if weights is not None:
             logits.mul_(weights[now, None])
         if dhidden is not None:
