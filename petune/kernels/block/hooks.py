@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,51 +13,34 @@ from petune.models.port import takes_a_cache
 from petune.models.stack import Stack
 
 
-@dataclass(frozen=True)
-class Ready:
+def ready(path: str, owner: nn.Module) -> bool:
     """Whether all blocks of the stack at `path` below an owner, and of a ladder beside it, compute by
     themselves at this moment, and so attend within segments."""
-
-    path: str
-
-    def __call__(self, owner: nn.Module) -> bool:
-        """Asked before the owner's forward."""
-        stack = cast("Stack", owner.get_submodule(self.path))
-        blocks = stack.blocks
-        embeddings = cast("Any", owner).get_input_embeddings().weight
-        alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.dtype
-        # what makes states of sounds stands on the meta device in later stages of a pipeline
-        device = next(blocks[0].parameters()).device if embeddings.is_meta else embeddings.device
-        beside = [] if stack.ladder is None else [block for _, block in stack.ladder.numbered]
-        return alike and all(
-            isinstance(block, FusedBlock) and block.unready(device) is None for block in (*blocks, *beside)
-        )
+    stack = cast("Stack", owner.get_submodule(path))
+    blocks = stack.blocks
+    embeddings = cast("Any", owner).get_input_embeddings().weight
+    alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.dtype
+    # what makes states of sounds stands on the meta device in later stages of a pipeline
+    device = next(blocks[0].parameters()).device if embeddings.is_meta else embeddings.device
+    beside = [] if stack.ladder is None else [block for _, block in stack.ladder.numbered]
+    return alike and all(
+        isinstance(block, FusedBlock) and block.unready(device) is None for block in (*blocks, *beside)
+    )
 
 
-@dataclass(frozen=True)
-class Least:
+def least(path: str, owner: nn.Module) -> int:
     """How many tokens a call of the stack at `path` below an owner must have, as every rank of a cut sequence
     gets some."""
-
-    path: str
-
-    def __call__(self, owner: nn.Module) -> int:
-        """Asked before the owner's forward."""
-        stack = cast("Stack", owner.get_submodule(self.path))
-        return max((edges.least for edges in stack.edges), default=1)
+    stack = cast("Stack", owner.get_submodule(path))
+    return max((edges.least for edges in stack.edges), default=1)
 
 
-@dataclass(frozen=True)
-class Flattened:
-    """Whether the stack at `path` below an owner has a way through all its blocks, on tokens that are cut
-    across ranks: all rows are cut as one then, so that in a recording each rank's lie in one piece."""
-
-    path: str
-
-    def __call__(self, owner: nn.Module) -> bool:
-        """Asked before the owner's forward, of blocks that are ready."""
-        stack = cast("Stack", owner.get_submodule(self.path))
-        return stack.whole is not None and cast("FusedBlock", stack.blocks[0]).spec.by_sequence
+def flattened(path: str, owner: nn.Module) -> bool:
+    """Whether the stack at `path` below an owner, whose blocks are ready, has a way through all of them, on
+    tokens that are cut across ranks: all rows are cut as one then, so that in a recording each rank's lie in
+    one piece."""
+    stack = cast("Stack", owner.get_submodule(path))
+    return stack.whole is not None and cast("FusedBlock", stack.blocks[0]).spec.by_sequence
 
 
 def dense(block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

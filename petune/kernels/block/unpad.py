@@ -18,6 +18,7 @@ padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from petune.kernels.block.edges import Unpadded
-from petune.kernels.block.hooks import Flattened, Least, Ready
+from petune.kernels.block.hooks import flattened, least, ready
 from petune.kernels.block.layout import MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row, from_mask, from_positions
@@ -83,7 +84,8 @@ def leave_padding_out(
             owner = next(module for module in model.modules() if stack in module.children())
         path = next(path for path, module in owner.named_modules() if module is stack)
         feeds = name == "encoder" and "decoder" in stacks
-        given = (model, owner, stack.rule.causal, Ready(path), Flattened(path), Least(path))
+        asked = partial(ready, path), partial(flattened, path), partial(least, path)
+        given = (model, owner, stack.rule.causal, *asked)
         counted, packs, hides = stack.rule.counted, family.packs, stack.rule.hides
         whole = stack.rule.positions is not None
         found = FindSegments(
