@@ -117,8 +117,11 @@ class CopyEngines(Linked):
             kept = x.narrow(1, sum(sizes[: self.rank]), sizes[self.rank])
             return self._add_other(sent, rows * max(widths), kept, own)
         rooms = self._turn(self.ranks * rows * max(widths))
-        into, pieces = self.rank * rows, [(to, start + starts[to], widths[to]) for to in self.ranked]
-        self._copy(CopySpan(rooms[to] + into * own, of, own, rows, own, pitch) for to, of, own in pieces)
+        before = self.rank * rows
+        self._copy(
+            CopySpan(rooms[to] + before * widths[to], start + starts[to], widths[to], rows, widths[to], pitch)
+            for to in self.ranked
+        )
         self._meet()
         terms = self._view((self.ranks, own.numel()), x.dtype)
         self.end(partial(self._add, terms, own.view(-1)))
