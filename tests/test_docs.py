@@ -280,3 +280,15 @@ def test_a_link_leads_to_a_file_and_a_heading(page: str) -> None:
         assert target.exists(), path
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path}#{anchor}"
+
+
+def test_figures_of_the_summary_stand_in_its_sections() -> None:
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    summary = re.search(r"^## Where petune stands\n.*?(?=^## )", text, re.DOTALL | re.MULTILINE)
+    assert summary is not None and len(summary[0].splitlines()) <= 70
+    number = re.compile(r"\d[\d,]*\.?\d+")
+    below = set(number.findall(text.replace(summary[0], "")))
+    newest = [row.split("|")[2] for row in summary[0].splitlines() if row.startswith("| ")]
+    figures = [one for cell in newest for one in number.findall(re.sub(r"\([^()]*\)", "", cell))]
+    assert [one for one in figures if len(one) > 2 and one not in below] == []
+    assert len(figures) > 100
