@@ -23,6 +23,7 @@ from petune.kernels.configs import Level, MemoryConfig, Rung
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.outside import once, resident_bytes, vocabulary_of
 from petune.kernels.memory.policy import GIB, Alike, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
@@ -40,7 +41,7 @@ from petune.models.stack import Stack
 from petune.parallel import ParallelPlan
 from petune.parallel.fsdp import is_light, weighed
 from petune.parallel.mesh import Coordinate
-from petune.parallel.plan import in_flight
+from petune.parallel.plan import in_flight, waiting
 from petune.parallel.tensor.hooks import put_boundaries
 from petune.parallel.tensor.shard_params import Placed
 from petune.parallel.tensor.vocabulary import hook_vocabulary, rows_of_ranks
@@ -218,13 +219,14 @@ def policy_for(
     # of all stacks, with blocks as those of the last one, which are no smaller
     longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
     rates = rates_of(device)
-    itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
+    itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp, fused=True)
     shape = shape_of(typical(alike), drawn.work.dtype, rounded(longest, 128))
     tokens = rounded(rows * longest)
     fixed = resident_bytes(fused[0]) if streams(recipe) else stands
     assert drawn.family is not None
     sizes, stacks = drawn.family.shape(drawn.config), len(drawn.work.tokens)
     fixed += message_rooms(plan, sizes, tokens * sizes.width * itemsize, stacks)
+    fixed += int(waiting(plan, at.pp) * len(specs) * shape.own(tokens) * waiting_bytes(shape))
     try:
         return choose(
             shape,

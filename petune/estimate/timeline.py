@@ -18,6 +18,7 @@ from petune.estimate.comm_cost import Transition, When, regions_of
 from petune.estimate.durations import Both
 from petune.estimate.footprint import held_by
 from petune.estimate.forecast import Forecast
+from petune.estimate.fused_forecast import block_shapes
 from petune.log import human
 from petune.methods import count_parameters
 from petune.models.spec import Family, StackName
@@ -205,10 +206,13 @@ def _length(found: Forecast) -> Callable[[StageStep], float]:
 
 
 def _all_split(found: Forecast) -> bool:
-    """Whether torch can split the backward pass of every stage; where not, the pass for inputs makes all."""
+    """Whether torch splits the backward pass of every stage, or fused blocks do; where not, the pass for
+    inputs makes all."""
     drawn, plan = found.drawn, found.plan
-    parts = (held_by(drawn.model, drawn.family, plan, Coordinate(pp=rank)) for rank in range(plan.pp))
-    return all(ends_of(module).splits for part in parts for module in part.modules)
+    parts = [held_by(drawn.model, drawn.family, plan, Coordinate(pp=rank)).modules for rank in range(plan.pp)]
+    if all(ends_of(module).splits for part in parts for module in part):
+        return True
+    return any(shape.trained for shape in block_shapes(drawn, plan, parts[0]))
 
 
 def _between(found: Forecast) -> dict[int, tuple[int, int]]:

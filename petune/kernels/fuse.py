@@ -60,7 +60,8 @@ class Fused:
 @dataclass(frozen=True)
 class Plan:
     """What every stack is fused with. store: where all park what they offload; models: what a process holds
-    of the model; in_flight: passes that each of these has on the way at once; pieces: those of a step."""
+    of the model; in_flight: passes that each of these has on the way at once, on average, of `pieces` of a
+    step; waiting: those whose products of weights wait at once for a pass of their own."""
 
     ops: Ops
     memory: MemoryConfig
@@ -68,12 +69,14 @@ class Plan:
     models: Sequence[nn.Module]
     in_flight: float
     pieces: int
+    waiting: float
 
     def governor(self, model: nn.Module, stack: Stack) -> Governor:
         """What says how much blocks of this stack keep."""
         blocks = sum(len(one.blocks) for other in self.models for one in stacks_in(other).values())
         passes = self.in_flight * (blocks / len(stack.blocks)) if self.in_flight * len(self.models) > 1 else 1
-        return Governor(self.memory, passes, [one for one in self.models if one is not model], self.pieces)
+        beside = [one for one in self.models if one is not model]
+        return Governor(self.memory, passes, beside, self.pieces, self.waiting * blocks)
 
 
 def fuse(
@@ -101,11 +104,9 @@ def fuse_stages(
     device: torch.device | None = None,
     in_flight: float = 1.0,
     pieces: int = 1,
+    waiting: float = 0.0,
 ) -> Fused:
-    """`fuse` for all stages of a pipeline that a process holds, in order.
-
-    in_flight: passes that each of them has on the way at once, on average. pieces: passes of a step.
-    """
+    """`fuse` for all stages of a pipeline that a process holds, in order; the last three: see Plan."""
     model = models[-1]
     first, memory = next(model.parameters()), memory or MemoryConfig()
     device = device or first.device
@@ -115,7 +116,7 @@ def fuse_stages(
         done = Fused(False, 0, (why,))
     else:
         limit = None if memory.host is None else int(memory.host * GIB)
-        plan = Plan(ops, memory, Store(device, limit), models, in_flight, pieces)
+        plan = Plan(ops, memory, Store(device, limit), models, in_flight, pieces, waiting)
         found = [_fuse_blocks(one, family, plan) for one in models]
         blocks = any(fused for fused, _ in found)
         sites = sum(fuse_sites(one, ops) for one in models)
@@ -208,9 +209,8 @@ def _hooks_of(model: nn.Module) -> list[RemovableHandle]:
 def check_kernels(model: nn.Module, kernels: KernelsName) -> None:
     """Raise UsageError for names that mean nothing and for kernels that cannot run where the model is, before
     anything is changed."""
-    first = next(model.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
-    select(kernels, device, torch.float32 if first is None else _dtype(model, first.dtype))
+    first = next(model.parameters(), torch.zeros((), dtype=torch.float32, device="cpu"))
+    select(kernels, first.device, _dtype(model, first.dtype))
 
 
 def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, done: Fused) -> Fused:

@@ -145,13 +145,13 @@ class ParallelPlan:
 ALONE = ParallelPlan()
 
 
-def in_flight(plan: ParallelPlan, rank: int) -> float:
+def in_flight(plan: ParallelPlan, rank: int, fused: bool = False) -> float:
     """Micro-batches whose activations rank `rank` of a pipeline holds at once for each of its stages, at the
     most.
 
     gpipe: all. 1f1b: as many as stages are left. Interleaved and zero-bubble: what torch's schedules warm up
     with, shared by the rank's stages; zero-bubble puts passes for weights off by as many as the rank's
-    number.
+    number. fused: of these, blocks hold what `waiting` counts.
     """
     pieces = plan.microbatches
     if plan.schedule not in LOOPED:
@@ -159,8 +159,15 @@ def in_flight(plan: ParallelPlan, rank: int) -> float:
     per_rank = len(plan.stages) // plan.pp
     per_round = pieces // max(1, pieces // plan.pp)
     warm_up = (per_rank - 1) * per_round + (1 if plan.schedule == "zero-bubble" else 2) * (plan.pp - 1 - rank)
-    put_off = rank if plan.schedule == "zero-bubble" else 0
+    put_off = rank if plan.schedule == "zero-bubble" and not fused else 0
     return min(pieces * per_rank, warm_up + 1 + put_off) / per_rank
+
+
+def waiting(plan: ParallelPlan, rank: int) -> float:
+    """Passes for weights that wait at once on rank `rank` of a pipeline, for each of its stages, at the
+    most: those that are put off, and the one whose pass for inputs runs."""
+    late = plan.schedule == "zero-bubble" and plan.pp > 1
+    return min(plan.microbatches, rank + 1) * plan.pp / len(plan.stages) if late else 0.0
 
 
 def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from petune.kernels.fuse import fuse_modules, fuse_stages, fused_blocks, unfusab
 from petune.log import say
 from petune.models import family_of
 from petune.parallel import Runner
-from petune.parallel.plan import in_flight, slow_columns
+from petune.parallel.plan import in_flight, slow_columns, waiting
 from petune.recipe import Recipe
 
 
@@ -53,8 +53,9 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
         fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory)
     else:
         memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
-        passes = in_flight(plan, runner.mesh.at.pp)
-        fuse_stages(runner.modules, family, recipe.kernels, memory, device, passes, plan.microbatches)
+        at, pieces = runner.mesh.at.pp, plan.microbatches
+        passes = in_flight(plan, at, fused=True), waiting(plan, at)
+        fuse_stages(runner.modules, family, recipe.kernels, memory, device, passes[0], pieces, passes[1])
 
 
 def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules
 from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
 from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import ParallelPlan, in_flight, make_plan
+from petune.parallel.plan import ParallelPlan, in_flight, make_plan, waiting
 from tests.methods.zoo import MOE, ZOO
 
 B, S = 4, 64
@@ -176,9 +176,12 @@ def test_what_a_rank_holds_is_the_most_in_torchs_order_of_passes(
 
         late = {"num_1f1b_microbatches": rank, "enable_zero_bubble": True} if zero else {}
         order = order_of(per_rank, pp, warm_up, total - warm_up, warm_up, rank, forward, backward, **late)
-        held = most = 0
+        held = apart = most = kept = waits = 0
         for kind in (action.computation_type.name for action in order if action is not None):
             held += {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
-            most = max(most, held)
-        assert held == 0
+            apart += {"BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
+            most, kept, waits = max(most, held), max(kept, held - apart), max(waits, apart)
+        assert held == apart == 0
         assert in_flight(plan, rank) * per_rank == pytest.approx(most, abs=1 if zero else 0)
+        assert in_flight(plan, rank, fused=True) * per_rank == pytest.approx(kept, abs=1 if zero else 0)
+        assert waiting(plan, rank) * per_rank == pytest.approx(waits)

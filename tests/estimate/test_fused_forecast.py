@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,11 +32,12 @@ from petune.estimate.workload import workload
 from petune.kernels.configs import Rung
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.policy import GIB, LADDER, Policy
 from petune.kernels.memory.policy_hook import rounded
 from petune.parallel.mesh import Coordinate
-from petune.parallel.plan import ALONE
+from petune.parallel.plan import ALONE, ParallelPlan, Stage
 from petune.recipe import Recipe, load_recipe
 from tests.methods.zoo import MOE, ZOO
 from tests.written_recipes import recipe_of
@@ -429,6 +431,27 @@ def test_nothing_is_changed_in_the_model_that_is_looked_at(tmp_path: Path) -> No
     before = str(drawn.model)
     policy_for(drawn, ALONE, 8, "H200", H200)
     assert str(drawn.model) == before
+
+
+def test_products_of_weights_that_wait_are_counted_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks a rank, of one pass of one of them on rank 0, and of two on rank 1, which puts one off."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        fused_forecast,
+        "choose",
+        lambda shape, _, **more: asked.append((shape, more["fixed"], more["tokens"])),
+    )
+    drawn = sketch(large(tmp_path, 64, 2048, 4, method="full"))
+    one = ParallelPlan(
+        pp=2, stages=tuple(Stage({"decoder": (at, at + 1)}) for at in range(4)), microbatches=4
+    )
+    for schedule, rank in product(("interleaved", "zero-bubble"), range(2)):
+        policy_for(drawn, replace(one, schedule=schedule), 64, "H200", H200, Coordinate(pp=rank))
+    (shape, first, tokens), (_, second, _) = asked[:2]
+    own = waiting_bytes(shape) * tokens
+    assert [fixed for _, fixed, _ in asked[2:]] == [first + own, second + 2 * own]
 
 
 def test_each_stack_is_priced_over_tokens_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,19 +120,20 @@ def test_shards_are_gathered_ahead_of_both_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "lengths"),
+    ("name", "method", "device", "lengths"),
     [
-        ("llama", "full", {"F": 2.0, "I": 2.0, "W": 2.0}),
-        ("t5", "full", {"F": 2.0, "I": 4.0, "W": 0.0}),
-        ("llama", "lora", {"F": 2.0, "I": 2.0, "W": 2 * 311_296 / 2_148_480}),
+        ("llama", "full", "cpu", {"F": 2.0, "I": 2.0, "W": 2.0}),
+        ("t5", "full", "cpu", {"F": 2.0, "I": 4.0, "W": 0.0}),
+        ("t5", "full", "cuda", {"F": 2.0, "I": 2.0, "W": 2.0}),
+        ("llama", "lora", "cpu", {"F": 2.0, "I": 2.0 + 2 * 311_296 / 2_148_480, "W": 0.0}),
     ],
 )
-def test_the_pass_for_weights_takes_what_trains_where_torch_can_split_it(
-    name: str, method: str, lengths: dict[str, float]
+def test_the_pass_for_weights_takes_what_trains_where_it_can_be_split_off(
+    name: str, method: str, device: str, lengths: dict[str, float]
 ) -> None:
-    """A stage where T5's decoder begins cannot be."""
+    """torch cannot where T5's decoder begins, fused blocks can."""
     axis = "parallel={pp: {size: 2, stages: [2, 2, 2, 2], schedule: zero-bubble, microbatches: 4}}"
-    (chart,) = charts(forecast(load_recipe(f"{name}_{method}", [axis])))
+    (chart,) = charts(forecast(load_recipe(f"{name}_{method}", [axis, f"device={device}"])))
     boxes = [box for row in chart.rows for box in row.boxes]
     if SELECTIVE:
         for box in boxes:

@@ -124,14 +124,20 @@ def learn(
     """Add the gradients of what trains of a grouped product, whose tensors are `first` and the two behind it.
     x_rows, dy_rows: the row of each that a sorted row reads; None where it is sorted."""
     if sink.needs[first]:
-        found = outer(dy, x.matrix(), ends, x_rows=dy_rows, dy_rows=x_rows)
-        sink.add(first, found.mT if transposed else found)
+        sink.learn(first, _of_weights, dy, x.matrix(), ends, dy_rows, x_rows, transposed)
     if s is None or ds is None or part.a is None:
         return
     if sink.needs[first + 1]:
         sink.add(first + 1, outer(ds, x.matrix(), ends, dy_rows=x_rows).mul_(part.scale))
     if sink.needs[first + 2]:
         sink.add(first + 2, outer(dy, s, ends, x_rows=dy_rows))
+
+
+def _of_weights(
+    dy: Tensor, x: Tensor, ends: Tensor, dy_rows: Tensor | None, x_rows: Tensor | None, transposed: bool
+) -> Tensor:
+    found = outer(dy, x, ends, x_rows=dy_rows, dy_rows=x_rows)
+    return found.mT if transposed else found
 
 
 def learn_bias(

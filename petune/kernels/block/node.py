@@ -13,10 +13,12 @@ from torch.autograd.function import once_differentiable
 from petune.errors import UsageError
 from petune.kernels.block.call import Call, factors_of
 from petune.kernels.block.lent_steps import LENT
+from petune.kernels.block.rows import Sink
 from petune.kernels.block.steps import Values
 from petune.kernels.block.turns import alone
 from petune.kernels.configs import Rung
 from petune.kernels.memory.offload import Parked
+from petune.rng.context import running
 
 
 class Node(torch.autograd.Function):
@@ -31,6 +33,7 @@ class Node(torch.autograd.Function):
         lent, kept = without_lent(kept)
         ctx.call, ctx.inputs = call, [(one.shape, one.dtype) for one in inputs]
         ctx.numbers = len(tensors), len(factors)
+        ctx.late = None if running().passing is None else running().passing.late
         if any(ctx.needs_input_grad):
             ctx.parked = park(call, kept)
             flat, ctx.names = flattened(kept)
@@ -49,10 +52,16 @@ class Node(torch.autograd.Function):
         ctx.parked = None  # its host memory is for the next step, though the graph may live on
         first = 1 + len(ctx.inputs)
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
+        # of what is made of others autograd still has to make theirs
+        leaves = [at for at, own in enumerate(tensors) if own is not None and own.is_leaf]
+        groups, sink = call.groups(tensors, made), Sink(needs, () if ctx.late is None else leaves)
         with torch.autocast(dy.device.type, enabled=False):
-            found, grads = alone(
-                call.backward(rows_of(dy), kept, call.groups(tensors, made), tensors, needs, given, lent=lent)
+            found, _ = alone(
+                call.backward(rows_of(dy), kept, groups, tensors, needs, given, sink=sink, lent=lent)
             )
+            grads = call.gradients(groups, tensors, sink)
+        if ctx.late is not None:
+            ctx.late += [(tensors[at], products) for at, products in sink.waiting.items()]
         own = [
             None if grad is None else grad.view(shape).to(dtype)
             for grad, (shape, dtype) in zip(found, ctx.inputs, strict=True)

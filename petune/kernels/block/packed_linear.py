@@ -316,9 +316,9 @@ class Group:
             wide = part.outputs if part.transposed else len(part.weight)  # those of all parts that it leads
             rows = slice(begins.start, begins.start + wide)
             if weight and part.transposed:
-                sink.add(own, matmul32(x.matrix().T, dy[:, rows]))
+                sink.learn(own, matmul32, x.matrix().T, dy[:, rows])
             elif weight:
-                sink.add(own, matmul32(dy[:, rows].T, x.matrix()))
+                sink.learn(own, matmul32, dy[:, rows].T, x.matrix())
             if bias and not part.spares_bias:
                 sink.add(own + 1, _column_sums(dy[:, rows]))
 

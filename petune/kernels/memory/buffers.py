@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.lent_steps import KEYS, LENT, TOKENS
+from petune.kernels.block.linear_steps import Activated, Product, of_rows
 from petune.kernels.block.program import Program
 from petune.kernels.block.schedule import ScheduledPass, Section
 from petune.kernels.block.steps import Add, Step
@@ -72,6 +73,21 @@ def parts_of(shape: BlockShape, program: Program) -> dict[str, float]:
         if between:
             found |= {*step.gives, *step.sizes(shape)}
     return dict.fromkeys(found, shape.share)
+
+
+def waiting_bytes(shape: BlockShape) -> int:
+    """Bytes per token of what a block's products of weights read, where they wait for a pass of their own:
+    the inputs of its linears and the gradients of what these give; nothing where its weights are frozen."""
+    if not shape.trained:
+        return 0
+    numbers = 0.0
+    for step in of_shape(shape).steps:
+        if isinstance(step, Product | Activated):
+            inputs, outputs, _ = shape.linears(step.place)
+            numbers += of_rows(shape, step.x if isinstance(step, Product) else "", inputs + outputs)
+    if (experts := shape.experts) is not None:
+        numbers += 2 * shape.width + 3 * experts.chosen * experts.columns
+    return int(numbers * shape.itemsize)
 
 
 def kept_bytes(shape: BlockShape, keep: Level) -> int:

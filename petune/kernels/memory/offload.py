@@ -27,11 +27,13 @@ class Passing:
     """One of several passes that are on the way at once, as `running().passing` names it.
 
     follower: the pass that goes back after it, None for the last; standing: bytes on the device before the
-    first of them began.
+    first of them began; late: where blocks leave products of weights for a pass of their own
+    (petune.kernels.block.rows.Late), None where their backward pass makes them.
     """
 
     follower: Passing | None = None
     standing: int = 0
+    late: list[Any] | None = None
 
 
 class Parked:

@@ -22,7 +22,7 @@ from petune.kernels.block.layout import MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
-from petune.kernels.memory.buffers import streamed_host_bytes
+from petune.kernels.memory.buffers import streamed_host_bytes, waiting_bytes
 from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.outside import fixed_bytes, once, resident_bytes, vocabulary_of
 from petune.kernels.memory.policy import Alike, Policy, choose, least_bytes
@@ -48,12 +48,18 @@ def usable(sharded: bool) -> float:
 class Governor:
     """Hooks of a stack and its model: set what the blocks keep. A number of tokens seen before gets the
     policy it got then. passes: how many passes' worth of the stack's blocks are on the way at once; beside:
-    what else of the model this process holds, other stages of a pipeline; pieces: passes of a step."""
+    what else of the model this process holds, other stages of a pipeline; pieces: passes of a step; waiting:
+    how many blocks' products of weights wait for a pass of their own at once."""
 
     def __init__(
-        self, config: MemoryConfig, passes: float = 1, beside: Sequence[nn.Module] = (), pieces: int = 1
+        self,
+        config: MemoryConfig,
+        passes: float = 1,
+        beside: Sequence[nn.Module] = (),
+        pieces: int = 1,
+        waiting: float = 0.0,
     ) -> None:
-        self.config, self.passes, self.pieces = config, passes, pieces
+        self.config, self.passes, self.pieces, self.waiting = config, passes, pieces, waiting
         self.besides = [weakref.ref(model) for model in beside]
         self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype, bool], Policy] = {}
         self.unhalved: set[str] = set()  # why rows did not go in halves
@@ -191,6 +197,7 @@ class Governor:
         shape = shape_of(typical(specs), dtype, longest, memory)
         begins = next(iter(_fused_stacks(model)), stack) is stack
         rooms = max((_room_bytes(one, shape, tokens) for one in specs), key=sum)
+        late = int(self.waiting * shape.own(tokens) * waiting_bytes(shape))
         streamed = self.config.stream != "none"
         wide, pinned = self.config.stream == "fp32", 0
         if streamed and self.config.host is None:
@@ -202,7 +209,7 @@ class Governor:
             min(longest, tokens),
             resident_bytes(model) + sum(rooms)
             if streamed
-            else max(fixed_bytes(*here) + rooms[0], self._standing(device)) + rooms[1],
+            else max(fixed_bytes(*here) + rooms[0], self._standing(device)) + rooms[1] + late,
             0 if later else max(map(vocabulary_of, here)),
             int(min(budget, cap - recorded)) - reserved,
             # what streams is pinned already, and the system no longer calls it free

@@ -8,8 +8,9 @@ dtype, and which of them have a gradient; from then on the shapes of any batch f
 not answered: under a ladder only the gradient of the side state comes back.
 
 torch before 2.13 answers every tensor: there, what has no gradient is answered with zeros. `zero-bubble`
-splits the backward pass of a stage in two where that is exact (`Chunk.splits`; before torch 2.13 it is not
-where a tensor is used in two places), and makes it in one elsewhere.
+splits the backward pass of a stage in two where that is exact and takes nothing twice (`Chunk.splits`; before
+torch 2.13 it is not exact where a tensor is used in two places); a stage of fused blocks leaves the products
+of its weights for the second part (`Chunk.weights`); elsewhere the backward pass is made in one.
 """
 
 from __future__ import annotations
@@ -195,6 +196,7 @@ class Pipeline:
         schedule = self._schedule(batch, pieces)
         for chunk in self.chunks:
             chunk.piece = 0
+            chunk.late.clear()  # what a broken step has left
         self.now.passing = self._passing(schedule, pieces) if self.now.training else {}
         self.now.host = shared_out(host, pieces)
         try:
@@ -213,8 +215,9 @@ class Pipeline:
         standing = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         found: dict[tuple[int, int], Passing] = {}
         follower: Passing | None = None
-        for key in reversed(self._back(schedule, pieces)):
-            found[key] = follower = Passing(follower, standing)
+        late = {chunk.number: chunk.late for chunk in self.chunks if self.plan.schedule == "zero-bubble"}
+        for stage, piece in reversed(self._back(schedule, pieces)):
+            found[stage, piece] = follower = Passing(follower, standing, late.get(stage))
         return found
 
     def _back(self, schedule: Any, pieces: int) -> list[tuple[int, int]]:
@@ -289,7 +292,7 @@ class Pipeline:
             input_args=inputs,
             output_args=outputs,
             group=self.group,
-            dw_builder=None if chunk.splits else _nothing_left,
+            dw_builder=None if chunk.splits else chunk.weights,
         )
         return stage
 
@@ -302,10 +305,10 @@ class Pipeline:
 
     def _say_what_is_not_split(self) -> None:
         """Say once that passes for weights will fill no bubble."""
-        if self.main and not self.said and not all(chunk.splits for chunk in self.chunks):
+        if self.main and not self.said and not all(chunk.splits or chunk.leaves for chunk in self.chunks):
             say(
-                "zero-bubble: some stages make their backward pass in one, as torch cannot split it here;"
-                " interleaved does as well"
+                "zero-bubble: some stages make their backward pass in one, as their weights do not train or"
+                " torch cannot split it; interleaved does as well"
             )
         self.said = True
 
@@ -361,12 +364,6 @@ def _trained(batch: Batch, pieces: int, texts: int) -> list[int]:
     rows = (labels >= 0).view(len(labels), -1).sum(1).tolist()
     each = -(-len(labels) // (pieces * texts)) * texts
     return [sum(rows[at * each : (at + 1) * each]) for at in range(pieces)]
-
-
-def _nothing_left() -> Callable[[], None]:
-    """torch then makes the backward pass in one and asks for what is left of it; with other schedules it
-    never asks."""
-    return lambda: None
 
 
 def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:

@@ -95,10 +95,10 @@ class EncoderHandOff:
 class Ends:
     """The ends of every stack on a stage, and the order in which tensors come in and go out.
 
-    splits: whether its backward pass can be made in two parts, for what came in and for what trains. torch
+    splits: whether torch can make its backward pass in two parts, for what came in and for what trains. It
     finds the second part behind each operation on what came in, and fails where those of two operations
-    overlap: behind a ladder's gates, and behind a stack that begins on a later stage than the first, beside
-    what comes in.
+    overlap: behind a stack that begins on a later stage than the first, beside what comes in. A frozen base
+    leaves next to nothing for a second part, for which torch would run each of LoRA's nodes again.
     """
 
     splits: bool = True

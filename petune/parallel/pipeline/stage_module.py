@@ -3,9 +3,10 @@ the loss at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any, cast
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from petune.errors import DistributedError
+from petune.kernels.block.rows import Late, learn_late
 from petune.kernels.fuse import fused_blocks
+from petune.kernels.head.hooks import has_fused_head
 from petune.kernels.memory.offload import Passing
 from petune.parallel.objective import Batch, Objective, Outputs, rows_of
 from petune.parallel.pipeline.stage_io import Kinds, OwnOutputs, Slot, TensorMeta
@@ -56,6 +59,7 @@ class Chunk(nn.Module):
         self.outgoing: Kinds = ()
         self.shapes: list[tuple[int, ...]] = []
         self.piece = 0  # the next one of the call that is running
+        self.late: list[Late] = []  # what fused blocks have left of the backward pass of one piece
 
     @property
     def sides(self) -> tuple[tuple[tuple[Slot, ...], Kinds], tuple[tuple[Slot, ...], Kinds]]:
@@ -64,10 +68,25 @@ class Chunk(nn.Module):
 
     @property
     def splits(self) -> bool:
-        """Whether its backward pass can be made in two parts; see `Ends.splits`. A fused block makes both at
-        once. Where nothing that comes in asks for a gradient, torch would find no second part at all."""
+        """Whether torch makes its backward pass in two parts; see `Ends.splits`. Fused blocks do that
+        themselves, a loss without logits gives its gradients away once. Where nothing that comes in asks for
+        a gradient, torch would find no second part at all."""
         asked = self.number == 0 or any(kind is not None and kind.differentiable for kind in self.incoming)
-        return SELECTIVE and self.ends.splits and asked and not fused_blocks(self.model)
+        nodes = fused_blocks(self.model) or has_fused_head(self.model)
+        return SELECTIVE and self.ends.splits and asked and not nodes
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its fused blocks leave products of weights for a pass of their own, as weights train."""
+        layers = (layer for block in fused_blocks(self.model) for own in block.spec.layers for layer in own)
+        return any(cast("Tensor", layer.weight).requires_grad for layer in layers)
+
+    def weights(self) -> Callable[[], None]:
+        """What is left of the backward pass that was the last; torch asks for it after each, and calls it in
+        its turn."""
+        late = self.late.copy()
+        self.late.clear()
+        return partial(learn_late, late)
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Any:
         """What torch sends on, a flat tuple of contiguous tensors, or the scalar loss."""

@@ -22,6 +22,7 @@ from petune.models.behind import embeds
 from petune.models.copied import copied
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, own_stacks
+from petune.models.tuned_linear import TunedModule
 from petune.parallel.pipeline.stage_io import (
     MADE_ANEW,
     STATES,
@@ -123,6 +124,7 @@ def cut_stage(model: nn.Module, family: Family, stage: Stage, first: bool, last:
     spans = {name: _span(stack, stage.blocks.get(name), name) for name, stack in stacks.items()}
     _check_order(stacks, spans, first, last)
     ends = _ends(stacks, spans, first, last)
+    ends.splits &= not any(isinstance(one, TunedModule) for one in model.modules())
     paths = stack_paths(model, family)
     around = {name: path.rpartition(".")[0] for name, path in paths.items()}
     signal = () if family.signal is None else family.signal.embeddings
@@ -187,7 +189,7 @@ def _ends(
         wire = ends.wires[name] = StageWire(start == 0, end == len(stack))
         laddered = "side" in stack._modules
         # tables of positions are put through layers outside the blocks too
-        ends.splits &= not laddered and (first or not wire.begins) and stack.rule.positions is None
+        ends.splits &= (first or not wire.begins) and stack.rule.positions is None
         carry = [carried for carried in stack.rule.carry if carried in TRAVELS]
         slots = [Slot(name, carried, side) for side in (False, True)[: 1 + laddered] for carried in carry]
         incoming += [] if wire.begins else slots

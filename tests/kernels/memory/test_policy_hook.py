@@ -30,6 +30,7 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.fuse import fuse_stages
 from petune.kernels.memory import buffers, policy_hook
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.offload import Passing
 from petune.kernels.memory.outside import STATES, fixed_bytes, once
 from petune.kernels.memory.policy import Policy, choose, least_bytes
@@ -227,14 +228,26 @@ def test_a_rank_counts_the_blocks_of_all_its_stages_in_flight() -> None:
     assert family is not None
     for model in models:
         own_stacks(model, family)
-    fuse_stages(models, family, "reference", in_flight=2.5, pieces=4)
+    fuse_stages(models, family, "reference", in_flight=2.5, pieces=4, waiting=1.5)
     for model in models:
         (stack,) = (module for module in model.modules() if isinstance(module, Stack))
         (found,) = (hook for hook in stack._forward_pre_hooks.values() if isinstance(hook, Governor))
-        assert (found.passes, found.pieces) == (5, 4) and [ref() for ref in found.besides] == [
-            other for other in models if other is not model
-        ]
+        assert (found.passes, found.pieces, found.waiting) == (5, 4, 9) and [
+            ref() for ref in found.besides
+        ] == [other for other in models if other is not model]
         assert blocks(model)[0].spec.store is blocks(models[0])[0].spec.store, "one host, one limit"
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_products_of_weights_wait_with_is_there_throughout(
+    method: str, device: Device, asked: list[Any]
+) -> None:
+    made = governor(tuned={"method": method})
+    for made.governor.waiting in (0.0, 2.5):
+        made.governor.policies.clear()
+        made.kept(CUDA, 8192, 128)
+    own = waiting_bytes(asked[0]["shape"])
+    assert asked[1]["fixed"] - asked[0]["fixed"] == int(2.5 * 8192 * own) and (own > 0) == (method == "full")
 
 
 def test_short_rows_are_not_priced_as_long_ones(device: Device, asked: list[Any]) -> None:
