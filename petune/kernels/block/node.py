@@ -52,9 +52,10 @@ class Node(torch.autograd.Function):
         ctx.parked = None  # its host memory is for the next step, though the graph may live on
         first = 1 + len(ctx.inputs)
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
-        # of what is made of others autograd still has to make theirs
-        leaves = [at for at, own in enumerate(tensors) if own is not None and own.is_leaf]
-        groups, sink = call.groups(tensors, made), Sink(needs, () if ctx.late is None else leaves)
+        # of a weight that is made of others autograd still has to make theirs
+        every = () if ctx.late is None else enumerate(tensors)
+        sink = Sink(needs, [at for at, own in every if own is not None and own.is_leaf])
+        groups = call.groups(tensors, made)
         with torch.autocast(dy.device.type, enabled=False):
             found, _ = alone(
                 call.backward(rows_of(dy), kept, groups, tensors, needs, given, sink=sink, lent=lent)

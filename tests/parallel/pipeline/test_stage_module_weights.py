@@ -26,7 +26,7 @@ from tests.methods.zoo import FOUR
 from tests.parallel import harness
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, Trace, check, collate, compare, oracle, place, rows, total
-from tests.parallel.plans import LOOPED
+from tests.parallel.plans import BACKENDS, LOOPED
 from tests.pool import run
 
 long = pytest.mark.long
@@ -105,6 +105,19 @@ def test_products_of_weights_wait_for_their_pass_and_are_made_once(
         assert rank["count"]["later"] == rank["count"]["asked"] > 0
         if name == "llama-causal":  # one length of all that blocks read
             assert all(held == planned for held, planned in rank["waited"])
+
+
+@long
+@pytest.mark.parametrize("axis", ["tp", "galaxy", "sp-gather", "sp-ulysses"])
+def test_what_waits_is_what_it_was_where_ranks_share_blocks(axis: str) -> None:
+    """Ranks sum in place what they hold of hidden states and gradients."""
+    name, plan = "llama-causal", BACKENDS[axis]("llama-causal", 2)
+    plan = replace(ZERO(name, 2), tp=plan.tp, cut=plan.cut)
+    one = case(name, "full", plan, steps=1, blocks=KEPT[2])
+    expected = oracle(one)
+    found = run(4, _watched, one, expected.norms[0] / 2)
+    compare([Trace(**rank["trace"]) for rank in found], expected, one)
+    assert all(rank["count"].keys() == {"asked", "later"} for rank in found)
 
 
 @long
