@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from petune.models.frozen_weight import QuantisedWeight
 
+_ONEDNN = torch.backends.mkldnn.is_available()
+
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor) -> bool:
     """Whether the node computes what the operations would: on plain tensors of matching dtypes, beside a base
@@ -64,6 +66,15 @@ def _add(y: Tensor, low: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:
     return y.to(low.dtype).addmm_(low.t(), factor.to(low.dtype), alpha=scale).to(y.dtype)
 
 
+def _whole(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy W, [rows, out] by [out, in]: of float32 on a CPU by oneDNN, with which torch makes those of bf16 and
+    which is up to a fifth faster than its own library there, but for few rows."""
+    if not (dy.dtype == torch.float32 and dy.device.type == "cpu" and len(dy) >= 64 and _ONEDNN):
+        return torch.mm(dy, weight)
+    product = torch.ops.mkldnn._linear_pointwise
+    return cast("Tensor", product(dy, weight.t(), None, "none", [], ""))
+
+
 def _dtype(rows: Tensor, factor: Tensor) -> torch.dtype:
     """What products of rows and factors are made in."""
     narrow = rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
@@ -94,7 +105,7 @@ class _Node(torch.autograd.Function):
         if needs[4]:  # before the product with the weight, while the cache holds the gradient
             db = torch.mm(low, wide).to(b.dtype).mul_(ctx.scale).t().contiguous()
         if needs[0]:
-            dx = _add(torch.mm(rows, weight), dlow, a).view(x.shape)
+            dx = _add(_whole(rows, weight), dlow, a).view(x.shape)
         if needs[3]:
             da = torch.mm(dlow, x.flatten(0, -2).to(low.dtype)).to(a.dtype)
         return dx, None, None, da, db, None

@@ -11,7 +11,7 @@ others in the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -77,9 +77,16 @@ def _addmm(addend: Dims, left: Dims, right: Dims, *_: Any, **__: Any) -> int:
     return 2 * left[0] * left[1] * right[1]
 
 
+def _linear(rows: Dims, weight: Dims, *_: Any, **__: Any) -> int:
+    """Of [n, k] and [m, k]."""
+    return 2 * rows[0] * rows[1] * weight[0]
+
+
 for _formula in (_flash, _flash_backward):
     cast("Any", _formula)._get_raw = True  # tensors, not shapes: the lengths of packed rows are in one
-FORMULAS = {  # what torch's registry lacks, counts in newer releases only, or cannot take
+FORMULAS: dict[
+    Any, Callable[..., int]
+] = {  # what torch's registry lacks, counts in newer releases only, or cannot take
     **{
         getattr(aten, f"_scaled_dot_product_{form}{way}"): formula
         for form in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
@@ -90,6 +97,8 @@ FORMULAS = {  # what torch's registry lacks, counts in newer releases only, or c
     aten._flash_attention_forward: _flash,
     aten._flash_attention_backward: _flash_backward,
 }
+if torch.backends.mkldnn.is_available():
+    FORMULAS[torch.ops.mkldnn._linear_pointwise] = _linear
 
 
 class _Labels:

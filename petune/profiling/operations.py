@@ -31,7 +31,9 @@ GROUPS = {
     "communication": r"(?i)c10d|nccl|gloo|^mpi",
     "autograd and dispatch": r"autograd::|Backward\d*$",
     "attention": r"(?i)attention|flash|fmha|sdpa",
-    "matrix products": r"(?i)aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|gemm|cutlass|nvjet|xmma|cublas",
+    "matrix products": (
+        r"(?i)aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn::_linear|gemm|cutlass|nvjet|xmma|cublas"
+    ),
     "optimizer and clipping": (
         r"(?i)_foreach|_fused_adam|addcmul_|addcdiv_|multi_tensor|optimizer|vector_norm"
     ),

@@ -67,6 +67,29 @@ def test_a_linear_gives_the_gradient_of_what_alone_trains(asked: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("upstream", ["dense", "one number", "every other column", "transposed"])
+def test_many_rows_of_float32_have_the_gradients_of_float64(upstream: str) -> None:
+    """Another library multiplies them by the weight on a CPU, whatever way the gradient lies in memory."""
+    torch.manual_seed(3)
+    form, wide = (tuned(layers()["linear"].to(dtype)) for dtype in (torch.float32, torch.float64))
+    for own, value in zip(wide.parameters(), form.parameters(), strict=True):
+        own.data.copy_(value)
+    x = torch.randn(5, 40, 10)
+    dy = {
+        "dense": torch.randn(5, 40, 6),
+        "one number": torch.randn(()).expand(5, 40, 6),
+        "every other column": torch.randn(5, 40, 12)[..., ::2],
+        "transposed": torch.randn(6, 40, 5).transpose(0, 2),
+    }[upstream]
+
+    def gradients(layer: LoraLayer, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        own = x.to(dtype).requires_grad_()
+        return torch.autograd.grad(layer(own), [own, layer.lora_A, layer.lora_B], dy.to(dtype))
+
+    for ours, exact in zip(gradients(form, torch.float32), gradients(wide, torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [60, pytest.param(4096, marks=pytest.mark.long)])
 def test_beside_a_bf16_base_it_errs_no_more_than_peft_under_autocast(rows: int) -> None:
     torch.manual_seed(3)

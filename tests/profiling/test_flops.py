@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from petune.methods.configs import LoraConfig
+from petune.methods.lora import tune
 from petune.profiling.attribution import Attribution
 from petune.profiling.flops import FORMULAS, Counts, counting
 from petune.profiling.profile import take_apart
@@ -124,6 +126,16 @@ def test_a_product_is_counted_whatever_dtype_it_is_summed_in(dtype: torch.dtype 
         torch.addmm(addend, x, y) if dtype is None else torch.addmm(addend.float(), x, y, dtype)
         torch.mm(x, y) if dtype is None else torch.mm(x, y, out_dtype=dtype)
     assert counter.get_total_flops() == 2 * (2 * 2 * 3 * 4)
+
+
+def test_a_lora_linear_counts_as_much_a_row_however_many_there_are() -> None:
+    layer = tune(torch.nn.Linear(6, 5).requires_grad_(False), LoraConfig(r=2))
+    counts = []
+    for rows in (32, 64):  # which other libraries multiply
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+            layer(torch.zeros(rows, 6, requires_grad=True)).sum().backward()
+        counts.append(counter.get_total_flops() / rows)
+    assert counts == [2 * (2 * 6 * 5 + 3 * 2 * (6 + 5))] * 2
 
 
 def test_attention_by_head_counts_every_query_head_though_keys_have_fewer() -> None:
