@@ -11,8 +11,7 @@ as much.
 
 A head of one's own behind a frozen model needs what the last block gives alone, h_L, and that is stored: of
 transformers' heads of classes the token, or the sum, that they read, see petune.methods.head_rows. The blocks
-are in eval mode then: dropout would make them another model in every step. Where all rows of a pass are known
-its embeddings do not run either.
+are in eval mode then: dropout would make them another model in every step.
 
 A row is known by its tokens (and types, positions, and how far from the left it begins), so any loop, any
 order, any batch and any plan meets it again; one of a decoder also by its encoder's. Padding is not stored.
@@ -38,7 +37,6 @@ from petune.errors import UsageError
 from petune.files.given import path_of
 from petune.methods.cached_backbone import identity_of, refuse_moving
 from petune.methods.configs import ROOM
-from petune.methods.entrances import Entrances
 from petune.methods.head_rows import ends_here, head_rows, reads_one_stack
 from petune.methods.held_levels import CacheRoom
 from petune.methods.level_reader import AHEAD, Request, Threads
@@ -132,7 +130,6 @@ class ActivationCache:
         self._hooks: list[RemovableHandle] = []
         self._still: list[nn.Module] = []
         self._behind: dict[nn.Module, StackLevels] = {}  # whose head reads a sum of what this base gives
-        self._entrances: dict[nn.Module, Entrances] = {}  # of whose hidden states nobody reads more
         self._owned: set[Stack] = set()
         for one in self.models:
             family, before = cast("Family", family_of(one)), set(stacks_in(one).values())
@@ -155,8 +152,6 @@ class ActivationCache:
                     self._hooks.append(base.register_forward_hook(self._pooled))
                 whole = stack.wire is None and reads_one_stack(one, family)
                 leader = level if whole else None
-            if leader is not None:
-                self._entrances[one] = Entrances(one, family)
             self._hooks += [
                 one.register_forward_pre_hook(self._begin, with_kwargs=True),
                 one.register_forward_hook(self._end, always_call=True),
@@ -184,8 +179,6 @@ class ActivationCache:
             level.begin(rows, (ids.shape[0], ids.shape[1]), _device_of(call), call)
             self.counts.read += len(rows) * (level.known is not None)
             self.counts.computed += len(rows) * (level.known is None)
-        if model in self._entrances and all(one.known is not None for one in self.levels[model].values()):
-            self._entrances[model].shut()
         self._meet(alike(sources))
 
     def _pooled(self, base: nn.Module, args: Any, output: Any) -> Any:
@@ -299,8 +292,6 @@ class ActivationCache:
             torch.cuda.current_stream(gpu).synchronize()
         for level in levels:
             level.end()
-        if model in self._entrances:
-            self._entrances[model].open()
         while self._still:
             self._still.pop().training = True
 
@@ -360,9 +351,6 @@ class ActivationCache:
                 if level.store is not None:
                     level.store.close()
             disown_stacks(model, self._owned.__contains__)
-        for entrances in self._entrances.values():
-            entrances.close()
-        self._entrances.clear()
         self.levels.clear()
         self._behind.clear()
 
