@@ -101,10 +101,8 @@ class _Columns:
         self.texts = int((batch.schema.metadata or {}).get(_TEXTS, 1))
         found = {name: batch.column(name) for name in batch.schema.names}
         self.lists = {name: _flat(found[name]) for name in (*_LISTS, "labels") if _is_list(found, name)}
-        self.classes: np.ndarray | None = (
-            None if "labels" in self.lists else found["labels"].to_numpy(zero_copy_only=True)
-        )
-        self.length, self.where = found["length"].to_numpy(zero_copy_only=True), found["where"]
+        self.classes: np.ndarray | None = None if "labels" in self.lists else _numbers(found["labels"])
+        self.length, self.where = _numbers(found["length"]), found["where"]
         self.has_target, self.good = found["has_target"], found.get("good")
 
     def __len__(self) -> int:
@@ -139,7 +137,18 @@ def _is_list(found: dict[str, Any], name: str) -> bool:
 
 def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
     """(values of all lists, where each of them begins, and the last ends)."""
-    return column.values.to_numpy(zero_copy_only=True), column.offsets.to_numpy(zero_copy_only=True)
+    return _numbers(column.values), _numbers(column.offsets)
+
+
+def _numbers(column: Any) -> np.ndarray:
+    """A column of numbers as an array that shares its memory: `to_numpy` would import pandas, see `_array`.
+    Raises ValueError where one of them is unknown."""
+    if column.null_count:
+        raise ValueError(f"{column.null_count} numbers of a column are unknown")
+    kind = np.dtype(column.type.to_pandas_dtype())  # numpy's, and without pandas
+    if not len(column):  # such a column may have no memory
+        return np.empty(0, kind)
+    return np.frombuffer(column.buffers()[1], kind, len(column), column.offset * kind.itemsize)
 
 
 def _array(kind: Any, count: int, values: Any, known: Sequence[bool] | None = None) -> Any:

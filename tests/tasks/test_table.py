@@ -3,6 +3,8 @@ token."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,3 +64,23 @@ def test_a_token_takes_8_bytes_and_a_mapped_one_none_of_this_process(tmp_path: P
     mapped = Examples.map(tmp_path / "t.arrow")
     assert mapped[999].input_ids[-1] == 7
     assert pa.total_allocated_bytes() - before < 1000
+
+
+def test_a_part_of_a_column_is_read_as_it_is_and_unknown_numbers_are_refused() -> None:
+    column = pa.array([3, 1, 4, 1, 5], pa.int32())
+    assert table._numbers(column.slice(1, 3)).tolist() == [1, 4, 1]
+    assert table._numbers(column.slice(5)).dtype == table._numbers(column).dtype == "int32"
+    with pytest.raises(ValueError, match="1 numbers"):
+        table._numbers(pa.array([3, None], pa.int32()))
+
+
+@pytest.mark.long
+@pytest.mark.forks
+def test_a_table_is_made_and_read_without_pandas() -> None:
+    """Of which pyarrow remembers once it was asked for, so in a process of its own."""
+    code = (
+        "import sys; from petune.tasks.table import Examples; from petune.tasks.examples import Example;"
+        " one = Example([5, 6], 1, 'd:1', 2); assert list(Examples.of([one])) == [one];"
+        " assert 'pyarrow' in sys.modules and 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
