@@ -49,13 +49,15 @@ STEPS: dict[type[nn.Module], int] = {NewGELUActivation: 3}
 @dataclass(frozen=True)
 class Extent:
     """Tokens of a stack on one rank: the whole sequence, this rank's part of it, and what cross-attention
-    reads; heads of the rank; copies of tokens that its experts see, for each that its own tokens make."""
+    reads; heads of the rank; copies of tokens that its experts see, for each that its own tokens make. gpu:
+    where the rank computes."""
 
     whole: int
     own: int
     across: int = 0
     heads: int = 1
     routed: float = 1.0
+    gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,8 @@ def _of_region(
     total += sum(entering.values())
     if isinstance(core, Attention):
         if isinstance(core, LinearAttention):
-            return Saved(total + tokens * state_bytes(cast("Any", _module(block, core.at)), itemsize))
+            mixer = cast("Any", _module(block, core.at))
+            return Saved(total + tokens * state_bytes(mixer, itemsize, extent.gpu))
         made = {role: ends_of(layer)[1] for role, layer in layers.items()}
         inner = ends_of(leave)[0]  # of all heads
         total += itemsize * tokens * core.given(inner)

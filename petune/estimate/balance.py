@@ -14,7 +14,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 
 from petune.errors import MachineError, UsageError
@@ -55,6 +55,7 @@ def _refuse_full(least: Sequence[float], what: str) -> None:
 
 
 LARGEST = sys.float_info.max  # seconds, as infinity says that there is no memory
+NEAREST = 1e-6  # of the longest: what is shorter by less is not looked for
 Stretch = Callable[[int, int], float]  # the cost of units [a, b)
 
 
@@ -62,21 +63,31 @@ def partition(total: int, costs: Sequence[Stretch], what: str) -> tuple[int, ...
     """`total` units in their order over ranks, at least one each, of which rank i needs costs[i](a, b) for
     units [a, b), never less for more. Ranks that are alike have the same cost, which is asked once for each
     stretch. Raises as `balance`."""
+    return _partitioned(total, tuple(costs), what)
+
+
+@lru_cache(maxsize=512)  # many layouts ask for the same
+def _partitioned(total: int, costs: tuple[Stretch, ...], what: str) -> tuple[int, ...]:
     ranks = len(costs)
     if total < ranks:
         raise UsageError(f"every rank needs a {what}", expected=f"at most {total} ranks", found=str(ranks))
     known = {one: cache(one) for one in costs}
-    costs = [known[one] for one in costs]
+    costs = tuple(known[one] for one in costs)
     best = _filled(total, costs, math.inf)
     if best is None:
         raise MachineError(f"the devices together have no memory for every {what}")
-    low, high = 0.0, _longest(best, costs)
-    while high - low > 1e-6 * high:
-        found = _filled(total, costs, (low + high) / 2)
-        if found is None:
-            low = (low + high) / 2
+    low, high, last = 0.0, _longest(best, costs), False
+    while high - low > NEAREST * high:
+        limit = high * (1 - NEAREST) if last else (low + high) / 2
+        found = _filled(total, costs, limit)
+        if found is not None:
+            best, high = found, min(limit, _longest(found, costs))
+        elif last:
+            break
         else:
-            best, high = found, min((low + high) / 2, _longest(found, costs))
+            low = limit
+        # when both are near, what was found is most often the best
+        last = found is not None and not last and high < 1.1 * low
     return _smoothed(best, costs)
 
 
@@ -93,10 +104,12 @@ def _filled(total: int, costs: Sequence[Stretch], limit: float) -> list[int] | N
     def furthest(cost: Stretch, start: int) -> int:
         return start + bisect_right(range(start + 1, total + 1), limit, key=partial(cost, start))
 
-    known = {cost: cache(partial(furthest, cost)) for cost in costs}
+    known: dict[Stretch, dict[int, int]] = {cost: {} for cost in costs}
     starts = [[range(1)]]
     for rank, cost in enumerate(costs):
-        starts.append(_ends(starts[-1], total - (len(costs) - 1 - rank), known[cost]))
+        starts.append(
+            _ends(starts[-1], total - (len(costs) - 1 - rank), known[cost], partial(furthest, cost))
+        )
     end, counts = total, []
     if not any(total in one for one in starts[-1]):
         return None
@@ -107,15 +120,24 @@ def _filled(total: int, costs: Sequence[Stretch], limit: float) -> list[int] | N
     return counts[::-1]
 
 
-def _ends(starts: list[range], most: int, furthest: Callable[[int], int]) -> list[range]:
-    """Where a rank can end, at `most` at the latest, that begins at one of the starts; ranges in order."""
+def _ends(
+    starts: list[range], most: int, known: dict[int, int], furthest: Callable[[int], int]
+) -> list[range]:
+    """Where a rank can end, at `most` at the latest, that begins at one of the starts; ranges in order.
+    known: what `furthest` has said before."""
+
+    def reach(start: int) -> int:
+        if start not in known:
+            known[start] = furthest(start)
+        return known[start]
+
     ends: list[range] = []
     for places in starts:
         start = places[0]
         while start <= places[-1]:
             # Every unit up to the furthest end fits alone, so the rank can begin at each of them.
-            last = max(start, min(furthest(start) - 1, most - 1, places[-1]))
-            first, stop = start + 1, min(furthest(last), most) + 1
+            last = max(start, min(reach(start) - 1, most - 1, places[-1]))
+            first, stop = start + 1, min(reach(last), most) + 1
             if ends and first <= ends[-1].stop:  # which is never beyond this one
                 first = ends.pop().start
             if first < stop:

@@ -37,7 +37,8 @@ class ForwardPass:
     """A forward pass of all replicas: rows, tokens of each stack, bytes of an activation, dropout on
     probabilities and on hidden states, whether activations are computed again, whether the output is over the
     vocabulary, whether blocks stream from host memory: None for no, else whether their states are float32
-    whatever the weights are; whether they leave memory once an activation cache knows all rows."""
+    whatever the weights are; whether they leave memory once an activation cache knows all rows; whether it is
+    one of GPUs."""
 
     rows: int
     tokens: Mapping[StackName, int]
@@ -47,6 +48,7 @@ class ForwardPass:
     vocabulary_head: bool = False
     streamed: bool | None = None
     leaves: bool = False
+    gpu: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -286,7 +288,8 @@ def _extent(stack: StackName, plan: ParallelPlan, at: Coordinate, work: ForwardP
     whole = work.tokens[stack]
     by_sequence = plan.cut is not None and plan.cut.connection == "sequence"
     own = apportion(whole, plan.cut.sequence)[at.tp] if plan.cut is not None and by_sequence else whole
-    return Extent(whole, own, work.tokens.get("encoder", 0), heads, routed(plan, at, work.rows))
+    across = work.tokens.get("encoder", 0)
+    return Extent(whole, own, across, heads, routed(plan, at, work.rows), work.gpu)
 
 
 def routed(plan: ParallelPlan, at: Coordinate, rows: int) -> float:

@@ -206,6 +206,7 @@ def sketch(recipe: Recipe, blocks: int | None = None, device: str = "meta") -> S
         streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
         # what is read whole is not read again
         leaves=bool(recipe.cache) and not (recipe.init_adapter or recipe.method.reads_weights),
+        gpu=cuda,
     )
     classes = config.num_labels if task.names_classes else None
     note = source.note if holder is None else f"{source.note}, its text model (of a {holder.kind})"

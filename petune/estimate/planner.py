@@ -10,10 +10,11 @@ suit the slowest of them. The even plan of each layout is always among what is c
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -50,6 +51,23 @@ NEAR = 0.95  # of what a layout takes at best by a rough rule: one beyond it is 
 SHOWN = 2  # plans that are told of
 
 
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of blocks [start, end) on the slowest of some groups of ranks, each with the seconds of all
+    blocks before each, and of embedding and head; infinite beyond `ends[start]`, where memory ends."""
+
+    groups: tuple[tuple[tuple[float, ...], float, float], ...]
+    ends: tuple[int, ...]
+
+    def __call__(self, start: int, end: int) -> float:
+        if end > self.ends[start]:
+            return math.inf
+        heads = end == len(self.ends)
+        return max(
+            own[end] - own[start] + first * (start == 0) + last * heads for own, first, last in self.groups
+        )
+
+
 # ---------------------------------------------------------------- the search
 
 
@@ -66,6 +84,7 @@ class Planner:
         self.memory = RankMemory(self.room, self.work, cluster)
         numbers = {one: number for number, one in enumerate(dict.fromkeys(cluster.devices))}
         self.devices = [numbers[one] for one in cluster.devices]  # by what they are
+        self.plans: dict[ParallelConfig, ParallelPlan] = {}
         self.refused: dict[str, str] = {}
         self.clocks = {again: Clock(self.work, cluster, again) for again in (False, True)}
         fixed = again if again is not None else drawn.recipe.gradient_checkpointing or None
@@ -154,9 +173,12 @@ class Planner:
 
     def plan(self, parallel: ParallelConfig) -> ParallelPlan:
         """The plan of some axes."""
-        drawn, world = self.drawn, len(self.cluster.devices)
-        head, still = drawn.work.vocabulary_head, method_of(drawn.recipe.method).head_alone
-        return make_plan(parallel, self.family, drawn.config, world, self.work.rows, world, head, still)
+        if parallel not in self.plans:
+            drawn, world = self.drawn, len(self.cluster.devices)
+            head, still = drawn.work.vocabulary_head, method_of(drawn.recipe.method).head_alone
+            sizes = world, self.work.rows, world
+            self.plans[parallel] = make_plan(parallel, self.family, drawn.config, *sizes, head, still)
+        return self.plans[parallel]
 
     # ------------------------------------------------------------ shares
 
@@ -289,37 +311,36 @@ class Planner:
     ) -> Stretch:
         """The same of a rank of these groups of devices, with the rows of each, and such memory."""
         clock, blocks, cut = self.clocks[again], len(self.work.blocks), plan.cut
-        sums: list[tuple[list[float], float, float]] = []
+        sums: list[tuple[tuple[float, ...], float, float]] = []
         for group, count in groups:
             piece = count / plan.microbatches
             each = ((one + other).total for one, other in clock.each(group, cut, piece))
             first, last = (
                 clock.region(one, group, cut, piece).total for one in (self.work.embedding, self.work.head)
             )
-            sums.append(([*accumulate(each, initial=0.0)], first, last))
+            sums.append((tuple(accumulate(each, initial=0.0)), first, last))
         most = max(apportion(self.work.rows, plan.shares))
         messages, on_each = self.room.messages(plan, most), len(plan.stages) // plan.pp
         alike, known = len(self.work.kinds) == 1, dict[object, bool]()
 
-        def holds(start: int, end: int) -> bool:
+        def full(start: int, end: int) -> bool:
             key = (start == 0, end == blocks, end - start) if alike else (start, end)
             if key not in known:
-                rest = self.memory.rest(plan, tightest[0][0].pp, start, end, most) if tightest else None
-                known[key] = rest is None or all(
-                    self.room.bytes(cut, at.tp, rest, again) <= (memory - messages) / on_each
+                rest = self.memory.rest(plan, tightest[0][0].pp, start, end, most)
+                known[key] = any(
+                    self.room.bytes(cut, at.tp, rest, again) > (memory - messages) / on_each
                     for at, memory in tightest
                 )
             return known[key]
 
-        def cost(start: int, end: int) -> float:
-            if not holds(start, end):
-                return math.inf
-            return max(
-                own[end] - own[start] + first * (start == 0) + last * (end == blocks)
-                for own, first, last in sums
-            )
-
-        return cost
+        end = bisect_left(range(1, blocks + 1), True, key=partial(full, 0)) if tightest else blocks
+        ends = [end]
+        for start in range(1, blocks):  # what begins later ends no sooner
+            end = max(start, end)
+            while end < blocks and not full(start, end + 1):
+                end += 1
+            ends.append(end)
+        return StageCost(tuple(sums), tuple(ends))
 
     def _rowed(self, layout: ParallelConfig, plan: ParallelPlan, again: bool) -> ParallelConfig:
         """Rows by how long replicas take for one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from petune.estimate.balance import partition
@@ -126,18 +126,25 @@ def tokens_by_speed(
     own = {part: times for part, times in parts.items() if by_tokens(part, cut)}
     late = {part: own[part] for part in own if _late(part, cut)}
     same = {part: own[part] for part in own if part not in late}
-    lines = {
-        rates: [(line_of(one, same, rows), line_of(one, late, rows)) for one in rates]
+    total = max(FINEST, 4 * len(by_rank))
+    costs = {
+        rates: TokenCost(total, tuple((line_of(one, same, rows), line_of(one, late, rows)) for one in rates))
         for rates in set(by_rank)
     }
-    total = max(FINEST, 4 * len(by_rank))
+    return partition(total, [costs[rates] for rates in by_rank], "token")
 
-    def cost(own: Sequence[tuple[Straight, Straight]], start: int, end: int) -> float:
-        share, seen = (end - start) / total, (end**2 - start**2) / total**2
-        return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in own)
 
-    of_rates = {rates: partial(cost, own) for rates, own in lines.items()}
-    return partition(total, [of_rates[rates] for rates in by_rank], "token")
+@dataclass(frozen=True)
+class TokenCost:
+    """Seconds of tokens [start, end) of `total` on a rank with such lines: of its share, and of the pairs
+    that these see."""
+
+    total: int
+    lines: tuple[tuple[Straight, Straight], ...]
+
+    def __call__(self, start: int, end: int) -> float:
+        share, seen = (end - start) / self.total, (end**2 - start**2) / self.total**2
+        return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in self.lines)
 
 
 def spans_of(plan: ParallelPlan, work: Workload) -> tuple[tuple[int, int], ...]:

@@ -78,14 +78,14 @@ class Clock:
     def segment(self, parts: Weighed, group: RankGroup, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares such parts, behind which all meet."""
         slowest = Both()
-        for index, kind in enumerate(group.kinds):
-            own = Both()
-            for part, times in parts:
-                one, share = line(self.rates[kind], part, rows), share_of(part, cut, index)
-                own += Both(
-                    *(times * (fixed + share * slope) for fixed, slope in (one.forward, one.backward))
-                )
-            slowest = max(slowest, own, key=lambda one: one.total)
+        shares = [tuple(share_of(part, cut, index) for part, _ in parts) for index in range(len(group.kinds))]
+        for kind, own in dict.fromkeys(zip(group.kinds, shares, strict=True)):  # ranks that are alike once
+            ahead = back = 0.0
+            for (part, times), share in zip(parts, own, strict=True):
+                one = line(self.rates[kind], part, rows)
+                ahead += times * (one.forward[0] + share * one.forward[1])
+                back += times * (one.backward[0] + share * one.backward[1])
+            slowest = max(slowest, Both(ahead, back), key=lambda one: one.total)
         inside = parts[0][0].place not in ("embedding", "head", "ladder")
         again = slowest.forward if self.again and inside and slowest.backward else 0.0
         return slowest + Both(backward=again)
@@ -314,10 +314,8 @@ class Clock:
             for part in region
             if part.place == "experts"
         ]
-        returned, chosen = (
-            sum(number >= work.lowest for number, _ in mixed),
-            max(dict(mixed).values(), default=0),
-        )
+        returned = sum(number >= work.lowest for number, _ in mixed)
+        chosen = max(dict(mixed).values(), default=0)
         load = Load(max(rows), dict(work.tokens), work.itemsize)
         group = replace(plan, dp=plan.ep, shares=plan.shares[first : first + plan.ep])
         link, seconds = self.cluster.link(range(first, first + plan.ep)), 0.0
@@ -361,14 +359,15 @@ class Clock:
             parts = [one for ends in spans for one in self.work.parts(*ends).items() if one[0].tuned]
             groups = {self.group(plan, dp, pp) for dp in range(plan.dp)}
             each = {(self.group(plan, dp, pp).kinds, experts[dp % plan.ep]) for dp in range(plan.dp)}
+            have = [tuple(held_of(part, plan.cut, index) for part, _ in parts) for index in range(plan.tp)]
             for kinds, held in each:
-                for index, kind in enumerate(kinds):
+                for kind, shares in dict.fromkeys(zip(kinds, have, strict=True)):
                     seconds = sum(
                         line(self.rates[kind], part, 1.0).update
                         * times
-                        * held_of(part, plan.cut, index)
+                        * share
                         * (held if part.place == "experts" else 1.0)
-                        for part, times in parts
+                        for (part, times), share in zip(parts, shares, strict=True)
                     )
                     compute = max(compute, seconds / shards)
             spread = plan.ep > 1

@@ -9,7 +9,7 @@ and what is sent from the same table as `petune plan` prints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -112,22 +112,44 @@ def timed(
     """Start and end of each step of each rank, all as early as their order and what they read allow. last:
     the number of the last stage; travel: how long what a stage makes is on its way to another, once that is
     free to receive it."""
-    ends: dict[tuple[str, int, int], float] = {}
     found: list[list[tuple[StageStep, float, float]]] = [[] for _ in order]
-    while moved := [rank for rank, steps in enumerate(order) if len(found[rank]) < len(steps)]:
-        before = len(ends)
-        for rank in moved:
-            step = order[rank][len(found[rank])]
-            needs = _needs(step, last)
-            if needs <= ends.keys():
-                free = found[rank][-1][2] if found[rank] else 0.0
-                there = (max(free, ends[need]) + travel(need[1], step.stage) for need in needs)
-                start = max([free, *there])
-                end = ends[_result(step)] = start + length(step)
-                found[rank].append((step, start, end))
-        if len(ends) == before:
-            raise RuntimeError("the ranks of this schedule wait for one another for ever")
+    for rank, step, start, end in _played(_followed(order, last), length, travel):
+        found[rank].append((step, start, end))
     return found
+
+
+_Result = tuple[str, int, int]
+_Followed = tuple[int, StageStep, _Result, set[_Result]]
+
+
+def _played(
+    steps: Iterable[_Followed],
+    length: Callable[[StageStep], float],
+    travel: Callable[[int, int], float],
+) -> Iterator[tuple[int, StageStep, float, float]]:
+    """The rank of each step with its start and end; see `timed`."""
+    free, ends = dict[int, float](), dict[_Result, float]()
+    for rank, step, result, needs in steps:
+        start = ready = free.get(rank, 0.0)
+        for need in needs:
+            start = max(start, max(ready, ends[need]) + travel(need[1], step.stage))
+        free[rank] = ends[result] = start + length(step)
+        yield rank, step, start, free[rank]
+
+
+def _followed(order: Sequence[Sequence[StageStep]], last: int) -> Iterator[_Followed]:
+    """All steps, each behind those that it waits for: its rank, what it makes and what it reads."""
+    done, made = [0] * len(order), set[_Result]()
+    while moved := [rank for rank, steps in enumerate(order) if done[rank] < len(steps)]:
+        before = len(made)
+        for rank in moved:
+            step = order[rank][done[rank]]
+            if (needs := _needs(step, last)) <= made:
+                yield rank, step, _result(step), needs
+                made.add(_result(step))
+                done[rank] += 1
+        if len(made) == before:
+            raise RuntimeError("the ranks of this schedule wait for one another for ever")
 
 
 def end_of(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -> float:
@@ -142,13 +164,14 @@ def end_of(plan: ParallelPlan, lengths: Sequence[Both], sends: Sequence[Both]) -
             return 0.0
         return sends[source].forward if target > source else sends[target].backward
 
-    order = _order(plan.pp, len(lengths), plan.schedule, plan.microbatches)
-    return max(own[-1][2] for own in timed(order, len(lengths) - 1, length, travel))
+    steps = _steps(plan.pp, len(lengths), plan.schedule, plan.microbatches)
+    return max(end for *_, end in _played(steps, length, travel))
 
 
 @lru_cache(maxsize=256)
-def _order(pp: int, stages: int, schedule: str, pieces: int) -> tuple[tuple[StageStep, ...], ...]:
-    return order_of(ParallelPlan(pp=pp, stages=(Stage({}),) * stages, schedule=schedule, microbatches=pieces))
+def _steps(pp: int, stages: int, schedule: str, pieces: int) -> tuple[_Followed, ...]:
+    plan = ParallelPlan(pp=pp, stages=(Stage({}),) * stages, schedule=schedule, microbatches=pieces)
+    return tuple(_followed(order_of(plan), stages - 1))
 
 
 def _result(step: StageStep) -> tuple[str, int, int]:

@@ -143,8 +143,14 @@ class Workload:
 
     def parts(self, start: int, end: int) -> Counter[WorkPart]:
         """What a rank of blocks [start, end) computes, with how many there are of each."""
-        ends = (self.embedding if start == 0 else ()) + (self.head if end == len(self.blocks) else ())
-        return self.of_blocks(start, end) + Counter(ends)
+        if (start, end) not in self._parts:
+            ends = (self.embedding if start == 0 else ()) + (self.head if end == len(self.blocks) else ())
+            self._parts[start, end] = self.of_blocks(start, end) + Counter(ends)
+        return self._parts[start, end]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Counter[WorkPart]]:
+        return {}
 
     def of_blocks(self, start: int, end: int) -> Counter[WorkPart]:
         """`parts` without what stands before the first block and behind the last."""

@@ -57,19 +57,20 @@ def keys_of(features: int) -> int:
     return 3 * features // 2
 
 
-def by_kernels(mixer: Any, itemsize: int) -> bool:
-    """Whether kernels compute a mixer where activations have so many bytes; of one without memory, as on a
-    GPU."""
+def by_kernels(mixer: Any, itemsize: int, gpu: bool = True) -> bool:
+    """Whether kernels compute a mixer where activations have so many bytes. gpu: one without memory is to be
+    on a GPU."""
     on = mixer.A_log.device.type
-    return itemsize == 2 and mixer.head_k_dim <= WIDEST and (on == "meta" or on in KERNELS)
+    return itemsize == 2 and mixer.head_k_dim <= WIDEST and (gpu if on == "meta" else on in KERNELS)
 
 
-def state_bytes(mixer: Any, itemsize: int) -> float:
+def state_bytes(mixer: Any, itemsize: int, gpu: bool = True) -> float:
     """Bytes per token that autograd keeps of a mixer inside its linears, what goes into the last of them too:
     of the rule, chunk by chunk, with a state for each chunk; of the convolution and the norm; and without
-    kernels, of queries and keys before they are repeated and divided. itemsize: of activations."""
+    kernels, of queries and keys before they are repeated and divided. itemsize: of activations; gpu: see
+    `by_kernels`."""
     heads, keys, values = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
-    if by_kernels(mixer, itemsize):
+    if by_kernels(mixer, itemsize, gpu):
         of_head = 2 * CHUNK + keys * values / CHUNK + 3 * values + 1  # pairs of tokens, state, heads, beta
         wide = 4 * heads + 2 * mixer.num_k_heads  # decays and what they are made of, lengths
         return float(WIDE * wide + itemsize * (heads * of_head + 2 * mixer.conv_dim))

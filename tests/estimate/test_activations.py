@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
 from petune.estimate.footprint import ForwardPass, saved_in
+from petune.estimate.forecast import sketch
 from petune.kernels.fuse import fuse
 from petune.methods import wrap
 from petune.models import family_of
@@ -20,6 +22,7 @@ from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan
 from petune.parallel.tensor.shard_params import cut
 from tests.methods.zoo import MOE, ZOO
+from tests.written_recipes import recipe_of
 
 WIDE: dict[str, int] = {
     "hidden_size": 256,
@@ -89,6 +92,21 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
         extent = Extent(LENGTH, LENGTH, LENGTH, heads=8)
         total += saved_by(stack.blocks[-1], stack.rule, None, extent, itemsize, dropouts).of(ROWS)
     return total
+
+
+def test_mixers_that_a_cpu_is_to_run_are_counted_by_the_plain_rule(tmp_path: Path) -> None:
+    """A model without memory says nothing of where it will be."""
+    model = model_of("qwen3_5-causal", "lora", 1, layer_types=["linear_attention"])
+    (stack,) = own_stacks(model, family_of(model)).values()  # type: ignore[arg-type]
+
+    def saved(gpu: bool) -> float:
+        extent = Extent(LENGTH, LENGTH, heads=8, gpu=gpu)
+        return saved_by(stack.blocks[0], stack.rule, None, extent, 2, (0.0, 0.0)).row
+
+    here = saved(gpu=True)
+    model.to("meta")
+    assert saved(gpu=False) == here > 1.2 * saved(gpu=True)
+    assert not sketch(recipe_of("qwen3_5-causal", tmp_path, dtype="bf16")).work.gpu
 
 
 @pytest.mark.crossed(1)
