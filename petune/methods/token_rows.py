@@ -125,10 +125,14 @@ def apply(model: nn.Module, ids: Sequence[int], also_train: Iterable[str]) -> No
     table = table_of(model)
     names = holders(model, table)
     for name, module in names.items():
-        if type(module) not in FORMS:
-            raise _refused(f"rows of a {type(module).__name__} cannot train by themselves", name)
+        if isinstance(module, TunedLinear):
+            remedy = "leave token_rows out, or this name out of targets"
+            raise _refused("this table is tuned already", name, remedy)
         if within(name, also_train):
-            raise _refused("this table trains whole already", name)
+            raise _refused("this table trains whole already", name, "leave token_rows out")
+        if type(module) not in FORMS:
+            remedy = f"leave token_rows out, and train the whole table: also_train: [{', '.join(names)}]"
+            raise _refused(f"rows of a {type(module).__name__} cannot train by themselves", name, remedy)
     count, padding = table.num_embeddings, table.padding_idx
     if wrong := [one for one in ids if one >= count or one == padding or ids.count(one) > 1]:
         found = "padding" if wrong[0] == padding else "twice" if wrong[0] < count else f"{count} rows"
@@ -159,5 +163,5 @@ def holders(model: nn.Module, table: nn.Module) -> dict[str, nn.Module]:
     return dict(sorted(found.items(), key=lambda item: item[1] is not table))
 
 
-def _refused(what: str, name: str) -> UsageError:
-    return UsageError(what, where=f"token_rows  {name}", remedy="leave token_rows out, or the other setting")
+def _refused(what: str, name: str, remedy: str) -> UsageError:
+    return UsageError(what, where=f"token_rows  {name}", remedy=remedy)

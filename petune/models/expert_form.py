@@ -18,6 +18,12 @@ from petune.models.int8 import Int8
 from petune.models.nf4 import Nf4
 
 
+def cut_experts(name: str) -> UsageError:
+    """The refusal of a cut through the columns of experts in the form of this name."""
+    what = f"base_dtype: {name} holds experts whole, and this plan cuts their columns"
+    return UsageError(what, where="base_dtype", remedy="leave base_dtype out, or use dp, sp or pp")
+
+
 @dataclass(frozen=True)
 class ExpertForm(Form):
     """Frozen weights [E, n, k]; see petune.models.form.Form. held: what one expert is held in, but each
@@ -75,8 +81,7 @@ class ExpertForm(Form):
         if dim == 0:
             return self.each(lambda value: value.narrow(0, start, length))
         if length != self.shape[dim]:
-            what = f"base_dtype: {self.name} holds experts whole, and this plan cuts their columns"
-            raise UsageError(what, where="base_dtype", remedy="leave base_dtype out, or use dp, sp or pp")
+            raise cut_experts(self.name)
         return self
 
     def dense_into(self, out: Tensor) -> None:

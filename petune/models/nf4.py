@@ -88,6 +88,18 @@ def _quantised_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     return places.view(-1)[: len(scales)].to(torch.uint8), largest
 
 
+def refuse_cut_block(start: int, length: int, inputs: int) -> None:
+    """Raise UsageError where `length` of a weight's inputs, from `start` on, are not whole blocks."""
+    if start % BLOCK or length % BLOCK:
+        raise UsageError(
+            "base_dtype: nf4 holds inputs in blocks, and this plan cuts one",
+            where="base_dtype",
+            expected=f"shares of inputs that are multiples of {BLOCK}",
+            found=f"inputs {start} to {start + length} of {inputs}",
+            remedy="use base_dtype: int8, or shares of heads and columns that are",
+        )
+
+
 @dataclass(frozen=True)
 class Nf4(Form):
     """A frozen weight [n, k] in NF4; see petune.models.form.Form.
@@ -138,14 +150,8 @@ class Nf4(Form):
     def narrow(self, dim: int, start: int, length: int) -> Nf4:
         """Its outputs or inputs from `start` on. Raises UsageError where a block would be cut."""
         unit = BLOCK if dim else 1
-        if start % unit or length % unit:
-            raise UsageError(
-                "base_dtype: nf4 holds inputs in blocks, and this plan cuts one",
-                where="base_dtype",
-                expected=f"shares of inputs that are multiples of {BLOCK}",
-                found=f"inputs {start} to {start + length} of {self.shape[1]}",
-                remedy="use base_dtype: int8, or shares of heads and columns that are",
-            )
+        if dim:
+            refuse_cut_block(start, length, self.shape[1])
         q = self.q.narrow(dim, start // (1 + dim), length // (1 + dim))
         scales = self.scales.narrow(dim, start // unit, length // unit)
         if dim:

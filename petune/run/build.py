@@ -42,6 +42,7 @@ from petune.models.loading import (
 from petune.models.source import ModelSource, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.parallel.placement import Placement, parts_of
+from petune.parallel.tensor.shard_params import refuse_cut_form
 from petune.recipe import Recipe
 from petune.run.balance import balance_in
 from petune.run.fisher import weigh_by_rows
@@ -289,7 +290,7 @@ def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) 
         )
     task = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind_of(config))
     available = torch.cuda.device_count() if choose_place(recipe).device.type == "cuda" else 2
-    return make_plan(
+    plan = make_plan(
         recipe.parallel,
         family,
         config,
@@ -299,6 +300,9 @@ def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) 
         vocabulary_head=TASKS[task].over_vocabulary,
         still=method_of(recipe.method).head_alone,
     )
+    if recipe.base_dtype is not None and plan.cut is not None and family is not None:
+        refuse_cut_form(recipe.base_dtype, plan.cut, family.shape(config))
+    return plan
 
 
 def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | None) -> Runner:

@@ -123,15 +123,25 @@ def test_across_two_ranks_they_train_as_in_one_process(
         ("llama-causal", {"token_rows": [97]}, "token_rows: 97 is no row that can train"),
         ("llama-causal", {"token_rows": [0]}, "found padding"),
         ("llama-causal", {"token_rows": [5, 5]}, "found twice"),
-        ("llama-causal", {"targets": ["embed_tokens"]}, "rows of a LoraEmbedding cannot train"),
+        ("llama-causal", {"targets": ["embed_tokens"]}, "this table is tuned already"),
         ("llama-causal", {"also_train": ["embed_tokens"]}, "this table trains whole already"),
-        ("bart-seq2seq", {}, "rows of a BartScaledWordEmbedding cannot train"),
-        ("gemma3-causal", {}, "rows of a Gemma3TextScaledWordEmbedding cannot train"),
     ],
 )
 def test_what_cannot_be_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         wrap(tiny(name), **{"r": 2, "targets": ["q"], "token_rows": [5], **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("bart-seq2seq", "BartScaled"), ("gemma3-causal", "Gemma3TextScaled")]
+)
+def test_a_scaled_table_is_refused_and_trains_whole_as_the_remedy_says(name: str, kind: str) -> None:
+    with pytest.raises(UsageError, match=f"rows of a {kind}WordEmbedding cannot train") as refused:
+        wrap(tiny(name), r=2, targets=["q"], token_rows=[5])
+    names = str(refused.value).split("also_train: [")[1].split("]")[0].split(", ")
+    model = wrap(tiny(name), r=2, targets=["q"], also_train=names)
+    model(**batch(name)).loss.backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
 def test_rows_of_another_table_in_a_folder_are_refused(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from petune.errors import UsageError
 from petune.recipe import Recipe, load_recipe
 from petune.recipe.handing import hand_over, take_over
 from petune.run.build import Base, build, prepare
+from petune.run.distributed import wanted
 from petune.run.folder import RunFolder
 from petune.run.job import Job
-from tests.small_runs import as_yaml, settings
+from tests.small_runs import as_yaml, settings, write_model
 
 
 def from_a_file(place: Path) -> Recipe:
@@ -105,9 +107,16 @@ def test_a_models_config_is_read_once_for_plan_rows_and_weights(
     monkeypatch.setattr("petune.run.build.read_config", noted)
     recipe = load_recipe(settings(tmp_path, "bert", parallel={"tp": {"columns": [32, 16]}}))
     base = Base(recipe)
-    assert petune.run.distributed.wanted(recipe, base).tp == 2
+    assert wanted(recipe, base).tp == 2
     prepared = prepare(recipe, base=base)
     models = [build(prepared) for _ in range(2)]  # as at the end of a run whose model is cut
     assert len(seen) == 1
     assert models[0].config.num_labels == models[1].config.num_labels == 3
     assert base.config.num_labels == 2, "the config was changed by a model that was made of it"
+
+
+def test_a_plan_that_cuts_a_block_of_four_bits_is_refused_before_ranks_are_started(tmp_path: Path) -> None:
+    write_model(tmp_path / "llama", "llama", hidden_size=64, intermediate_size=128)
+    plan = {"parallel": {"tp": {"columns": [96, 32]}}, "base_dtype": "nf4"}
+    with pytest.raises(UsageError, match="holds inputs in blocks"):
+        wanted(load_recipe(settings(tmp_path, **plan)))

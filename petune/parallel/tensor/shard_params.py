@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import torch
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.models import experts
+from petune.models.expert_form import cut_experts
 from petune.models.frozen_weight import QuantisedWeight
 from petune.models.joined import MEMBERS, rows_of_heads
+from petune.models.nf4 import Nf4, refuse_cut_block
 from petune.models.spec import CutKind, Family, Member, Pieces, Region, Shape, Split, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
 from petune.models.tuned_linear import TunedLayer, TunedLinear
@@ -162,6 +165,17 @@ def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[tuple
         )
         for role in region.sites
     }
+
+
+def refuse_cut_form(base_dtype: str, cut: Cut, shape: Shape) -> None:
+    """Raise UsageError for shares into which weights that are held in `base_dtype` cannot be cut: what
+    `narrow` would meet in a rank, seen before there are any."""
+    if cut.columns and shape.experts:
+        raise cut_experts(base_dtype)
+    queries = tuple(heads * shape.head_dim for heads in cut.heads)
+    for sizes in (queries, cut.columns) if base_dtype == Nf4.name else ():
+        for start, length in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            refuse_cut_block(start, length, sum(sizes))
 
 
 def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split]:

@@ -3,16 +3,25 @@ trains as one process."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig
+from petune.models.copied import copied
+from petune.models.quantise import quantise_blocks
+from petune.parallel.mesh import coordinate
 from petune.parallel.plan import ParallelPlan
+from petune.parallel.tensor import shard_params
+from petune.parallel.tensor.shard_params import refuse_cut_form
 from tests.methods import zoo
-from tests.methods.zoo import of_64
+from tests.methods.zoo import of_64, table, tiny
 from tests.parallel.cells import case
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS, COMPOSED, OVERLAPPED
@@ -75,6 +84,40 @@ def test_ranks_train_as_one_process(
 def test_dropout_and_recomputing_are_those_of_one_process(name: str) -> None:
     one = case(name, "lora", BACKENDS["tp"](name, 2), recompute=True, dropout=0.2, steps=2)
     check(replace(one, tuning=tuple(PARTS.items())))
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except UsageError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama-causal", {"head_dim": 16}), ("t5-seq2seq", {"d_kv": 16}), ("qwen2moe-causal", {})],
+)
+def test_a_cut_that_a_form_cannot_have_is_refused_before_the_ranks_as_in_them(
+    name: str, changes: dict[str, int], base_dtype: str
+) -> None:
+    model = tiny(name, **of_64(name) | changes).to("meta").requires_grad_(False)
+    family, plan, seen = table(name), BACKENDS["tp"](name, 2), set()
+    quantise_blocks(model, family, base_dtype)
+    shape, own = family.shape(model.config), plan.cut
+    assert own is not None
+    for heads, columns in itertools.product(((4, 4), (6, 2)), ((64, 64), (96, 32))):
+        cut = replace(own, heads=heads, columns=columns, kv_heads=heads if shape.kv_heads == 8 else (2, 2))
+        ranks = (coordinate(plan, rank) for rank in (0, 1))
+        there = {
+            refusal(partial(shard_params.cut, copied(model), family, replace(plan, cut=cut), at))
+            for at in ranks
+        }
+        before = refusal(partial(refuse_cut_form, base_dtype, cut, shape))
+        assert bool(before) == any(there) and (shape.experts or {before} == there)
+        seen.add(before)
+    assert len(seen) == (2 if base_dtype == "nf4" and not shape.experts else 1)
 
 
 @pytest.mark.parametrize(
