@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from petune.errors import FileError, RecipeError, UsageError
-from petune.preflight.foreign import PROGRAMS, WHY, ForeignProgram
+from petune.preflight.foreign import PROGRAMS, ForeignProgram
 from petune.preflight.meanings import Table
+from petune.preflight.reasons import WHY
 from petune.recipe import Recipe, load_recipe
 from petune.recipe.yaml_lines import write_scalar
 
@@ -171,8 +172,8 @@ def _meanings(leaves: Mapping[str, Any], program: ForeignProgram) -> tuple[dict[
 
 
 def _first(key: str) -> int:
-    """What decides between two keys for one setting comes first: dora over lora."""
-    return 0 if key.endswith("use_dora") else 1
+    """What decides between two keys for one setting comes first: dora over lora, steps over a share."""
+    return 0 if key.endswith(("use_dora", "warmup_steps")) else 1
 
 
 def _put_together(values: dict[str, Any]) -> None:

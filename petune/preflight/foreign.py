@@ -1,7 +1,7 @@
 """The keys of other programs and what they are in a recipe, one table a program. Torch-free.
 
-A key has a rule of `meanings`; one without has no counterpart, and `WHY` says more of those that many files
-have. `defaults` are what a program takes for a key that is not in the file, where petune takes another. Some
+A key has a rule of `meanings`; one without has no counterpart, and `reasons` says more of those that many
+files have. `defaults` are what a program takes for a key that is not in the file, where petune takes another. Some
 keys are put together afterwards: `data.files`, `data.config` and `data.split_of` go into data.path,
 `method.also` adds to method.targets.
 """
@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from petune.preflight.meanings import (
+    SHAREGPT,
     Rule,
     Table,
     already,
     as_it_is,
+    assistant,
     attention,
     clipping,
     component,
     either,
+    fields_of_turns,
     names,
     off,
     one_of,
@@ -97,6 +100,8 @@ TRAINER: Table = {
     "fp16": off,
     "tf32": off,
     "gradient_checkpointing": to("gradient_checkpointing", truth),
+    "gradient_checkpointing_kwargs.use_reentrant": already(True, False),
+    "neftune_noise_alpha": off,
     "torch_compile": to("compile", truth),
     "eval_strategy": either(already("epoch", "steps")),
     "save_strategy": either(already("epoch", "steps")),
@@ -138,12 +143,18 @@ AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
     "datasets.0.type": one_of(
         alpaca={"data.format": "alpaca"},
         chat_template={"task": "chat"},
-        sharegpt={"task": "chat", "data.format": "sharegpt"},
+        sharegpt={"task": "chat", **SHAREGPT},
         completion={"task": "causal", "data.format": "text"},
     ),
     "datasets.0.field": to("data.columns.text", text),
     "datasets.0.field_messages": to("data.columns.messages", text),
     "datasets.0.field_system": to("data.columns.system", text),
+    "datasets.0.roles_to_train": assistant,
+    "datasets.0.train_on_eos": already("turn"),
+    "datasets.0.message_property_mappings": fields_of_turns,
+    "datasets.0.message_field_role": one_of(role={}, **{"from": SHAREGPT}),
+    "datasets.0.message_field_content": one_of(content={}, value=SHAREGPT),
+    **dict.fromkeys(("chat_template", "datasets.0.chat_template"), already("tokenizer_default", None)),
     "test_datasets.0.path": to("data.eval", text),
     "val_set_size": share,
     "sequence_len": to("data.max_length"),
@@ -174,10 +185,12 @@ AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
     "lr_scheduler": SCHEDULE,
     "warmup_steps": to("warmup"),
     "bf16": one_of(auto={}, true={"dtype": "bf16"}, false={"dtype": "fp32"}),
+    "use_tensorboard": switch({"trackers": ["tensorboard"]}),
     "evals_per_epoch": already(1),
     "saves_per_epoch": already(1),
     "early_stopping_patience": either(off, steps("patience")),
     **dict.fromkeys(("local_rank", "fsdp_config", "xformers_attention", "special_tokens", "debug"), off),
+    **dict.fromkeys(("flash_attention", "sdp_attention", "noisy_embedding_alpha"), off),
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), off),
 }
 LLAMA_FACTORY: Table = (
@@ -210,6 +223,7 @@ LLAMA_FACTORY: Table = (
         "max_samples": to("data.max_rows"),
         "val_size": share,
         "packing": to("data.packing", truth),
+        "neat_packing": switch({"data.packing": True}),
         "train_on_prompt": already(False),
         "mask_history": off,
         "quantization_bit": either(off, one_of(**{"4": {"base_dtype": "nf4"}})),
@@ -230,6 +244,7 @@ TRL: Table = (
         "max_length": to("data.max_length"),
         "max_seq_length": to("data.max_length"),
         "packing": to("data.packing", truth),
+        "packing_strategy": already("bfd"),
         "assistant_only_loss": already(True),
         "completion_only_loss": already(True, None),
         "loss_type": one_of(nll={}, sigmoid=PREFER["dpo"], ipo=PREFER["ipo"], kto=PREFER["kto"]),
@@ -248,8 +263,7 @@ TRL: Table = (
         "use_dora": DORA,
         "load_in_4bit": FOUR_BITS,
         "load_in_8bit": off,
-        "dtype": one_of(**DTYPE),
-        "torch_dtype": one_of(**DTYPE),
+        **dict.fromkeys(("dtype", "torch_dtype"), one_of(**DTYPE)),
     }
 )
 PEFT: Table = TARGET_LISTS | {
@@ -276,14 +290,11 @@ PEFT: Table = TARGET_LISTS | {
     "peft_version": lambda value: {},
     "megatron_core": already("megatron.core"),
     "qalora_group_size": already(16),
-    **dict.fromkeys(
-        ("auto_mapping", "layers_pattern", "loftq_config", "layer_replication", "lora_bias"), off
-    ),
-    **dict.fromkeys(("megatron_config", "corda_config", "eva_config", "alora_invocation_tokens"), off),
-    **dict.fromkeys(("target_parameters", "use_qalora", "ensure_weight_tying", "arrow_config"), off),
-    **dict.fromkeys(
-        ("use_bdlora", "lora_ga_config", "kasa_config", "monteclora_config", "velora_config"), off
-    ),
+    **dict.fromkeys(("auto_mapping", "layers_pattern", "loftq_config", "layer_replication"), off),
+    **dict.fromkeys(("lora_bias", "megatron_config", "corda_config", "eva_config", "arrow_config"), off),
+    **dict.fromkeys(("alora_invocation_tokens", "target_parameters", "use_qalora", "use_bdlora"), off),
+    **dict.fromkeys(("ensure_weight_tying", "lora_ga_config", "kasa_config", "velora_config"), off),
+    "monteclora_config": off,
 }
 
 
@@ -316,6 +327,9 @@ TORCHTUNE: Table = {
     "dataset.source": to("data.path", text),
     "dataset.data_files": to("data.files", text),
     "dataset.split": split,
+    "dataset.column": to("data.columns.text", text),
+    "dataset.conversation_column": to("data.columns.messages", text),
+    "dataset.conversation_style": one_of(openai={"data.format": "messages"}, sharegpt=SHAREGPT),
     "dataset.packed": to("data.packing", truth),
     "dataset.train_on_input": already(False),
     "seed": either(off, to("seed")),
@@ -383,18 +397,4 @@ PROGRAMS: Mapping[str, ForeignProgram] = {
         | {"method.name": "full", "lr": 2e-5, "data.max_length": 1024}
         | {"method.r": 16, "method.alpha": 32, "method.dropout": 0.05},
     ),
-}
-WHY: Mapping[str, str] = {
-    "load_in_8bit": "see `base_dtype`: int8",
-    "quantization_bit": "see `base_dtype`: nf4 or int8",
-    "deepspeed": "several devices: see `parallel`",
-    "fsdp": "several devices: see `parallel`",
-    "template": "the tokenizer's own chat template is used",
-    "chat_template": "the tokenizer's own chat template is used",
-    "logging_steps": "every step is in metrics.jsonl",
-    "log_every_n_steps": "every step is in metrics.jsonl",
-    "dataset_dir": "data names a file, a folder or a hub id",
-    "resume_from_checkpoint": "petune train RECIPE --resume",
-    "val_set_size": "some rows are always held out: data.split",
-    "trust_remote_code": "code of a model's folder is never run",
 }

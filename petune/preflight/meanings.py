@@ -13,6 +13,7 @@ from typing import Any
 Meaning = Mapping[str, Any] | None
 Rule = Callable[[Any], Meaning]
 Table = dict[str, Rule]
+SHAREGPT = {"data.format": "sharegpt"}
 
 
 def number(value: Any) -> float | int | None:
@@ -112,6 +113,18 @@ def targets(value: Any) -> Meaning:
         return {"method.targets": value}
     found = names(value)
     return {"method.targets": found} if found else None
+
+
+def assistant(value: Any) -> Meaning:
+    """Roles whose turns are trained; petune trains those of the assistant."""
+    found = names(value)
+    return {} if found and set(found) <= {"assistant", "gpt"} else None
+
+
+def fields_of_turns(value: Any) -> Meaning:
+    """What a turn's fields are called, by what they are: those of a format."""
+    known: tuple[tuple[str, str, Meaning], ...] = (("role", "content", {}), ("from", "value", SHAREGPT))
+    return next((found for who, says, found in known if value == {"role": who, "content": says}), None)
 
 
 def trackers(value: Any) -> Meaning:

@@ -395,9 +395,58 @@ def test_a_setting_of_preferences_alone_makes_no_task_of_them(tmp_path: Path) ->
 
 
 def test_two_keys_for_one_setting_are_said(tmp_path: Path) -> None:
-    (tmp_path / "a.yml").write_text(TRL + "warmup_ratio: 0.5\n")
+    (tmp_path / "a.yml").write_text("warmup_ratio: 0.5" + TRL)
     left = {one.key: one.why for one in convert(tmp_path / "a.yml").left}
     assert left["warmup_ratio"] == "warmup is said by warmup_steps already"
+
+
+CHATS = """
+base_model: org/m
+micro_batch_size: 2
+chat_template: tokenizer_default
+neftune_noise_alpha: 5
+val_set_size: 500
+gradient_checkpointing_kwargs: {use_reentrant: false}
+datasets:
+  - path: org/d
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+    roles_to_train: [gpt]
+    train_on_eos: turn
+"""
+
+
+def test_which_turns_are_trained_is_translated_or_its_difference_said(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(CHATS)
+    converted = convert(tmp_path / "a.yml")
+    recipe, left = converted.recipe, {one.key: one.why for one in converted.left}
+    assert (recipe.task, recipe.data.format, recipe.data.columns) == (
+        *("chat", "sharegpt"),
+        {"messages": "conversations"},
+    )
+    assert left == {
+        "neftune_noise_alpha": "embeddings get no noise",
+        "val_set_size": "some rows are always held out, a share of them: data.split",
+    }
+    others = CHATS.replace("[gpt]", "[gpt, user]").replace("eos: turn", "eos: last")
+    (tmp_path / "a.yml").write_text(others.replace("role: from", "role: who"))
+    left = {one.key.rpartition(".")[2]: one.why for one in convert(tmp_path / "a.yml").left}
+    assert left["roles_to_train"] == "the assistant's turns are trained, of no other role"
+    assert left["train_on_eos"] == "what ends a trained turn is trained, no other end"
+    assert left["message_property_mappings"] == "no counterpart for this value"
+
+
+def test_other_programs_words_for_chats_and_packing_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "a.yml"
+    file.write_text(LLAMA_FACTORY + "neat_packing: true\nflash_attn: fa2\n")
+    converted = convert(file)
+    assert converted.recipe.data.packing and "neat_packing" not in {one.key for one in converted.left}
+    assert "fastest way" in {one.key: one.why for one in converted.left}["flash_attn"]
+    style = "chat_dataset\n  source: org/d\n  conversation_column: talk\n  conversation_style: sharegpt"
+    file.write_text(TORCHTUNE.replace("alpaca_cleaned_dataset", style))
+    data = convert(file).recipe.data
+    assert (data.format, data.columns) == ("sharegpt", {"messages": "talk"})
 
 
 @pytest.mark.parametrize(
