@@ -1,8 +1,8 @@
 """The keys of other programs and what they are in a recipe, one table a program. Torch-free.
 
 A key has a rule of `meanings`; one without has no counterpart, and `reasons` says more of those that many
-files have. `defaults` are what a program takes for a key that is not in the file, where petune takes another. Some
-keys are put together afterwards: `data.files`, `data.config` and `data.split_of` go into data.path,
+files have. `defaults` are what a program takes for a key that is not in the file, where petune takes another.
+Some keys are put together afterwards: `data.files`, `data.config` and `data.split_of` go into data.path,
 `method.also` adds to method.targets.
 """
 
