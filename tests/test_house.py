@@ -101,6 +101,10 @@ LONG_FILES = (
     "petune/saving/peft.py",
 )
 NAME = 80  # characters of a test's name
+SCREEN = 60  # lines of a function, but for its docstring
+SILENCED = re.compile(
+    r"# (?:type: ignore(?:\[[\w, -]+\])?|noqa(?:: [A-Z]+\d+(?:, [A-Z]+\d+)*)?)(?P<reason>.*)"
+)
 # folders of tests/ whose modules do not lie in petune/
 ELSEWHERE = {"cli": "cli/petune_cli", "benchmarks": "benchmarks"}
 # Tests of a room as a whole, which no single module answers for. Those of several rooms lie in tests/ itself.
@@ -265,6 +269,26 @@ def long_names(tree: ast.AST) -> list[str]:
     ]
 
 
+def long_functions(tree: ast.AST) -> list[str]:
+    """Functions of more lines than a screen has, but for docstrings. A kernel of Triton's is one program."""
+
+    def lines(one: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        told = one.body[0] if ast.get_docstring(one) else None
+        said = (told.end_lineno or 0) - told.lineno + 1 if told else 0
+        return (one.end_lineno or 0) - one.lineno + 1 - said
+
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    own = [one for one in nodes(tree) if isinstance(one, kinds)]
+    own = [one for one in own if not any("triton.jit" in ast.unparse(by) for by in one.decorator_list)]
+    return [f"{one.lineno}: {one.name} has {lines(one)} lines" for one in own if lines(one) > SCREEN]
+
+
+def unreasoned(text: str) -> list[str]:
+    """Lines that silence a checker and say nothing of why."""
+    found = ((number, SILENCED.search(line)) for number, line in enumerate(text.splitlines(), 1))
+    return [f"{number}: {what[0]}" for number, what in found if what and not what["reason"].strip(" #-")]
+
+
 # ------------------------------------------------------------------ the rules can fail
 
 
@@ -385,6 +409,24 @@ def test_a_name_that_is_too_long_is_seen() -> None:
     assert not long_names(ast.parse(f"def {'test_':x<{NAME}}(): ..."))
 
 
+def test_a_function_longer_than_a_screen_is_seen() -> None:
+    body = "    x = 1\n" * SCREEN
+    assert long_functions(ast.parse(f"class A:\n  def f():\n{body}"))
+    assert not long_functions(ast.parse(f'def f():\n    """\n\n    Long."""\n{body[10:]}'))
+    assert not long_functions(ast.parse(f"@triton.jit\ndef f():\n{body}"))
+
+
+def test_a_checker_that_is_silenced_without_a_reason_is_seen() -> None:
+    bare = [
+        "x  # type: " + "ignore",
+        "x  # type: " + "ignore[a, b-c]  #",
+        "x  # no" + "qa: B018",
+        "# no" + "qa",
+    ]
+    assert [unreasoned(line) != [] for line in bare] == [True] * len(bare)
+    assert not unreasoned("x  # type: " + "ignore[misc]  # torch's\ny  # no" + "qa: B018, E1 - asked")
+
+
 @pytest.mark.parametrize(
     "text", ["see " + "/ho" + "me/me/model", "cd " + "/wo" + "rk/main", "'" + "/ro" + "ot/.cache'"]
 )
@@ -450,6 +492,14 @@ def test_tests_lie_where_their_modules_do() -> None:
 
 def test_names_of_tests_can_be_read() -> None:
     assert complaints(TESTS, lambda path: long_names(parsed(path))) == []
+
+
+def test_every_function_fits_a_screen() -> None:
+    assert complaints(SOURCE, lambda path: long_functions(parsed(path))) == []
+
+
+def test_no_checker_is_silenced_without_a_reason() -> None:
+    assert complaints(SOURCE, lambda path: unreasoned(path.read_text())) == []
 
 
 def test_everything_public_is_documented() -> None:

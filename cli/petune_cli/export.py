@@ -46,7 +46,7 @@ def export(
                 " lora as a server loads it."
             ),
         ),
-    ] = ...,  # type: ignore[assignment]
+    ] = ...,  # type: ignore[assignment]  # typer's word for an option that must be given
     out: Out = None,
     overwrite: Overwrite = False,
     verify_base: VerifyBase = False,

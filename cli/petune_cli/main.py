@@ -154,7 +154,7 @@ def command_line() -> Any:
         if option.name == "install_completion":
             setattr(option, "help", "Complete verbs in this shell.")  # noqa: B010 - typer declares no type for it
         elif option.name == "show_completion":
-            setattr(option, "hidden", True)  # noqa: B010
+            setattr(option, "hidden", True)  # noqa: B010 - as above
     return command
 
 

@@ -63,24 +63,7 @@ def plan(
         return
     if svg is not None:
         refuse_place(svg, overwrite, "--svg FILE")
-    sizes: Sequence[int] | None = _sizes(memory) if memory is not None else None
-    from petune.estimate import advice as shares
-    from petune.estimate import forecast
-    from petune.estimate.fused_forecast import on_device, outlook
-
-    if device is not None:
-        recipe, sizes = on_device(recipe, device, sizes)
-    advice = None
-    if speeds is None:
-        seen = outlook(forecast.forecast(recipe, world, sizes), device)
-    else:
-        rates = _rates(speeds)
-        if world not in (None, len(rates)):
-            raise UsageError(
-                "one speed for each rank", where="--speeds", expected=f"{world} speeds", found=str(len(rates))
-            )
-        advice = shares.advise(recipe, rates, sizes)
-        seen = outlook(advice.forecast, device)
+    seen, advice = _foreseen(recipe, world, memory, speeds, device)
     if json:
         from petune_cli.display import show_json
 
@@ -92,6 +75,28 @@ def plan(
     if svg is not None:
         _draw(seen.forecast, svg)
     seen.forecast.check()
+
+
+def _foreseen(
+    recipe: Recipe, world: int | None, memory: str | None, speeds: str | None, device: str | None
+) -> tuple[Outlook, Advice | None]:
+    """How the recipe would lie across its ranks; where their speeds are given, with shares that suit them."""
+    sizes: Sequence[int] | None = _sizes(memory) if memory is not None else None
+    from petune.estimate import advice as shares
+    from petune.estimate import forecast
+    from petune.estimate.fused_forecast import on_device, outlook
+
+    if device is not None:
+        recipe, sizes = on_device(recipe, device, sizes)
+    if speeds is None:
+        return outlook(forecast.forecast(recipe, world, sizes), device), None
+    rates = _rates(speeds)
+    if world not in (None, len(rates)):
+        raise UsageError(
+            "one speed for each rank", where="--speeds", expected=f"{world} speeds", found=str(len(rates))
+        )
+    advice = shares.advise(recipe, rates, sizes)
+    return outlook(advice.forecast, device), advice
 
 
 def _search(

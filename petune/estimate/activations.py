@@ -25,7 +25,7 @@ saves nothing. tests/estimate measure it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -190,10 +190,10 @@ def _of_region(
             source = id(layer) if itemsize < NORM else read[role]
             entering[source] = read[role] * ends_of(layer)[0] * itemsize
     total += sum(entering.values())
+    if isinstance(core, LinearAttention):
+        mixer = cast("Any", _module(block, core.at))
+        return Saved(total + tokens * state_bytes(mixer, itemsize, extent.gpu))
     if isinstance(core, Attention):
-        if isinstance(core, LinearAttention):
-            mixer = cast("Any", _module(block, core.at))
-            return Saved(total + tokens * state_bytes(mixer, itemsize, extent.gpu))
         made = {role: ends_of(layer)[1] for role, layer in layers.items()}
         inner = ends_of(leave)[0]  # of all heads
         total += itemsize * tokens * core.given(inner)
@@ -207,14 +207,7 @@ def _of_region(
         if itemsize < NORM and _kept(leave).input:
             total += tokens * ends_of(leave)[0] * itemsize
         pairs = extent.heads * tokens * keys
-        if core.positions is not None:
-            table = 2 * getattr(_module(block, core.at), core.positions.half, 0)
-            total += itemsize * (keys * made["k"] + table * (made["q"] + made["k"]))  # repeated for each row
-        capped = bool(getattr(_module(block, core.at), "attn_logit_softcapping", None))
-        if capped or core.sinks is not None or core.positions is not None:  # no kernel knows them
-            total += 0 if dropout else pairs * (OPEN + itemsize * (itemsize < NORM))
-            total += pairs * itemsize * capped
-            total += itemsize * keys * (2 * inner - made.get("k", inner) - made.get("v", inner))
+        total += _of_own_scores(block, core, made, inner, pairs, keys, itemsize, bool(dropout))
         return Saved(total) + _pairs(block, region, rule, pairs, itemsize, dropout)
     columns = ends_of(leave)[0]
     steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)
@@ -222,6 +215,30 @@ def _of_region(
     if (_kept(leave).input or _trains(leave)) and not _relu(block, region):
         total += tokens * columns * itemsize
     return Saved(total)
+
+
+def _of_own_scores(
+    block: nn.Module,
+    core: Attention,
+    made: Mapping[Role, int],
+    inner: int,
+    pairs: float,
+    keys: float,
+    itemsize: int,
+    drops: bool,
+) -> float:
+    """Bytes per row of what attention keeps more where no kernel knows its scores: `pairs` of them, of heads
+    with `inner` features in all. made: features that its linears make."""
+    total = 0.0
+    if core.positions is not None:
+        table = 2 * getattr(_module(block, core.at), core.positions.half, 0)
+        total += itemsize * (keys * made["k"] + table * (made["q"] + made["k"]))  # repeated for each row
+    capped = bool(getattr(_module(block, core.at), "attn_logit_softcapping", None))
+    if capped or core.sinks is not None or core.positions is not None:
+        total += 0 if drops else pairs * (OPEN + itemsize * (itemsize < NORM))
+        total += pairs * itemsize * capped
+        total += itemsize * keys * (2 * inner - made.get("k", inner) - made.get("v", inner))
+    return total
 
 
 def _pairs(

@@ -18,7 +18,7 @@ def mixed(ops: Ops | None, state: Tensor, below: Tensor, gate: Tensor, temperatu
     ops: what makes it one operation; None, or states of two dtypes, for plain torch.
     """
     if ops is not None and state.dtype == below.dtype:
-        return cast("Tensor", _Mix.apply(ops, temperature, state, below, gate))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _Mix.apply(ops, temperature, state, below, gate))  # type: ignore[no-untyped-call]  # torch's
     g = torch.sigmoid(gate / temperature)
     return g * state + (1 - g) * below
 

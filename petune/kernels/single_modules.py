@@ -129,7 +129,7 @@ def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> 
     `petune::lora_linear`, cannot have it.
     """
     if not torch.compiler.is_compiling():
-        y: Tensor = _LoraLinear.apply(x, *part.tensors[:4], part.scale, ops, how)  # type: ignore[no-untyped-call]
+        y: Tensor = _LoraLinear.apply(x, *part.tensors[:4], part.scale, ops, how)  # type: ignore[no-untyped-call]  # torch's
         return y
     y = torch_ops.lora_linear(_matrix(x), *part.tensors[:4], part.scale)
     return y.view(*x.shape[:-1], part.weight.shape[0])
@@ -138,7 +138,7 @@ def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
     """x / rms(x) * weight over the last dim of [..., n], as one node; weight [n] of x's dtype or wider."""
     if not torch.compiler.is_compiling():
-        y: Tensor = _RmsNorm.apply(x, weight, eps, ops)  # type: ignore[no-untyped-call]
+        y: Tensor = _RmsNorm.apply(x, weight, eps, ops)  # type: ignore[no-untyped-call]  # torch's
         return y
     return cast("Tensor", torch_ops.rms_norm(_matrix(x), weight, eps)[0]).view(x.shape)
 

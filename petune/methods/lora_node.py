@@ -44,7 +44,7 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor) -> bool:
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """x [..., in] -> [..., out], in the dtype of x, for what `fits`."""
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
-        return cast("Tensor", _Node.apply(x, weight, bias, a, b, scale))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _Node.apply(x, weight, bias, a, b, scale))  # type: ignore[no-untyped-call]  # torch's
     y = F.linear(x, weight, bias)
     if x.dtype == a.dtype and len(x) == x.dim() - 1 == 1:  # one token, where each call of torch's counts
         return y.addmm_(F.linear(x, a), b.t(), alpha=scale)

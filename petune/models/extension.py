@@ -15,7 +15,7 @@ def extend(module: nn.Module, by: type[nn.Module]) -> None:
     """Put `by` before the class of `module`; nothing where its class is extended already."""
     if not hasattr(type(module), _EXTENDS):
         # mypy takes the hash of a class for that of its objects
-        module.__class__ = _extended(type(module), by)  # type: ignore[arg-type]
+        module.__class__ = _extended(type(module), by)  # type: ignore[arg-type]  # a subclass of its own class
 
 
 def restore(model: nn.Module) -> None:

@@ -77,7 +77,7 @@ class QuantisedWeight(Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has wider types
         """What keeps the form (see _KEEP), else the same of dense values. Raises UsageError for what would
         write into those."""
         kwargs = kwargs or {}
@@ -119,7 +119,7 @@ class QuantisedWeight(Tensor):
             f"a weight in {self.form.name} is no plain tensor, as safetensors writes", remedy=remedy
         )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # Tensor's has no keywords
         sizes = " x ".join(map(str, self.shape))
         return f"QuantisedWeight({self.form.name}, {sizes}, {self.dtype}, {self.device})"
 
@@ -296,7 +296,7 @@ def _times(x: Tensor, weight: QuantisedWeight, turned: bool = False) -> Tensor:
     elif x.dtype != weight.dtype:
         # torch's own error for a dense one
         raise RuntimeError(f"expected an input of {weight.dtype}, the weight's, but found {x.dtype}")
-    y: Tensor = _Product.apply(x, weight.form, turned)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x, weight.form, turned)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 

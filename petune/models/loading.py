@@ -209,13 +209,7 @@ def load_model(
     _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)
     if source.kind == "config":
-        say(source.note)
-        model = outline(source, config, head, dtype)
-        contents = Contents(model, {}, NO_PLAN, seed, source.place)
-        make_buffers(model, contents)
-        heads = family.heads if family else ()
-        new = tuple(name for name, _ in model.named_modules() if name in heads)
-        return Loaded(model.eval(), family, new, "", contents)
+        return _of_config(source, head, dtype, config, seed)
     check_weights(source)
     if code := wanted_code(local_folder(source.place, source.revision) or Path(source.place)):
         say(f"{code[0]}: not run; {config.model_type} is read with transformers' own classes")
@@ -230,9 +224,7 @@ def load_model(
         found, four_bit = four_bit_weights(sources(headers))
         found, packed = mxfp4_weights(found)
         apart = {name for name in found if beside(four_bit, name) or held_in(packed, name)}
-        named = {
-            name: one for name, one in found.items() if name not in apart and not name.startswith(OUTSIDE)
-        }
+        named = {key: one for key, one in found.items() if key not in apart and not key.startswith(OUTSIDE)}
         # where a class keeps tensors in float32 whatever the dtype, transformers is asked
         plan = None if model._get_dtype_plan(dtype) else plan_reads(model, named)
     held: dict[str, FourBit | Mxfp4] = {**four_bit, **packed}
@@ -262,6 +254,17 @@ def load_model(
         own = note_of(whole, {name: one for name, one in found.items() if name not in apart})
         note = "; ".join(filter(None, (own, note)))
     return Loaded(model.eval(), family, new, note, contents)
+
+
+def _of_config(source: ModelSource, head: Head, dtype: torch.dtype, config: Any, seed: int) -> Loaded:
+    """The model of a config that has no weights: all are drawn."""
+    say(source.note)
+    model, family = outline(source, config, head, dtype), FAMILIES.get(config.model_type)
+    contents = Contents(model, {}, NO_PLAN, seed, source.place)
+    make_buffers(model, contents)
+    heads = family.heads if family else ()
+    new = tuple(name for name, _ in model.named_modules() if name in heads)
+    return Loaded(model.eval(), family, new, "", contents)
 
 
 def _as_transformers_leaves_it(model: Any, source: ModelSource, plan: ReadPlan) -> None:

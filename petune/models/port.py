@@ -54,7 +54,7 @@ class Port:
         for name, value in zip(Port.__slots__, (block, first, last, number, stack), strict=True):
             object.__setattr__(self, name, value)
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # a class for isinstance, as mocks have it
     def __class__(self) -> type:
         """The class of the block."""
         return self._block.kind if type(self._block) is Elsewhere else self._block.__class__
@@ -68,7 +68,7 @@ class Port:
     def __repr__(self) -> str:
         return repr(self._block)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch's
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns."""
         return self._stack.advance(self._number, self._block, self._first, self._last, args, kwargs)

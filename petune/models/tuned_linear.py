@@ -200,7 +200,7 @@ class TunedLinear(TunedLayer):
         """A subclass may compute something else, so it has a fused form only if it says so itself."""
         super().__init_subclass__(**settings)
         if "low_rank" not in vars(cls):
-            cls.low_rank = TunedLinear.low_rank  # type: ignore[method-assign]
+            cls.low_rank = TunedLinear.low_rank  # type: ignore[method-assign]  # of a class that is made here
 
     def low_rank(self) -> LowRank | None:
         """The linear map of the layer as fused kernels compute it, all of it but for its `bottleneck`.

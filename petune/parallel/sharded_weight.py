@@ -34,7 +34,7 @@ class ShardedWeight(QuantisedWeight):
         return made
 
     @classmethod  # torch calls it so, whatever its own signature says
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has wider types
         """What FSDP2 does to lay out shards (see _LAID_OUT), else as QuantisedWeight."""
         if args and isinstance(args[0], cls) and (lay := _LAID_OUT.get(func)) is not None:
             return lay(*args, **(kwargs or {}))

@@ -98,7 +98,7 @@ class Attribution:
         them."""
         path, again = self._running[-1] if self._running else (OUTSIDE, False)
         if not again:
-            self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # torch has no type for it
             self._owners.append(path)
 
     def owner(self, sequence: int) -> str:

@@ -51,7 +51,7 @@ class Ledger(TorchDispatchMode):
     most there ever were."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.device = device
         self.live = self.peak = 0
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -360,10 +360,10 @@ def _bounded(kind: Any, metadata: Mapping[str, Any]) -> Any:
     if kind is str and "choices" in metadata:
         return Literal[tuple(metadata["choices"])]
     if get_origin(kind) is tuple:
-        return tuple[_bounded(arguments[0], metadata), ...]  # type: ignore[misc]
+        return tuple[_bounded(arguments[0], metadata), ...]  # type: ignore[misc]  # built at run time
     if isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping):
         keys = Literal[tuple(metadata["keys"])] if "keys" in metadata else str
-        return dict[keys, _bounded(arguments[1], metadata)]  # type: ignore[valid-type, misc]
+        return dict[keys, _bounded(arguments[1], metadata)]  # type: ignore[valid-type, misc]  # as above
     return kind
 
 

@@ -77,7 +77,7 @@ def running() -> Running:
 @contextmanager
 def bound(**changes: object) -> Iterator[Running]:
     """Bind a copy of the current facts with `changes` for the length of the block."""
-    with bound_to(replace(running(), **changes)) as now:  # type: ignore[arg-type]
+    with bound_to(replace(running(), **changes)) as now:  # type: ignore[arg-type]  # fields of a dataclass by name
         yield now
 
 

@@ -194,7 +194,7 @@ def _dropped(x: Tensor, p: float, firsts: tuple[Any, ...]) -> Tensor:
         return x
     how = _drawn(x, p, firsts)
     if x.device.type in FUSED and x.dtype != torch.float64:
-        return cast("Tensor", _Fused.apply(x, *how))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _Fused.apply(x, *how))  # type: ignore[no-untyped-call]  # torch's
     return dropped(x, how)
 
 
@@ -237,7 +237,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Fused.apply(grads[0], *ctx.saved_tensors, *ctx.rest), None, None, None, None  # type: ignore[no-untyped-call]
+        return _Fused.apply(grads[0], *ctx.saved_tensors, *ctx.rest), None, None, None, None  # type: ignore[no-untyped-call]  # torch's
 
 
 @torch.no_grad()

@@ -156,7 +156,7 @@ class Speaker:
         with torch.no_grad(), self.place.autocast():
             probabilities = self.model(**inputs).logits[0].float().softmax(-1)
         best = int(probabilities.argmax())
-        return str(self.model.config.id2label[best]), float(probabilities[best])  # type: ignore[union-attr, index]
+        return str(self.model.config.id2label[best]), float(probabilities[best])  # type: ignore[union-attr, index]  # of a classifier's config, a mapping
 
     def rank(self, query: str, passages: Sequence[str]) -> list[tuple[str, float]]:
         """The passages with how well each answers `query`, from 0 to 1, the best first; pairs are cut as in
@@ -199,7 +199,7 @@ class Speaker:
         coded = encode_words(words, self._coder())
         self._refuse_long(coded.length)
         best = self._logits(coded.input_ids).argmax(-1).tolist()
-        names: dict[int, str] = self.model.config.id2label  # type: ignore[union-attr, assignment]
+        names: dict[int, str] = self.model.config.id2label  # type: ignore[union-attr, assignment]  # of a classifier's config, a mapping
         tags = ["-" if place is None else names[best[place]] for place in coded.firsts]
         return "\n".join(f"{word}\t{tag}" for word, tag in zip(words, tags, strict=True))
 

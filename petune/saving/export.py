@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -401,9 +402,8 @@ def save_merged(
     written = dtype or own_dtype
     cost = cost_of(named, bias_changes(model), dtype, seed)
     before = logits_of(model, batch) if batch is not None else None
-    config, unties, whole = model.config, _unties(model, layers), whole_of(model)
+    unties, whole = _unties(model, layers), whole_of(model)
     refuse_apart(whole, unties)
-    tied = getattr(config, "tie_word_embeddings", None)
     kept = written is own_dtype
     with merged_weights(model, dtype, seed=seed), rounded_whole(model, written, seed=seed):
         after = logits_of(model, batch) if batch is not None and kept else None
@@ -415,40 +415,57 @@ def save_merged(
         }
 
         def fill(work: Path) -> None:
-            # a config that ties nothing is read without tying anything: whatever is still shared is then
-            # written under each of its names
-            # what lies in the one tensor of a fused block, with room behind its rows, is copied out of it:
-            # transformers reads the ends of those that share one
-            own = {name: dense_of(value.detach()).contiguous() for name, value in state.items()}
-            own = {name: value.clone() for name, value in own.items()} if unties else own
-            cast_to = own if kept else _cast(own, written)
-            if whole is not None:
-                write_whole(model, whole, cast_to, written, work)
-            else:
-                write_hugging_face(model, cast_to, work)
-                if not kept:
-                    fields = read_json(work / "config.json") | {"dtype": str(written).removeprefix("torch.")}
-                    write_json(work / "config.json", fields)
-                check_complete(model, own, kinds_of(work))
+            _write_merged(model, state, (own_dtype, written), unties, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
             for path, facts in beside.items():
                 (work / path).parent.mkdir(exist_ok=True)
                 write_json(work / path, facts)
 
-        try:
-            if unties:
-                config.tie_word_embeddings = False
+        with _untied(model.config) if unties else nullcontext():
             place = commit_folder(folder, fill, overwrite, OURS)
-        finally:
-            if unties:
-                config.tie_word_embeddings = tied
     if batch is not None and after is None:
         after = _logits_there(model, place, written, batch)
     logits = (
         None if before is None or after is None else float((before.double() - after.double()).abs().max())
     )
     return _report(place, written, len(layers), cost, logits, seed)
+
+
+@contextmanager
+def _untied(config: Any) -> Iterator[None]:
+    """A config that ties nothing: it is read without tying anything."""
+    tied = getattr(config, "tie_word_embeddings", None)
+    config.tie_word_embeddings = False
+    try:
+        yield
+    finally:
+        config.tie_word_embeddings = tied
+
+
+def _write_merged(
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    unties: bool,
+    work: Path,
+) -> None:
+    """Write the tensors of a merged model, each under its own name where it `unties`, with its config or, if
+    it is a part of a whole, with the rest of that. dtypes: the base's own, and that which is written."""
+    kept, dtype = dtypes[0] is dtypes[1], dtypes[1]
+    # what lies in the one tensor of a fused block, with room behind its rows, is copied out of it:
+    # transformers reads the ends of those that share one
+    own = {name: dense_of(value.detach()).contiguous() for name, value in state.items()}
+    own = {name: value.clone() for name, value in own.items()} if unties else own
+    written = own if kept else _cast(own, dtype)
+    if (whole := whole_of(model)) is not None:
+        write_whole(model, whole, written, dtype, work)
+        return
+    write_hugging_face(model, written, work)
+    if not kept:
+        fields = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+        write_json(work / "config.json", fields)
+    check_complete(model, own, kinds_of(work))
 
 
 def _logits_there(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -503,56 +503,41 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
         )
     required = ("r", "lora_alpha", "target_modules") if config.get("peft_version") is None else _WHOLE_FILE
     check_fields(config, Fields({name: _KINDS[name] for name in required}, _KINDS, others=True), file)
-    problems = []
+    if problems := [*_unread_fields(config, file), *_bad_targets(config, file)]:
+        raise FileError(problems[:MOST])
+
+
+def _unread_fields(config: Mapping[str, Any], file: Path) -> Iterator[Problem]:
+    """What is wrong with the fields that petune does not read: they ask for another computation, or may."""
+    where = str(file)
     for field, value in config.items():
         neutral = _NEUTRAL.get(field)
         if field in _NEUTRAL and value not in (neutral, None, False, {}, []):
-            problems.append(
-                Problem(
-                    f"{field} = {value!r} is not supported"[:200],
-                    str(file),
-                    f"{field} = {neutral!r}",
-                    remedy=_FLATTEN,
-                )
-            )
-        if (
-            field not in _NEUTRAL
-            and field not in _READ
-            and field not in _INERT
-            and value not in (None, False, {}, [], "")
-        ):
+            what = f"{field} = {value!r} is not supported"[:200]
+            yield Problem(what, where, f"{field} = {neutral!r}", remedy=_FLATTEN)
+        known = field in _NEUTRAL or field in _READ or field in _INERT
+        if not known and value not in (None, False, {}, [], ""):
             remedy = "it may change what is computed: " + _FLATTEN
-            problems.append(
-                Problem(f"{field} = {value!r} is unknown to petune"[:200], str(file), remedy=remedy)
-            )
+            yield Problem(f"{field} = {value!r} is unknown to petune"[:200], where, remedy=remedy)
     init = config.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         remedy = "convert it with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-        problems.append(
-            Problem(
-                f"init_lora_weights = {init!r} changes the base's weights", str(file), "true", remedy=remedy
-            )
-        )
-    patterns = [
-        config.get(field)
-        for field in ("target_modules", "exclude_modules")
-        if isinstance(config.get(field), str)
-    ]
+        what = f"init_lora_weights = {init!r} changes the base's weights"
+        yield Problem(what, where, "true", remedy=remedy)
+
+
+def _bad_targets(config: Mapping[str, Any], file: Path) -> Iterator[Problem]:
+    """What is wrong with the names and patterns of modules."""
+    sides = (config.get("target_modules"), config.get("exclude_modules"))
+    patterns = [side for side in sides if isinstance(side, str)]
     for pattern in [*patterns, *(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]:
         try:
             _pattern(pattern)
         except FileError as error:
-            problems += [replace(problem, where=str(file)) for problem in error.problems]
+            yield from (replace(problem, where=str(file)) for problem in error.problems)
     if not config.get("target_modules") and not config.get("target_parameters"):
-        problems.append(
-            Problem(
-                "target_modules is empty",
-                str(file),
-                remedy="name the modules the adapter tunes, as peft writes them",
-            )
-        )
-    if problems:
-        raise FileError(problems[:MOST])
+        remedy = "name the modules the adapter tunes, as peft writes them"
+        yield Problem("target_modules is empty", str(file), remedy=remedy)
 
 
 def fitting(

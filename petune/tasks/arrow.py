@@ -9,6 +9,7 @@ Arrow), of which pyarrow tells nothing before it is read.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from petune.errors import DataError
 from petune.tasks.lines import shown
@@ -43,11 +44,11 @@ def refuse_compressed(path: Path) -> None:
         ) from error
 
 
-def _is_compressed(message: object) -> bool:
+def _is_compressed(message: Any) -> bool:
     """Whether a message with a batch of rows or of a dictionary names a compression."""
-    data = message.metadata.to_pybytes()  # type: ignore[attr-defined]
+    data = message.metadata.to_pybytes()
     batch = _table(data, _table(data, 0, None), _HEADER)
-    if message.type == "dictionary":  # type: ignore[attr-defined]
+    if message.type == "dictionary":
         batch = _table(data, batch, _DATA)
     return _field(data, batch, _COMPRESSION) is not None
 

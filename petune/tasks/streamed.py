@@ -217,8 +217,12 @@ def stream_rows(
     if not first:
         raise DataError("no row is left to train on", where=source.name)
     rows = Rows(first, held, None, layout.format, (), fingerprint(first, held))
-    sizes = {"model_kind": model_kind, "max_positions": max_positions, "vocab_size": vocab_size}
-    encoded = encode(rows, task, tokenizer, config, **sizes)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {
+        "model_kind": model_kind,
+        "max_positions": max_positions,
+        "vocab_size": vocab_size,
+    }
+    encoded = encode(rows, task, tokenizer, config, **sizes)
     notes = (str(layout), f"streamed in windows of {config.window:,} rows; {rule}")
     told = f"these figures are of the first {len(first)} rows to train on; others are read as steps need them"
     report = replace(encoded.report, notes=(told, *encoded.report.notes))

@@ -90,7 +90,7 @@ class Examples(Sequence[Example]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as any class that is equal by values
 
 
 class _Columns:

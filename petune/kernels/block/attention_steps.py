@@ -260,10 +260,10 @@ class Attend(Step):
             around = (0, 0, 0, 0, seen[0], len(v[self.sources[1]]) - seen[1])
             grads = grads[0], F.pad(grads[1], around), F.pad(grads[2], around)
         if self.turned and not self.borrows:
-            run.grads[self.sources[0]] = grads  # type: ignore[assignment]
+            run.grads[self.sources[0]] = grads
             return
         if self.borrows:  # the norm of queries takes them with those of no keys
-            run.grads[self.sources[0]] = grads[0], grads[1][:, :0], grads[2][:, :0]  # type: ignore[assignment]
+            run.grads[self.sources[0]] = grads[0], grads[1][:, :0], grads[2][:, :0]
             if KEYS in run.wants:
                 run.grads[KEYS] = torch.cat(grads[1:], 1).flatten(1)
             return

@@ -108,7 +108,7 @@ class Gather(_Crossing):
         """The gradient of q | k | v, or of each."""
         dq = run.grads.pop(self.x).unflatten(1, (-1, self.head_dim))
         if self.turned:
-            run.grads[self.x] = dq, *dkv.split(self.kv_heads, 1)  # type: ignore[assignment]
+            run.grads[self.x] = dq, *dkv.split(self.kv_heads, 1)
         else:
             run.grads[self.x] = torch.cat([dq, dkv], 1).flatten(1)
 
@@ -145,7 +145,7 @@ class Trade(_Crossing):
     def backward(self, run: BlockRun, v: Values) -> None:
         dy = batched(run, run.grads.pop(self.y))
         dx = flat(self._part(run).crossed.enter_backward(dy, self._traded))
-        run.grads[self.x] = self._parted(dx) if self.turned else dx  # type: ignore[assignment]
+        run.grads[self.x] = self._parted(dx) if self.turned else dx
 
     @property
     def _traded(self) -> tuple[Sizes, Sizes, Sizes]:

@@ -58,5 +58,5 @@ class HalvedStack:
                 halved, own = block.halved(hidden, call)
             blocks.append(halved)
             tensors += own
-        out = Halves.apply(blocks, hidden, *tensors)  # type: ignore[no-untyped-call]
+        out = Halves.apply(blocks, hidden, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return {"hidden_states": out, BIAS: None}

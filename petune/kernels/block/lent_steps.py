@@ -129,7 +129,7 @@ class Lend(Step):
         given, (dq, *own) = run.grads.pop(LENT), run.grads[self.qkv]
         others = given.view(len(given), -1, dq.shape[-1]).chunk(2, 1)
         both = [one + other for one, other in zip(own, others, strict=True)]
-        run.grads[self.qkv] = (dq, *both)  # type: ignore[assignment]  # as attention gives them
+        run.grads[self.qkv] = (dq, *both)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         return {LENT: (shape.qkv - shape.queries) * shape.itemsize}

@@ -147,7 +147,7 @@ class FusedBlock(nn.Module):
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
         if self.spec.goes_in_halves(len(hidden), given):
             halved, tensors = self.halved(hidden, given)
-            return self.result(Halves.apply([halved], hidden, *tensors), None)  # type: ignore[no-untyped-call]
+            return self.result(Halves.apply([halved], hidden, *tensors), None)  # type: ignore[no-untyped-call]  # torch's
         parts, memory = self.parts(), given.get(MEMORY)
         layout = Layout.of(hidden, memory, self.spec.by_sequence)
         bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is

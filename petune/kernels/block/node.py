@@ -75,7 +75,7 @@ def passed(
 ) -> tuple[Tensor, Tensor | None]:
     """What a call gives, of the shape of its hidden states, and what it lends, None for nothing."""
     if torch.is_grad_enabled():
-        out: Any = Node.apply(call, *inputs, *tensors)  # type: ignore[no-untyped-call]
+        out: Any = Node.apply(call, *inputs, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return out if isinstance(out, tuple) else (out, None)
     call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
     y, kept, _ = forward(call, inputs, tensors)

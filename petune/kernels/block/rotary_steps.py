@@ -128,7 +128,7 @@ class Reach(Step):
         """See Step. The gradients come one by one from attention."""
         dq, *others = run.grads.pop(self.qkv)
         _stretch(dq, run.reach)
-        run.grads[self.turned] = dq, *others  # type: ignore[assignment]  # as they came
+        run.grads[self.turned] = dq, *others
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         return {self.qkv: shape.qkv * shape.itemsize} if self.held else {}

@@ -43,13 +43,13 @@ class BlockRun:
 
     norms: of each norm, see NormTensors. drops: of each dropout of the block, None where nothing drops out.
     hows: of each attention. angles: cos and sin [p, d] of rotary positions, p dividing m; reach: what
-    queries there are multiplied by, [p]. wants: the
-    values whose gradient somebody needs. grads: gradients found so far, by the name of the value. rows: those
-    of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each sub-layer
-    that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut. sinks: of
-    each attention that has some. turns: where another pass goes in turns with this one. called: the cores
-    that are called as they are. vectors: that scale what sub-layers give. kept: the values that are kept for
-    the way back; None on it.
+    queries there are multiplied by, [p]. wants: the values whose gradient somebody needs. grads:
+    gradients found so far, by the name of the value, of q, k and v apart where attention gives them so.
+    rows: those of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of
+    each sub-layer that is cut across ranks, by its number; batch: rows of equal length, where a sequence
+    is cut. sinks: of each attention that has some. turns: where another pass goes in turns with this one.
+    called: the cores that are called as they are. vectors: that scale what sub-layers give. kept: the
+    values that are kept for the way back; None on it.
     """
 
     ops: Ops
@@ -60,7 +60,7 @@ class BlockRun:
     angles: tuple[Tensor, Tensor] | None
     sink: Sink = field(default_factory=lambda: Sink(()))
     wants: frozenset[str] = frozenset()
-    grads: dict[str, Tensor] = field(default_factory=dict)
+    grads: Values = field(default_factory=dict)
     rows: slice | None = None
     bottlenecks: Sequence[tuple[BottleneckPart, Dropping | None]] = ()
     mixtures: Sequence[MixturePart] = ()

@@ -111,7 +111,7 @@ class Unmade(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has wider types
         """Only what goes round torch's Python comes here, too late to record a gradient."""
         raise RuntimeError(
             f"{func} wants logits that were not made; call petune.kernels.head.hooks.unfuse_head(model) ahead"

@@ -76,17 +76,10 @@ def linear_cross_entropy(
     they are. What a row weighs is known in the backward pass alone, so that one makes the logits again, a
     chunk at a time: one matmul more, and nothing is kept but hidden states and labels.
     """
-    if trained is None and labels.device.type == "cpu":
-        trained = int((labels >= 0).sum())
-    missed: Tensor | None = None
-    rows: Tensor | None = None
     number = len(labels)
-    if trained is not None and 8 * trained <= 7 * len(labels):
-        # unlike a mask, it does not make the host wait for a size
-        order = torch.argsort((labels < 0).to(torch.uint8), stable=True)
-        rows, missed = order[:trained], (labels.index_select(0, order[trained : trained + 1]) >= 0).any()
-        labels = labels.index_select(0, rows)
-        rows = rows.to(hidden.device, non_blocking=True)
+    rows, missed = _rows_that_count(labels, trained)
+    if rows is not None:
+        labels, rows = labels.index_select(0, rows), rows.to(hidden.device, non_blocking=True)
         hidden = hidden.index_select(0, rows)
     labels = labels.to(hidden.device, non_blocking=True)
     dtype = _matmul_dtype(hidden)
@@ -109,6 +102,17 @@ def linear_cross_entropy(
     if missed is not None:
         found = found.masked_fill(missed.to(found.device, non_blocking=True), torch.nan)
     return found if count is None else found / count
+
+
+def _rows_that_count(labels: Tensor, trained: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """(the rows that have labels, None where others are not left out; whether more than `trained` have)."""
+    if trained is None and labels.device.type == "cpu":
+        trained = int((labels >= 0).sum())
+    if trained is None or 8 * trained > 7 * len(labels):
+        return None, None
+    # unlike a mask, it does not make the host wait for a size
+    order = torch.argsort((labels < 0).to(torch.uint8), stable=True)
+    return order[:trained], (labels.index_select(0, order[trained : trained + 1]) >= 0).any()
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:

@@ -99,7 +99,7 @@ class Store:
         found, parked.back = parked.back, None
         assert found is not None
         if self.into is not None:
-            torch.cuda.current_stream(self.device).wait_event(parked.copied)  # type: ignore[arg-type]
+            torch.cuda.current_stream(self.device).wait_event(parked.copied)  # type: ignore[arg-type]  # there is one where there is a stream
         following = self._waiting(passing.follower) if passing is not None and not at else []
         for ahead in order[:at][-1:] + following[-1:]:
             self._bring(ahead)
@@ -120,7 +120,7 @@ class Store:
         }
         if self.into is not None:
             self.into.wait_stream(torch.cuda.current_stream(self.device))
-            self.into.wait_event(parked.copied)  # type: ignore[arg-type]
+            self.into.wait_event(parked.copied)  # type: ignore[arg-type]  # there is one where there is a stream
         with torch.cuda.stream(self.into):
             for name, value in parked.back.items():
                 value.view(-1).view(torch.uint8).copy_(parked.host[name][: value.nbytes], non_blocking=True)

@@ -437,7 +437,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """The norm of all gradients of the last backward pass, a scalar on the device; 0 before the first."""
         return torch.stack([*self.squares.values(), torch.zeros((), device=self.device)]).sum().sqrt()
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's has wider types
         """End the step that backward() has made: count it. Raises UsageError without a backward pass."""
         if not self.updated:
             raise UsageError(

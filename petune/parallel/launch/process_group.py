@@ -25,7 +25,7 @@ from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does not say that it exports them
 
 from petune.errors import DistributedError, MachineError, PetuneError, Stopped
 from petune.log import printable, warn

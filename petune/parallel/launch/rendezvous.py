@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports them
 
 from petune.errors import DistributedError, MachineError
 from petune.parallel.launch import orders
