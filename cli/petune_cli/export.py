@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to write; default inside the run folder.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder that is there.")]
+OverwriteFolder = Annotated[bool, typer.Option("--overwrite", help="Replace the folder that is there.")]
 
 
 class ExportTarget(StrEnum):
@@ -48,7 +48,7 @@ def export(
         ),
     ] = ...,  # type: ignore[assignment]  # typer's word for an option that must be given
     out: Out = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteFolder = False,
     verify_base: VerifyBase = False,
 ) -> None:
     """Write a run for peft, for transformers or for a server."""

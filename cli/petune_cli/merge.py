@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from petune_cli.arguments import Given, VerifyBase, Words
-from petune_cli.export import Out, Overwrite, tell_place
+from petune_cli.export import Out, OverwriteFolder, tell_place
 
 
 class Dtype(StrEnum):
@@ -41,7 +41,7 @@ def merge(
         int | None,
         typer.Option("--seed", min=0, help="Of stochastic rounding; default the run's own."),
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteFolder = False,
     verify_base: VerifyBase = False,
 ) -> None:
     """Write a run as a plain Hugging Face model (not adapter, side)."""

@@ -112,7 +112,7 @@ def device_facts(recipe: Recipe) -> dict[str, Any]:
     drawn = sketch(recipe, BLOCKS, str(device))
     half = None if cuda else _half(drawn)
     run = _runner(drawn, drawn.model, device)
-    points: list[Point] = [(rows, None, _fastest(run, rows)) for rows in ROWS]
+    points: list[TimedRows] = [(rows, None, _fastest(run, rows)) for rows in ROWS]
     if half is not None:
         plan, model = half
         run = _runner(drawn, model, device)
@@ -185,7 +185,7 @@ def _fastest(run: Callable[[int], None], rows: int) -> float:
     return min(found)
 
 
-Point = tuple[int, Cut | None, float]  # rows, the cut of which the first rank has run, seconds
+TimedRows = tuple[int, Cut | None, float]  # rows, the cut of which the first rank has run, seconds
 
 
 # what is fitted by itself: computing (0), what moves memory (1) and launches (2), by the first that can be
@@ -195,7 +195,7 @@ _NUDGE = 1e-6  # by which memory is slower, to see what that is to a part
 _STEPS = 10  # a product may turn out to be bound by memory, or no longer so
 
 
-def fitted(work: Workload, preset: Rates, points: Sequence[Point]) -> tuple[float, float, float]:
+def fitted(work: Workload, preset: Rates, points: Sequence[TimedRows]) -> tuple[float, float, float]:
     """(how many times as fast as the preset, as its memory, seconds of a launch) of a device with these
     seconds; both rates are alike where no cut was run, or no two rates give such seconds."""
     halved = any(cut is not None for _, cut, _ in points)
@@ -204,7 +204,7 @@ def fitted(work: Workload, preset: Rates, points: Sequence[Point]) -> tuple[floa
 
 
 def _fit(
-    work: Workload, preset: Rates, points: Sequence[Point], groups: Sequence[tuple[int, ...]]
+    work: Workload, preset: Rates, points: Sequence[TimedRows], groups: Sequence[tuple[int, ...]]
 ) -> tuple[float, float, float] | None:
     """The same by least squares of relative errors, each group alike; None where a rate would be none."""
     speed = traffic = 1.0

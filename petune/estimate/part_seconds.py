@@ -11,8 +11,8 @@ from petune.estimate.workload import MatmulWork, WorkPart
 from petune.kernels.memory.block_cost import Rates
 from petune.kernels.memory.op_cost import (
     Cost,
+    CostKind,
     KernelCost,
-    Kind,
     activate,
     activate_backward,
     adamw,
@@ -92,7 +92,7 @@ def _forward(part: WorkPart, rows: float) -> tuple[KernelCost, ...]:
 def _backward(part: WorkPart, rows: float) -> tuple[KernelCost, ...]:
     """Gradients of what came in, and of what trains."""
     tokens, size = rows * part.tokens * part.copies, part.itemsize
-    found: list[tuple[Kind, Cost]] = []
+    found: list[tuple[CostKind, Cost]] = []
     for one in part.products:
         kind, cost = _product(one, rows * part.keys if one.across else tokens, size)
         found.append((kind, cost))
@@ -114,9 +114,9 @@ def _backward(part: WorkPart, rows: float) -> tuple[KernelCost, ...]:
     return _operations(part, found)
 
 
-def _product(one: MatmulWork, tokens: float, itemsize: int) -> tuple[Kind, Cost]:
+def _product(one: MatmulWork, tokens: float, itemsize: int) -> tuple[CostKind, Cost]:
     if one.experts > 1:
-        kind: Kind = "narrow" if one.narrow else "grouped"
+        kind: CostKind = "narrow" if one.narrow else "grouped"
         return kind, grouped(tokens, one.inner, one.columns, one.experts, itemsize)
     if one.narrow:
         wide, low = max(one.inner, one.columns), min(one.inner, one.columns)
@@ -124,5 +124,5 @@ def _product(one: MatmulWork, tokens: float, itemsize: int) -> tuple[Kind, Cost]
     return "matmul", matmul(tokens, one.inner, one.columns, itemsize)
 
 
-def _operations(part: WorkPart, found: list[tuple[Kind, Cost]]) -> tuple[KernelCost, ...]:
+def _operations(part: WorkPart, found: list[tuple[CostKind, Cost]]) -> tuple[KernelCost, ...]:
     return costing(*(KernelCost(part.place, kind, cost) for kind, cost in found))

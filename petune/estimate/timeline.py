@@ -29,8 +29,8 @@ from petune.parallel.pipeline.stage_module import SELECTIVE
 from petune.parallel.pipeline.stages import ends_of
 from petune.parallel.plan import Stage
 
-Kind = Literal["forward", "backward", "weights", "compute", "send"]
-KINDS: Mapping[Pass, Kind] = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
+SpanKind = Literal["forward", "backward", "weights", "compute", "send"]  # what a rank is busy with
+KINDS: Mapping[Pass, SpanKind] = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 WORDS: Mapping[Pass, str] = {
     "F": "forward",
     "B": "backward",
@@ -43,7 +43,7 @@ WORDS: Mapping[Pass, str] = {
 class Box:
     """Something that a rank does from `start` to `end`. text: in a few letters; title: in full."""
 
-    kind: Kind
+    kind: SpanKind
     text: str
     title: str
     start: float
@@ -314,7 +314,7 @@ def _blocks(found: Forecast) -> Iterator[Chart]:
         yield Chart(title, tuple(rows), notes=notes)
 
 
-Item = tuple[Kind, str, str]  # kind, text, title
+Item = tuple[SpanKind, str, str]  # kind, text, title
 
 
 def _of_block(

@@ -27,8 +27,8 @@ from petune.models.form import Form
 from petune.models.row_lengths import lengths_of
 from petune.rng.dropout import Drop, dropped
 
-Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
-Pair = tuple[Tensor, Tensor]  # of queries, and of keys
+LowFactors = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
+QueriesAndKeys = tuple[Tensor, Tensor]  # of queries, and of keys
 Added = tuple[Tensor, Tensor | None]  # the same, b None where the matrix has the update in it already
 # clamped: of experts alone, whose gate and up take turns (petune.kernels.grouped_reference.gated)
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
@@ -186,7 +186,7 @@ def rope_unscale(
 
 def norm_rope(
     raw: Tensor,
-    weights: Pair,
+    weights: QueriesAndKeys,
     eps: float,
     cos: Tensor,
     sin: Tensor,
@@ -222,7 +222,7 @@ def norm_rope_backward(
     dk: Tensor,
     dv: Tensor,
     raw: Tensor,
-    weights: Pair,
+    weights: QueriesAndKeys,
     eps: float,
     cos: Tensor,
     sin: Tensor,
@@ -302,7 +302,7 @@ def activate(
     u: Tensor,
     act: Act,
     gated: bool,
-    low: Low | None = None,
+    low: LowFactors | None = None,
     a: Tensor | None = None,
     paired: bool = False,
     out: Tensor | None = None,
@@ -332,7 +332,7 @@ def activate_backward(
     act: Act,
     gated: bool,
     low: Added | None = None,
-    below: Low | None = None,
+    below: LowFactors | None = None,
     paired: bool = False,
     how: Drop | None = None,
     scale: Scale | None = None,
@@ -411,7 +411,7 @@ def _slope(x: Tensor, act: Act) -> Tensor:
 
 
 def add_low(
-    x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None, out: Tensor | None = None
+    x: Tensor | None, y: Tensor, low: LowFactors, columns: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """x + y + low, rounded once to the dtype of `low`; x, y [m, n] in any float dtype, x with any row stride
     or None. columns [n], float32 or wider: y is multiplied by it first. out: where it is written, of that
@@ -459,7 +459,9 @@ def total(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tenso
     return found if out is None else out.copy_(found)
 
 
-def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low, out: Tensor | None = None) -> Tensor:
+def linear_low(
+    x: Tensor, weight: Tensor, bias: Tensor | None, low: LowFactors, out: Tensor | None = None
+) -> Tensor:
     """x W^T + bias + low, rounded once; x [m, k], weight [n, k], bias [n]. out: see `add_low`."""
     product = wide(x) @ wide(weight).T
     return add_low(None if bias is None else bias.expand_as(product), product, low, out=out)

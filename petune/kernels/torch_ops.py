@@ -23,7 +23,7 @@ from torch.library import Library, custom_op
 
 from petune.kernels.block.dense import matmul32
 from petune.kernels.dispatch import Ops, reference_ops, select
-from petune.kernels.reference import Low
+from petune.kernels.reference import LowFactors
 
 Gradients = tuple[Tensor | None, ...]  # one for each argument of an op
 
@@ -160,7 +160,7 @@ def lora_gradients(
     x: Tensor,
     s: Tensor,
     weight: Tensor,
-    low: Low,
+    low: LowFactors,
     scale: float,
     needs: Sequence[bool],
     dropped: Callable[[Tensor], Tensor] | None = None,

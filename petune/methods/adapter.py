@@ -50,9 +50,9 @@ from petune.models.spec import (
     Family,
     Mlp,
     RoutedMlp,
-    Split,
     StackName,
     SubLayer,
+    TensorSplit,
     child_of,
     stack_paths,
 )
@@ -241,12 +241,12 @@ class AdapterLinear(BottleneckLayer, TunedLinear, nn.Linear):
 
     base = nn.Linear
 
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """The base layer is cut; the bottleneck is not linear and acts after the sum."""
-        base: dict[str, Split] = (
+        base: dict[str, TensorSplit] = (
             {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
         )
-        return base | dict.fromkeys(self.tuned(), cast("Split", "after"))
+        return base | dict.fromkeys(self.tuned(), cast("TensorSplit", "after"))
 
     def after_sum(self) -> nn.Module:
         """Where the base layer's output passes before the bottleneck sees it."""

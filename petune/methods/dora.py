@@ -21,7 +21,7 @@ from petune.errors import UsageError
 from petune.methods import lora
 from petune.methods.configs import DoraConfig
 from petune.models.row_lengths import lengths_of, squares_of
-from petune.models.spec import CutKind, Family, Split
+from petune.models.spec import CutKind, Family, TensorSplit
 from petune.models.tuned_linear import KeptFeatures, parameter
 from petune.models.tuned_parts import LowRank
 
@@ -53,7 +53,7 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         """The two factors and the vector of lengths."""
         return super().tuned() | {"lora_magnitude_vector": self.lora_magnitude_vector}
 
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """By columns m follows the outputs. Raises UsageError by rows, where no rank sees the whole of a
         row."""
         if cut == "row":

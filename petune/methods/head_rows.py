@@ -22,10 +22,10 @@ from petune.methods.row_keys import BatchRow
 from petune.methods.trainable import moving
 from petune.methods.wrapped import is_wrapped, tuning
 from petune.models.heads import model_class
-from petune.models.spec import Family, Kind, Pooling
+from petune.models.spec import Family, ModelKind, Pooling
 from petune.models.stack import Stack
 
-_OF_KIND: Mapping[Kind, Pooling] = {"encoder": "first", "decoder": "last", "encoder-decoder": "end"}
+_OF_KIND: Mapping[ModelKind, Pooling] = {"encoder": "first", "decoder": "last", "encoder-decoder": "end"}
 
 # of a module of somebody else's, a pooler say, nobody knows what it reads
 _KNOWN = ("transformers.", "torch.", "petune.")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods.configs import Ia3Config
 from petune.methods.targets import select_layers
-from petune.models.spec import CutKind, Family, Split
+from petune.models.spec import CutKind, Family, TensorSplit
 from petune.models.tuned_linear import KeptFeatures, TunedLinear
 from petune.models.tuned_parts import LowRank, Scaling
 
@@ -58,10 +58,10 @@ class Ia3Linear(TunedLinear, nn.Linear):
         """Scales of one."""
         self.ia3_l.fill_(1)
 
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """Scales follow the features that they scale where those are cut; whole ones scale each rank's term
         of the sum."""
-        own: Split = 1 if self.of_inputs else 0
+        own: TensorSplit = 1 if self.of_inputs else 0
         if cut == "column":
             return {"weight": 0, "bias": 0, SCALE: None if self.of_inputs else own}
         return {"weight": 1, "bias": "owner", SCALE: own if self.of_inputs else None}

@@ -31,7 +31,7 @@ from petune.models import family_of
 from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
 from petune.models.joined import JoinedLinear, joined_linears, part_at, split_name
-from petune.models.spec import CutKind, Family, Split
+from petune.models.spec import CutKind, Family, TensorSplit
 from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear, parameter
 from petune.models.tuned_parts import LowRank
 
@@ -119,10 +119,10 @@ class LoraLayer(TunedLinear):
         """The update of `weight`, same shape, float32 at least."""
         return self.scale * (self.lora_B @ self.lora_A)
 
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """By columns B follows the outputs and A is whole; by rows A follows the inputs and B is whole."""
         a, b = (None, 0) if cut == "column" else (1, None)
-        base: dict[str, Split] = (
+        base: dict[str, TensorSplit] = (
             {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
         )
         start = dict(zip(pissa.START, (a, b), strict=True)) if pissa.has_start(self) else {}

@@ -21,7 +21,7 @@ from petune.methods.configs import LoraConfig
 from petune.methods.lora_factors import NamedFactors
 from petune.models.experts import TunedExperts, along, sizes_of, weights_of
 from petune.models.routes import Routes, routes_of
-from petune.models.spec import Split
+from petune.models.spec import TensorSplit
 from petune.models.tuned_linear import KeptFeatures, WeightChange, summed
 from petune.models.tuned_parts import LowRank
 
@@ -76,9 +76,9 @@ class LoraExperts(NamedFactors, TunedExperts):
             for weight, scale in self.scales.items()
         }
 
-    def tuned_splits(self) -> dict[str, Split]:
+    def tuned_splits(self) -> dict[str, TensorSplit]:
         """See TunedExperts: A of down with its inputs, B of the others with their outputs."""
-        found: dict[str, Split] = {}
+        found: dict[str, TensorSplit] = {}
         for weight in self.scales:
             down = weight == "down_proj"
             found[f"{weight}_lora_A"] = along(self, weight, 2) if down else None

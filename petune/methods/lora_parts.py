@@ -23,7 +23,7 @@ from petune.errors import FileError
 from petune.methods.configs import LoraConfig
 from petune.methods.lora_factors import NamedFactors
 from petune.models.joined import JoinedLinear
-from petune.models.spec import CutKind, Member, Split
+from petune.models.spec import CutKind, Member, TensorSplit
 from petune.models.tuned_linear import KeptFeatures, TunedLinear, parameter, tuned_layers
 from petune.models.tuned_parts import LowRank
 
@@ -80,11 +80,11 @@ class LoraParts(NamedFactors, TunedLinear):
         """Of that."""
         return next(iter(self.scales.values()))
 
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """By columns each B follows the outputs of its part, and A is whole. No linear that is several is cut
         by rows."""
         assert cut == "column", "it is the way into a region"
-        found: dict[str, Split] = {"weight": 0, "bias": 0}
+        found: dict[str, TensorSplit] = {"weight": 0, "bias": 0}
         for number, role in enumerate(self.lengths):
             if role in self.scales:
                 found |= {f"{role}_lora_A": None, f"{role}_lora_B": Member(0, number)}

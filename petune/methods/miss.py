@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods.configs import MissConfig
 from petune.methods.targets import select_layers
-from petune.models.spec import CutKind, Family, Split
+from petune.models.spec import CutKind, Family, TensorSplit
 from petune.models.tuned_linear import KeptFeatures, TunedLinear
 from petune.models.tuned_parts import LowRank
 
@@ -53,7 +53,7 @@ class MissLinear(TunedLinear, nn.Linear):
         """Zeros."""
         self.miss_block.zero_()
 
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """By columns the shard follows the outputs. Raises UsageError by rows."""
         if cut == "row":
             remedy = "use dp, sp or pp, name other targets (q, k, v, gate, up), or use lora"

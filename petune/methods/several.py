@@ -26,7 +26,7 @@ from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora import LAYERS, LoraLayer
 from petune.methods.saving import forget, remember
 from petune.methods.wrapped import Tuning, is_wrapped, tuning
-from petune.models.spec import CutKind, Split
+from petune.models.spec import CutKind, TensorSplit
 from petune.models.tuned_linear import KeptFeatures, TunedLinear, tuned_layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -110,7 +110,7 @@ class SeveralLayer(TunedLinear):
         _, adapter, own = name.split(".")
         cast("LoraLayer", self.alone(adapter)).draw(own)
 
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """Raises UsageError."""
         raise UsageError(
             "several adapters on one base have no parallel plan", remedy="train each in a run of its own"

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.rng.context import Piece, pieces_of
+from petune.rng.context import TokenSpan, pieces_of
 
 ExchangeKind = Literal["gather", "ulysses", "ring", "cross"]
 Sizes = tuple[int, ...]  # one number for each rank
@@ -166,7 +166,7 @@ def exchange_of(module: nn.Module) -> Any:
 # ------------------------------------------------------------------ which tokens are one rank's
 
 
-def own_pieces(x: Tensor, pieces: Sequence[Piece], dim: int) -> Tensor:
+def own_pieces(x: Tensor, pieces: Sequence[TokenSpan], dim: int) -> Tensor:
     """Of `x` the tokens of some pieces along `dim`, a view where it is one piece."""
     found = [x.narrow(dim, first, end - first) for first, end in pieces]
     return found[0] if len(found) == 1 else torch.cat(found, dim)
@@ -192,7 +192,7 @@ def unfold(x: Tensor, sizes: Sizes, index: int = 0) -> Tensor:
 class QueryRows:
     """The queries of `whole` that are here, one or two `pieces`, which look at `keys` keys."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenSpan, ...]
     whole: int
     keys: int
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.models.routes import Routes
-from petune.models.spec import Pieces, Split
+from petune.models.spec import Pieces, TensorSplit
 from petune.models.tuned_linear import TunedLayer, TunedOfAnyClass
 from petune.models.tuned_parts import LowRank
 
@@ -45,7 +45,7 @@ class TunedExperts(TunedOfAnyClass):
         """Each weight with its update, of an expert dim in front each, by name."""
 
     @abstractmethod
-    def tuned_splits(self) -> dict[str, Split]:
+    def tuned_splits(self) -> dict[str, TensorSplit]:
         """How each tensor of the tuning is cut when experts are, each by its columns."""
 
 
@@ -173,17 +173,17 @@ def low_ranks_of(module: nn.Module) -> tuple[LowRank, LowRank] | None:
     return up, down
 
 
-def splits_of(module: nn.Module) -> dict[str, Split]:
+def splits_of(module: nn.Module) -> dict[str, TensorSplit]:
     """How each tensor of experts is cut when ranks have some columns of every expert: what gates and what
     goes up by its outputs, down by its inputs; its bias is one rank's."""
     up, down = weights_of(module)
-    found: dict[str, Split] = {up: columns_of(module, up), down: columns_of(module, down)}
+    found: dict[str, TensorSplit] = {up: columns_of(module, up), down: columns_of(module, down)}
     if cast("Any", module).has_bias:
         found |= {f"{up}_bias": along(module, up, 1), f"{down}_bias": "owner"}
     return found | (module.tuned_splits() if isinstance(module, TunedExperts) else {})
 
 
-def columns_of(module: nn.Module, name: str) -> Split:
+def columns_of(module: nn.Module, name: str) -> TensorSplit:
     """Where the columns of a weight are."""
     turned, down = bool(cast("Any", module).is_transposed), name == "down_proj"
     return along(module, name, 1 if turned == down else 2)

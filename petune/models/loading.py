@@ -60,7 +60,7 @@ from petune.models.multimodal import (
 from petune.models.mxfp4_files import Mxfp4, held_in, mxfp4_weights
 from petune.models.read_plan import ReadPlan, plan_reads
 from petune.models.source import ModelSource, check_weights, local_folder, weight_files
-from petune.models.spec import Family, Kind
+from petune.models.spec import Family, ModelKind
 from petune.models.trust import refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 
 
@@ -135,7 +135,7 @@ def _check_folder(source: ModelSource) -> None:
         check_folder(folder)
 
 
-def kind_of(config: Any) -> Kind:
+def kind_of(config: Any) -> ModelKind:
     """Encoder, encoder-decoder or decoder, by the family's table or, without one, by what the config says."""
     family = FAMILIES.get(config.model_type)
     if family:

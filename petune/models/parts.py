@@ -151,7 +151,7 @@ class Member(NamedTuple):
 
 # The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum;
 # None: whole, inside the cut
-Split = int | Pieces | Member | Literal["owner", "after"] | None
+TensorSplit = int | Pieces | Member | Literal["owner", "after"] | None
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,13 @@ from petune.models.parts import Positions as Positions
 from petune.models.parts import Region as Region
 from petune.models.parts import Role as Role
 from petune.models.parts import Shape as Shape
-from petune.models.parts import Split as Split
+from petune.models.parts import TensorSplit as TensorSplit
 from petune.models.parts import linears as linears
 from petune.models.signal import Input as Input
 from petune.models.signal import Signal as Signal
 
 StackName = Literal["encoder", "decoder"]
-Kind = Literal["encoder", "encoder-decoder", "decoder"]
+ModelKind = Literal["encoder", "encoder-decoder", "decoder"]  # by the stacks that a model has
 Pooling = Literal["every", "first", "last", "end", "mean", "first and mean"]
 Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
@@ -342,7 +342,7 @@ class Family:
     do not go with, `tuning`, `packing`, `fused` or the name of an axis, and why."""
 
     name: str
-    kind: Kind
+    kind: ModelKind
     stacks: Mapping[StackName, StackRule]
     heads: tuple[str, ...]
     shape: Callable[[Config], Shape]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from petune.models.spec import CutKind, Split
+from petune.models.spec import CutKind, TensorSplit
 from petune.models.tuned_parts import BottleneckPart, LowRank
 
 
@@ -217,7 +217,7 @@ class TunedLinear(TunedLayer):
         return type(self).__name__
 
     @abstractmethod
-    def splits(self, cut: CutKind) -> dict[str, Split]:
+    def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """How each tensor of the layer, the base layer's included, is cut when the layer is cut by columns or
         by rows.
 

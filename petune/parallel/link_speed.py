@@ -47,10 +47,10 @@ def link_speed(device: torch.device) -> dict[str, tuple[float, float]]:
     return found
 
 
-Way = tuple[int, float, Callable[[], object]]  # messages one after the other, bytes that a rank sends
+MessageWay = tuple[int, float, Callable[[], object]]  # messages one after the other, bytes that a rank sends
 
 
-def _ways(link: Link, device: torch.device, size: int) -> Iterator[tuple[str, Way]]:
+def _ways(link: Link, device: torch.device, size: int) -> Iterator[tuple[str, MessageWay]]:
     """Every kind of message of `size` bytes in all. What linked stages send is not there: they read it from
     one another's memory, as a gather does."""
     ranks, own = dist.get_world_size(), dist.get_rank()

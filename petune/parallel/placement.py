@@ -47,7 +47,7 @@ from petune.parallel.tensor.hooks import cross
 from petune.parallel.tensor.shard_params import Placed, cut
 from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, refusal, rows_of_ranks
 
-Tuned = Callable[[nn.Module], Mapping[str, nn.Parameter]]
+TunedOf = Callable[[nn.Module], Mapping[str, nn.Parameter]]  # what trains in a model, by name
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def parallelize(
     family: Family | None,
     plan: ParallelPlan,
     mesh: Mesh,
-    tuned: Tuned = trainable,
+    tuned: TunedOf = trainable,
     *,
     recompute: bool = False,
     streams: bool = False,
@@ -261,7 +261,7 @@ def _cut(
 
 
 def _tuned_here(
-    modules: list[nn.Module], tuned: Tuned, aliases: Mapping[str, str], names: tuple[str, ...]
+    modules: list[nn.Module], tuned: TunedOf, aliases: Mapping[str, str], names: tuple[str, ...]
 ) -> dict[str, nn.Parameter]:
     """This rank's tuned tensors by whole-model name. Raises PetuneError if placing changed what trains."""
     found = {aliases[name]: value for module in modules for name, value in tuned(module).items()}

@@ -17,7 +17,7 @@ import yaml
 
 from petune.errors import FileError, RecipeError, UsageError
 from petune.preflight.foreign import PROGRAMS, ForeignProgram
-from petune.preflight.meanings import Table
+from petune.preflight.meanings import KeyTable
 from petune.preflight.reasons import WHY
 from petune.recipe import Recipe, load_recipe
 from petune.recipe.yaml_lines import write_scalar
@@ -119,7 +119,7 @@ def _told(tree: Mapping[str, Any], file: Path) -> ForeignProgram:
     return found
 
 
-def flat(tree: Any, table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Any, table: KeyTable, path: str = "") -> Iterator[tuple[str, Any]]:
     """{a.0.b: value} of every leaf. A key with a rule is a leaf, and so is a list of plain values."""
     inner: Any = ()
     if path not in table and isinstance(tree, dict):

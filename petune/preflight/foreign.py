@@ -14,8 +14,8 @@ from typing import Any
 
 from petune.preflight.meanings import (
     SHAREGPT,
-    Rule,
-    Table,
+    KeyRule,
+    KeyTable,
     already,
     as_it_is,
     assistant,
@@ -46,7 +46,7 @@ class ForeignProgram:
 
     title: str
     marks: tuple[str, ...]
-    table: Table
+    table: KeyTable
     defaults: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,12 +59,12 @@ SCHEDULE = one_of(
 )
 DTYPE = {"float32": {"dtype": "fp32"}, "bfloat16": {"dtype": "bf16"}, "auto": {}, "null": {}, "none": {}}
 DTYPE |= {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
-DORA: Rule = switch({"method.name": "dora"})
+DORA: KeyRule = switch({"method.name": "dora"})
 PREFER = {name: {"task": "prefer", "prefer.loss": name} for name in ("dpo", "ipo", "orpo", "kto")}
-SMOOTHING: Rule = either(already(0, 0.0), to("prefer.label_smoothing"))
-FOUR_BITS: Rule = switch({"base_dtype": "nf4"})
-INIT: Rule = either(already(True, "default", None), one_of(pissa={"method.init": "pissa"}))
-TARGET_LISTS: Table = {
+SMOOTHING: KeyRule = either(already(0, 0.0), to("prefer.label_smoothing"))
+FOUR_BITS: KeyRule = switch({"base_dtype": "nf4"})
+INIT: KeyRule = either(already(True, "default", None), one_of(pissa={"method.init": "pissa"}))
+TARGET_LISTS: KeyTable = {
     "bias": one_of(none={}, all={"method.bias": "all"}, lora_only={"method.bias": "lora"}),
     "rank_pattern": to("method.rank_pattern", as_it_is),
     "alpha_pattern": to("method.alpha_pattern", as_it_is),
@@ -77,7 +77,7 @@ TARGET_LISTS: Table = {
     ),
 }
 # transformers.TrainingArguments, which several programs read
-TRAINER: Table = {
+TRAINER: KeyTable = {
     "output_dir": to("out", text),
     "run_name": to("name", text),
     "learning_rate": to("lr"),
@@ -126,7 +126,7 @@ TRAINER: Table = {
 }
 TRAINER_DEFAULTS = {"warmup": 0, "epochs": 3, "batch_size": 8, "seed": 42}
 
-AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
+AXOLOTL: KeyTable = TRAINER | {  # it hands most keys of the Trainer on
     "base_model": to("model", text),
     "adapter": either(
         one_of(lora={"method.name": "lora"}, qlora={"method.name": "lora"}),
@@ -193,7 +193,7 @@ AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
     **dict.fromkeys(("flash_attention", "sdp_attention", "noisy_embedding_alpha"), off),
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), off),
 }
-LLAMA_FACTORY: Table = (
+LLAMA_FACTORY: KeyTable = (
     TRAINER
     | TARGET_LISTS
     | {
@@ -232,7 +232,7 @@ LLAMA_FACTORY: Table = (
         "flash_attn": already("auto"),
     }
 )
-TRL: Table = (
+TRL: KeyTable = (
     TRAINER
     | TARGET_LISTS
     | {
@@ -266,7 +266,7 @@ TRL: Table = (
         **dict.fromkeys(("dtype", "torch_dtype"), one_of(**DTYPE)),
     }
 )
-PEFT: Table = TARGET_LISTS | {
+PEFT: KeyTable = TARGET_LISTS | {
     "base_model_name_or_path": to("model", text),
     "revision": either(off, already("main")),
     "peft_type": one_of(lora={"method.name": "lora"}),
@@ -309,7 +309,7 @@ _SETS = {
     "torchtune.datasets.text_completion_dataset": {"task": "causal", "data.format": "text"},
     "torchtune.datasets.instruct_dataset": {},
 }
-TORCHTUNE: Table = {
+TORCHTUNE: KeyTable = {
     "model._component_": component,
     "model.lora_attn_modules": attention,
     "model.apply_lora_to_mlp": switch({"method.also": ["gate_proj", "up_proj", "down_proj"]}),

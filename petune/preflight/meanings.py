@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Meaning = Mapping[str, Any] | None
-Rule = Callable[[Any], Meaning]
-Table = dict[str, Rule]
+KeyRule = Callable[[Any], Meaning]  # of a value of another program's key
+KeyTable = dict[str, KeyRule]
 SHAREGPT = {"data.format": "sharegpt"}
 
 
@@ -56,17 +56,17 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-def to(key: str, read: Callable[[Any], Any] = number) -> Rule:
+def to(key: str, read: Callable[[Any], Any] = number) -> KeyRule:
     """The value, under another key."""
     return lambda value: None if (found := read(value)) is None else {key: found}
 
 
-def one_of(**meanings: Meaning) -> Rule:
+def one_of(**meanings: Meaning) -> KeyRule:
     """What a value means, by its text."""
     return lambda value: meanings.get(str(value).lower())
 
 
-def already(*values: Any) -> Rule:
+def already(*values: Any) -> KeyRule:
     """Values that ask for what petune does anyway."""
     return lambda value: {} if any(type(value) is type(one) and value == one for one in values) else None
 
@@ -76,12 +76,12 @@ def off(value: Any) -> Meaning:
     return {} if value in (None, False, "", "none", [], {}) else None
 
 
-def switch(on: Mapping[str, Any]) -> Rule:
+def switch(on: Mapping[str, Any]) -> KeyRule:
     """true means `on`; what is off means nothing."""
     return lambda value: on if value is True else off(value)
 
 
-def either(*rules: Rule) -> Rule:
+def either(*rules: KeyRule) -> KeyRule:
     """The first rule that knows the value."""
     return lambda value: next((found for rule in rules if (found := rule(value)) is not None), None)
 
@@ -137,7 +137,7 @@ def trackers(value: Any) -> Meaning:
     )
 
 
-def steps(key: str) -> Rule:
+def steps(key: str) -> KeyRule:
     """A number of steps; a share of them has no counterpart."""
     return lambda value: {key: found} if isinstance(found := number(value), int) and found >= 1 else None
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-Phase = Literal["forward", "backward", "recompute"]
+StepPhase = Literal["forward", "backward", "recompute"]  # of a step, what a kernel belongs to
 
 OUTSIDE = "(outside)"  # the path of what no module runs: the loss, the sums of gradients
 
@@ -105,7 +105,7 @@ class Attribution:
         """The path of the module in whose forward the autograd node of this sequence number was made."""
         return self._owners[bisect_right(self._starts, sequence) - 1]
 
-    def now(self) -> tuple[Phase, str]:
+    def now(self) -> tuple[StepPhase, str]:
         """The phase, and the path of the module, that the operation belongs to which is being dispatched."""
         node: Any = torch._C._current_autograd_node()
         if self._running:

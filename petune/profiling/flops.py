@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from petune.profiling.attribution import Attribution, Phase
+from petune.profiling.attribution import Attribution, StepPhase
 
 Dims = tuple[int, ...]
-Counts = Mapping[tuple[Phase, str], int]
+FlopCounts = Mapping[tuple[StepPhase, str], int]  # operations by phase and by name
 
 aten = torch.ops.aten
 
@@ -107,7 +107,7 @@ class _Labels:
 
     def __init__(self, attribution: Attribution) -> None:
         self.attribution = attribution
-        self.seen: dict[str, tuple[Phase, str]] = {}
+        self.seen: dict[str, tuple[StepPhase, str]] = {}
 
     def __enter__(self) -> None: ...
 
@@ -123,10 +123,10 @@ class _Labels:
 
 
 @contextmanager
-def counting(attribution: Attribution) -> Iterator[dict[tuple[Phase, str], int]]:
+def counting(attribution: Attribution) -> Iterator[dict[tuple[StepPhase, str], int]]:
     """Count what runs inside; the dictionary, by phase and path of a module without what its children run, is
     filled at the end."""
-    counts: dict[tuple[Phase, str], int] = {}
+    counts: dict[tuple[StepPhase, str], int] = {}
     counter, labels = FlopCounterMode(display=False, custom_mapping=FORMULAS), _Labels(attribution)
     cast("Any", counter).mod_tracker = labels
     with counter:

@@ -12,8 +12,8 @@ from petune.errors import UsageError
 from petune.estimate.comm_cost import bubble
 from petune.parallel import describe
 from petune.parallel.launch import process_group
-from petune.profiling.attribution import OUTSIDE, Attribution, Phase, join, paths_of
-from petune.profiling.flops import Counts, counting
+from petune.profiling.attribution import OUTSIDE, Attribution, StepPhase, join, paths_of
+from petune.profiling.flops import FlopCounts, counting
 from petune.profiling.latency import Forward, Timing, forward_times, timing
 from petune.profiling.memory import MemoryUse, measure
 from petune.profiling.operations import Operation, grouped, traced
@@ -81,7 +81,7 @@ class Profile:
     communication: float
     bubble: float
 
-    def flop(self, phase: Phase) -> int:
+    def flop(self, phase: StepPhase) -> int:
         """Of the whole step, in one phase."""
         return sum(int(getattr(part, phase)) for part in (*self.models, self.outside))
 
@@ -176,7 +176,7 @@ class _Tree:
     """What the instruments found, by path; a module that several share stands where its path says."""
 
     paths: Mapping[nn.Module, str]
-    counts: Counts
+    counts: FlopCounts
     forward: Mapping[str, Forward]
     backward: Mapping[str, float]
 

@@ -62,7 +62,7 @@ class Again(NamedTuple):
     attends: bool = False
 
 
-Kept = Mapping[tuple[StackName, int], Again]  # by stack and number of a block
+AgainByBlock = Mapping[tuple[StackName, int], Again]  # by stack and number of a block
 ALL = Again("all")  # a block of the model's own
 CHECKPOINT = Again("checkpoint", frozenset(get_args(Role)), True)  # the same, run again as a whole
 
@@ -108,7 +108,7 @@ class Flops:
             total += _attention(one, lengths) * (1 + 2 * one.reached)
         return total
 
-    def executed(self, example: Example, kept: Kept) -> float:
+    def executed(self, example: Example, kept: AgainByBlock) -> float:
         """What is computed, the method's own work and what is made again included, where blocks keep
         `kept`."""
         lengths = _lengths(example, {one.stack for one in self.linears})
@@ -347,7 +347,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _kept(step: OptimizerStep, linears: Sequence[Linear]) -> Kept:
+def _kept(step: OptimizerStep, linears: Sequence[Linear]) -> AgainByBlock:
     """What each block kept in the last step."""
     found = dict.fromkeys(
         ((one.stack, one.block) for one in linears), CHECKPOINT if step.recipe.gradient_checkpointing else ALL

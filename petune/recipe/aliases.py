@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from petune.errors import Problem, nearest
 from petune.parallel.configs import CUTS, row_name
-from petune.recipe.raw import PARALLEL, Found, Written, as_mapping, show
+from petune.recipe.raw import PARALLEL, FoundProblem, Written, as_mapping, show
 from petune.recipe.yaml_lines import KeyPath
 
 # Classic key -> the modern one. A list goes to the backend that is there in place of tp or sp.
@@ -36,7 +36,7 @@ _STAGES = "stage_num_hidden_layers_list"
 Fresh = Collection[KeyPath] | None
 
 
-def accept_classic_keys(written: Written, fresh: Fresh = None) -> list[Found]:
+def accept_classic_keys(written: Written, fresh: Fresh = None) -> list[FoundProblem]:
     """Move every classic key of `written` to its modern one; what is wrong with doing so.
 
     A modern key written together with its classic one (`fresh`) contradicts it, an older one is overridden by
@@ -98,18 +98,18 @@ def _problem(
     remedy: str | None,
     expected: str | None = None,
     found: str | None = None,
-) -> Found:
+) -> FoundProblem:
     return (key,), Problem(what, written.where((key,)), expected, found, remedy)
 
 
-def _given_twice(written: Written, key: str, modern: KeyPath) -> Found:
+def _given_twice(written: Written, key: str, modern: KeyPath) -> FoundProblem:
     name = ".".join(modern)
     return _problem(
         written, key, f"{key} beside {name}", "keep one of them", found=f"{name} at {written.where(modern)}"
     )
 
 
-def _move(written: Written, key: str, target: KeyPath, fresh: Fresh) -> list[Found]:
+def _move(written: Written, key: str, target: KeyPath, fresh: Fresh) -> list[FoundProblem]:
     axis = as_mapping(target[:2], written.get(target[:2])) or {}
     if target[2] in axis:
         if _is_fresh(target, written, fresh):
@@ -122,7 +122,7 @@ def _move(written: Written, key: str, target: KeyPath, fresh: Fresh) -> list[Fou
 
 def _backend(
     written: Written, methods: Sequence[str], lists: Sequence[str], fresh: Fresh
-) -> tuple[str, list[Found]]:
+) -> tuple[str, list[FoundProblem]]:
     """The backend that lists about blocks belong to; "" where it cannot be told. One that methods name is
     there afterwards."""
     there = [name for name in as_mapping((PARALLEL,), written.tree.get(PARALLEL)) or {} if name in CUTS]
@@ -166,7 +166,7 @@ def _take_backend(written: Written, there: Sequence[str]) -> str:
     return name
 
 
-def _wrong_methods(written: Written, methods: Sequence[str]) -> list[Found]:
+def _wrong_methods(written: Written, methods: Sequence[str]) -> list[FoundProblem]:
     problems = []
     for key in methods:
         word = _word(written.tree[key])

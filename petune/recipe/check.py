@@ -20,7 +20,7 @@ from petune.recipe.raw import (
     MEMORY,
     PARALLEL,
     SECTIONS,
-    Found,
+    FoundProblem,
     Written,
     as_mapping,
     show,
@@ -32,7 +32,7 @@ from petune.recipe.yaml_lines import MAX_PROBLEMS, KeyPath, dotted, scalar, shor
 from petune.tasks.configs import OF_TASKS, DataConfig, choices_of
 
 
-def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
+def validate(written: Written) -> tuple[dict[str, Any], list[FoundProblem]]:
     """The values of a Recipe, and all that is wrong with them in the order of the file: names, types and
     ranges, rules between keys."""
     tree = written.tree
@@ -71,7 +71,7 @@ def _upwards(path: KeyPath) -> Iterator[KeyPath]:
 
 def _section(
     written: Written, key: str, config: type, name: str, method_name: str | None
-) -> tuple[Any, list[Found]]:
+) -> tuple[Any, list[FoundProblem]]:
     """The config dataclass written under `key`, None when it cannot be made."""
     given = as_mapping((key,), written.tree.get(key))
     if given is None:
@@ -92,7 +92,7 @@ def _section(
     ), []
 
 
-def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
+def _parallel(written: Written) -> tuple[ParallelConfig, list[FoundProblem]]:
     """The axes written under `parallel` that are right by themselves, and what is wrong with the others."""
     value = written.tree.get(PARALLEL)
     if value == AUTO:
@@ -108,7 +108,7 @@ def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
             ((PARALLEL,), Problem(what, written.where((PARALLEL,)), expected, show(value), remedy))
         ]
     axes: dict[str, Any] = {}
-    problems: list[Found] = []
+    problems: list[FoundProblem] = []
     for name, given in section.items():
         wrong = (
             _axis(written, name, BACKENDS[name], given)
@@ -121,7 +121,7 @@ def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
     return ParallelConfig(**axes), problems
 
 
-def _axis(written: Written, name: str, config: type, given: Any) -> list[Found]:
+def _axis(written: Written, name: str, config: type, given: Any) -> list[FoundProblem]:
     path = (PARALLEL, name)
     settings = as_mapping(path, given)
     if settings is not None:
@@ -138,7 +138,7 @@ def _axis(written: Written, name: str, config: type, given: Any) -> list[Found]:
     ]
 
 
-def _no_backend(written: Written, name: str, before: int) -> Found:
+def _no_backend(written: Written, name: str, before: int) -> FoundProblem:
     path = (PARALLEL, name)
     alone = not isinstance(written.tree[PARALLEL], dict)  # the short form: parallel: NAME
     what = f"{'parallel' if alone else dotted(path)}: no such backend"
@@ -170,7 +170,7 @@ _FORMS = {
 }
 
 
-def _no_method(written: Written, name: str | None) -> Found:
+def _no_method(written: Written, name: str | None) -> FoundProblem:
     given = written.tree.get("method")
     path: KeyPath = ("method", "name") if isinstance(given, dict) and "name" in given else ("method",)
     if "method" not in written.tree:
@@ -190,7 +190,7 @@ def _no_method(written: Written, name: str | None) -> Found:
     )
 
 
-def _other_version(written: Written) -> Found:
+def _other_version(written: Written) -> FoundProblem:
     found = show(written.tree["version"])
     remedy = "set version: 1 and check the keys, or use the petune release that reads it"
     return ("version",), Problem(
@@ -200,7 +200,7 @@ def _other_version(written: Written) -> Found:
 
 def _check(
     model: type[BaseModel], values: Mapping[str, Any], written: Written, at: KeyPath, method_name: str | None
-) -> list[Found]:
+) -> list[FoundProblem]:
     """One problem per wrong key of a section, in the user's words."""
     try:
         model.model_validate(dict(values))
@@ -228,7 +228,7 @@ def _problem(
     written: Written,
     at: KeyPath,
     method_name: str | None,
-) -> Found:
+) -> FoundProblem:
     path = (*at, key)
     kind = faults[0]["type"]
     if kind == "extra_forbidden":

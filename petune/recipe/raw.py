@@ -21,7 +21,7 @@ OPTIONAL = (MEMORY, *OF_TASKS)  # sections that may be left out or empty
 PARALLEL = "parallel"  # holds an axis per backend, which holds settings
 AUTO = "auto"  # in the place of its axes: they are chosen when a run starts
 
-Found = tuple[KeyPath, Problem]  # a problem and the key path it is about; () when it is about the file
+FoundProblem = tuple[KeyPath, Problem]  # a problem and the key path it is about; () when it is about the file
 
 
 def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from petune.errors import Problem, RecipeError, nearest
 from petune.recipe.aliases import accept_classic_keys, in_classic_words
 from petune.recipe.check import validate
 from petune.recipe.neutral import demo_note, neutral_note, neutral_settings
-from petune.recipe.raw import Found, Written, show
+from petune.recipe.raw import FoundProblem, Written, show
 from petune.recipe.schema import Recipe
 from petune.recipe.yaml_lines import (
     MAX_BYTES,
@@ -62,7 +62,7 @@ def load_recipe(
     return recipe
 
 
-def checked(written: Written, name: str, problems: Sequence[Found] = ()) -> Recipe:
+def checked(written: Written, name: str, problems: Sequence[FoundProblem] = ()) -> Recipe:
     """The recipe of what is written, called `name` unless that says a name. Raises RecipeError with every
     problem found."""
     values, found = validate(written)
@@ -108,7 +108,7 @@ def _shown(problems: Sequence[Problem], name: str) -> list[Problem]:
 
 def _open_source(
     source: str | Path | Recipe | Mapping[str, Any] | None,
-) -> tuple[Written, list[Found], Path | None]:
+) -> tuple[Written, list[FoundProblem], Path | None]:
     if isinstance(source, Recipe):
         return copy.deepcopy(source._written), [], source.source
     if isinstance(source, Mapping):
@@ -119,11 +119,11 @@ def _open_source(
     file = find_recipe(demo_recipe() if source is None else source)
     name = short(os.fspath(file), 300)
     document = read(_bytes(file, name), name)
-    problems: list[Found] = [((), problem) for problem in document.problems]
+    problems: list[FoundProblem] = [((), problem) for problem in document.problems]
     return _written(document, name, problems), problems, file
 
 
-def _written(document: YamlDocument, name: str, problems: list[Found]) -> Written:
+def _written(document: YamlDocument, name: str, problems: list[FoundProblem]) -> Written:
     tree = document.tree
     if not isinstance(tree, dict):
         what = "the recipe is empty" if tree is None else "a recipe is a mapping of keys to values"
@@ -205,9 +205,9 @@ def find_recipe(text: str | Path) -> Path:
     raise RecipeError("no such file or folder, nor a shipped recipe of that name", where=shown, remedy=remedy)
 
 
-def _override(written: Written, overrides: Overrides) -> tuple[set[KeyPath], list[Found]]:
+def _override(written: Written, overrides: Overrides) -> tuple[set[KeyPath], list[FoundProblem]]:
     """Lay `overrides` over what is written; the key paths they set, and what is wrong with them."""
-    problems: list[Found] = []
+    problems: list[FoundProblem] = []
     fresh: set[KeyPath] = set()
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():

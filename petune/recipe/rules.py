@@ -20,7 +20,7 @@ from petune.parallel.configs import (
     size_of,
 )
 from petune.parallel.contradictions import axis_contradictions, beside_experts, too_many_cuts
-from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
+from petune.recipe.raw import PARALLEL, FoundProblem, Written, as_mapping
 from petune.recipe.schema import PATHS, Recipe
 from petune.recipe.stream_rules import STREAM_RULES
 from petune.recipe.task_rules import TASK_RULES, Rule
@@ -359,7 +359,9 @@ RULES = (
 )
 
 
-def broken_rules(written: Written, values: Mapping[str, Any], wrong: Sequence[KeyPath]) -> Iterator[Found]:
+def broken_rules(
+    written: Written, values: Mapping[str, Any], wrong: Sequence[KeyPath]
+) -> Iterator[FoundProblem]:
     """The rules a recipe breaks, judged on the values that are right by themselves."""
     bad = {path[0] for path in (*wrong, *written.refused) if path}
     good = {key: value for key, value in values.items() if key in Recipe.model_fields and key not in bad}
@@ -371,7 +373,7 @@ def broken_rules(written: Written, values: Mapping[str, Any], wrong: Sequence[Ke
     yield from _broken_plan(written, values["parallel"])
 
 
-def _broken_plan(written: Written, config: ParallelConfig) -> Iterator[Found]:
+def _broken_plan(written: Written, config: ParallelConfig) -> Iterator[FoundProblem]:
     """The rules of `parallel`, which stand beside its settings. `config` holds the axes that are right by
     themselves."""
     if any(path[:1] == (PARALLEL,) for path in written.refused):

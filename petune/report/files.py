@@ -21,7 +21,7 @@ from petune.recipe import yaml_lines
 from petune.report.results import records_in
 from petune.report.words import is_number
 
-State = Literal["finished", "running", "stopped"]
+RunState = Literal["finished", "running", "stopped"]  # of a run that is reported
 _T = TypeVar("_T")
 _MOST = 256 << 20  # bytes of metrics.jsonl that are read
 _TAIL = 32 << 10  # and of run.log
@@ -40,7 +40,7 @@ class RunFiles:
     ending: Mapping[str, Any] | None = None
 
     @cached_property
-    def state(self) -> State:
+    def state(self) -> RunState:
         """How far it is, by names and the lock alone."""
         if self.ending is not None or (self.path / "summary.json").is_file():
             return "finished"

@@ -34,7 +34,7 @@ class DrawnLine:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """The values from `low` to `high` on `length` pixels; by powers where `log`."""
 
     low: float
@@ -114,18 +114,18 @@ def chart(
     )
 
 
-def _scales(points: Sequence[Point], log: bool) -> tuple[Axis, Axis]:
+def _scales(points: Sequence[Point], log: bool) -> tuple[ChartAxis, ChartAxis]:
     values = [value for _, value in points]
     low, high = min(values), max(values)
     log = log and low > 0 and high / low >= _WIDE
     room = 0.0 if log else (high - low) * 0.04 or abs(high) * 0.1 or 1.0
     bottom = low if log else low - (min(room, low) if low >= 0 else room)
     steps = [step for step, _ in points]
-    across = Axis(min(steps), max(steps), WIDTH - LEFT - RIGHT)
-    return across, Axis(bottom, high if log else high + room, HEIGHT - TOP - BOTTOM, log)
+    across = ChartAxis(min(steps), max(steps), WIDTH - LEFT - RIGHT)
+    return across, ChartAxis(bottom, high if log else high + room, HEIGHT - TOP - BOTTOM, log)
 
 
-def _axes(across: Axis, up: Axis) -> Iterator[Markup]:
+def _axes(across: ChartAxis, up: ChartAxis) -> Iterator[Markup]:
     floor, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     for value in up.ticks():
         y = floor - up.at(value)
@@ -140,7 +140,7 @@ def _axes(across: Axis, up: Axis) -> Iterator[Markup]:
     yield element("path", class_="axis", d=f"M{LEFT},{floor}H{right}")
 
 
-def _drawn(line: DrawnLine, across: Axis, up: Axis, most: int) -> Iterator[Markup]:
+def _drawn(line: DrawnLine, across: ChartAxis, up: ChartAxis, most: int) -> Iterator[Markup]:
     """A path for the line; single points, and those of a dotted line, as circles."""
     parts, dots = [], []
     for stretch in line.curve.stretches(most):

@@ -22,7 +22,7 @@ from torch import Tensor
 # a tensor on a device, the same on the CPU, and how often each had been changed in place by then
 Twins = tuple[tuple[Tensor, Tensor, tuple[int, int]], ...]
 
-Piece = tuple[int, int]  # tokens [first, end) of a sequence
+TokenSpan = tuple[int, int]  # tokens [first, end) of a sequence
 
 
 @dataclass
@@ -92,7 +92,7 @@ def bound_to(here: Running) -> Iterator[Running]:
         _now.running = before
 
 
-def pieces_of(sizes: Sequence[int], index: int, folded: bool) -> tuple[Piece, ...]:
+def pieces_of(sizes: Sequence[int], index: int, folded: bool) -> tuple[TokenSpan, ...]:
     """The tokens of rank `index`: one piece, or two where they are folded."""
     first, whole = sum(sizes[:index]), sum(sizes)
     if not folded:

@@ -16,12 +16,12 @@ from petune.files.safetensors import read_json
 from petune.log import human
 from petune.recipe import is_sealed, load_recipe, load_resolved
 from petune.run.entrance import refuse_links
-from petune.run.folder import SHIPPED, RunFolder, State
+from petune.run.folder import SHIPPED, FolderState, RunFolder
 from petune.saving import checkpoint, export
 
 _T = TypeVar("_T")
 
-_RESUME: dict[State, str] = {
+_RESUME: dict[FolderState, str] = {
     "begun": "starts from the beginning: there is no checkpoint yet",
     "running": "is refused while the process that holds .lock lives",
     "finished": "says that the run is finished",
@@ -91,7 +91,7 @@ def _settings(found: Checkup, path: Path) -> None:
             found.facts.append(("resolved.yaml", said))
 
 
-def _checkpoints(found: Checkup, folder: RunFolder, state: State) -> str:
+def _checkpoints(found: Checkup, folder: RunFolder, state: FolderState) -> str:
     """Verify every checkpoint; what --resume would do with them."""
     whole: dict[Path, bool] = {}  # and whether it is of this run
     for path in checkpoint.candidates(folder.checkpoints):
@@ -120,7 +120,7 @@ def _checkpoints(found: Checkup, folder: RunFolder, state: State) -> str:
     return f"goes on from {newest.name}" if whole[newest] else f"is refused: {newest.name} is of another run"
 
 
-def _shipped(found: Checkup, folder: RunFolder, state: State) -> None:
+def _shipped(found: Checkup, folder: RunFolder, state: FolderState) -> None:
     """Verify `tuned/` and what was made of it; `tuned/` must be the very folder that the run wrote."""
     if state == "finished" and not folder.tuned.is_dir():
         found.problems.append(
@@ -134,7 +134,7 @@ def _shipped(found: Checkup, folder: RunFolder, state: State) -> None:
         found.attempt(partial(_refuse_other_tuned, folder))
 
 
-def _records(found: Checkup, folder: RunFolder, state: State) -> None:
+def _records(found: Checkup, folder: RunFolder, state: FolderState) -> None:
     """The ids in the JSON files, and that every record can be read but the last of a run that was cut off."""
     for name in ("env.json", "summary.json"):
         path = folder.path / name

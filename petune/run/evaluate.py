@@ -125,7 +125,7 @@ def _unchanged(numbers: Any) -> Any:
     return numbers
 
 
-Add = Callable[[Any], Any]  # numbers summed over all processes
+SumOverAll = Callable[[Any], Any]  # numbers summed over all processes
 
 
 def scorer_of(recipe: Recipe, task: Task, labels: Sequence[str] = (), rows: Sequence[Example] = ()) -> Scores:
@@ -157,7 +157,7 @@ def scored(
     ask: Ask,
     rows: Iterable[Batch | None],
     scorer: Scores,
-    add: Add = _unchanged,
+    add: SumOverAll = _unchanged,
     check: Callable[[], None] = lambda: None,
 ) -> Scores:
     """What `scorer` is when it has seen all `rows`, which are asked as by `answered`. Raises TrainingFault

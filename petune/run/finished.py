@@ -43,7 +43,7 @@ from petune.tasks.embed import sentence_files
 from petune.tasks.media import Reader
 
 # a model that was tuned, its tokenizer, and what reads pictures for it
-Tuned = tuple[nn.Module, PreTrainedTokenizerBase | None, Reader | None]
+RebuiltModel = tuple[nn.Module, PreTrainedTokenizerBase | None, Reader | None]
 
 
 class Run:
@@ -61,7 +61,7 @@ class Run:
         folder: Path,
         verify_base: bool = False,
         objects: Objects = NO_OBJECTS,
-        tuned: Tuned | None = None,
+        tuned: RebuiltModel | None = None,
     ) -> None:
         """`objects`: what the run was given in memory; its model is untouched, unless `tuned` holds it as it
         was trained."""
@@ -378,7 +378,7 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
 
 def rebuild(
     recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
-) -> Tuned:
+) -> RebuiltModel:
     """The tuned model of a finished run and what makes its inputs: the recipe's base with the folder of
     `record` (a run's `tuned/`) loaded strictly, in eval mode on its device.
 

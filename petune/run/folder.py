@@ -37,7 +37,8 @@ from petune.run.readme import readme
 from petune.saving import checkpoint
 from petune.saving.servers import ALIASES, SERVERS
 
-State = Literal["absent", "begun", "running", "stopped", "finished", "replaced", "foreign"]
+# what a run folder holds
+FolderState = Literal["absent", "begun", "running", "stopped", "finished", "replaced", "foreign"]
 
 RANK_LOGS = "ranks"  # what processes other than the first have printed
 APPENDED = ("metrics.jsonl", "run.log")
@@ -102,7 +103,7 @@ class RunFolder:
 
     # ------------------------------------------------------------ what is here
 
-    def state(self) -> State:
+    def state(self) -> FolderState:
         """What the folder holds, by names alone: nothing in it is read. The lock of a process that lives
         counts first."""
         if RunLock(self.path).is_held():

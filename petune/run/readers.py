@@ -21,7 +21,7 @@ from petune.models.loading import load_tokenizer, with_padding
 from petune.models.signal import Signal
 from petune.models.source import ModelSource
 from petune.tasks.configs import DataConfig
-from petune.tasks.media import ONE, Kind, Media, Reader, Reading, blank, made, made_of_sound
+from petune.tasks.media import ONE, Media, MediaKind, Reader, Reading, blank, made, made_of_sound
 
 # settings of a config by which blocks, or parts of an input, are left out at random
 _AT_RANDOM = ("drop_path_rate", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment")
@@ -121,7 +121,7 @@ def _shapes(processor: Any, signal: Signal) -> Iterator[tuple[int, ...]]:
         yield made_of_sound(processor, signal.argument, silence).shape
 
 
-def load_processor(source: ModelSource, kind: Kind) -> Any:
+def load_processor(source: ModelSource, kind: MediaKind) -> Any:
     """What makes tensors of pictures or sounds for a model, from its preprocessor_config.json; of pictures in
     transformers' form that works with Pillow alone, so that the same pixels come out on every machine. Raises
     FileError where there is none."""

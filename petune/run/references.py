@@ -17,7 +17,7 @@ from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.wrapped import tuning
 from petune.parallel import Batch
-from petune.run.evaluate import Add, Ask, answered
+from petune.run.evaluate import Ask, SumOverAll, answered
 from petune.tasks import Example
 from petune.tasks.prefer_loss import text_scores, token_losses
 
@@ -29,7 +29,7 @@ def referred(
     units: Sequence[Example],
     ask: Ask,
     rows: Iterable[Batch | None],
-    add: Add = list,
+    add: SumOverAll = list,
     check: Callable[[], None] = lambda: None,
 ) -> list[Example]:
     """The examples with what `ask` says of each of their texts. rows: all of them, in batches with or without

@@ -31,7 +31,7 @@ from petune.run.host_copy import BufferLayout, HostCopy, aligned
 from petune.run.state import HeldState
 from petune.saving import checkpoint
 
-Write = Callable[[HeldState], None]
+WriteState = Callable[[HeldState], None]  # of a copied state
 # of a manifest, or what says them when it is written
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Commit = Callable[[Path, Facts], Any]  # of a state, in a folder
@@ -87,7 +87,7 @@ class Saves:
     def _new_copy(self) -> HostCopy:
         return HostCopy(torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
 
-    def begin(self, held: HeldState, write: Write) -> None:
+    def begin(self, held: HeldState, write: WriteState) -> None:
         """Copy `held`, of live tensors, which must not change before `settle`, and let `write` have the copy
         in another thread. What was begun before has ended."""
         tensors, cuda = held.here, self.device.type == "cuda"

@@ -30,7 +30,8 @@ from petune.saving import checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-Write = Callable[["Path", Mapping[str, Tensor], Mapping[str, Any]], None]
+# into a folder: tensors, JSON
+WriteTensors = Callable[["Path", Mapping[str, Tensor], Mapping[str, Any]], None]
 KEPT = 2
 
 
@@ -84,7 +85,7 @@ class Snapshots:
         self,
         checkpoints: Path,
         device: torch.device,
-        write: Write,
+        write: WriteTensors,
         run_step: Callable[[], int],
         lost: Callable[[str], bool] = lambda _: False,
     ) -> None:

@@ -35,13 +35,13 @@ from petune.saving.peft import CONFIG, TENSORS, Adapter, check_config, from_peft
 from petune.saving.peft_parts import parts_named
 from petune.saving.tuning_record import origin_files, read_record
 
-How = Literal["cat", "svd", "linear"]
+Combination = Literal["cat", "svd", "linear"]  # how several updates become one
 Part = tuple[Tensor, Tensor, float]  # A [r, in], B [out, r] of one layer of one adapter, and w s
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def combine(
-    base_model: Model, folders: Mapping[str | Path, float], how: How = "cat", r: int | None = None
+    base_model: Model, folders: Mapping[str | Path, float], how: Combination = "cat", r: int | None = None
 ) -> Model:
     """Tune `base_model`, in place, with the combination of LoRA folders, {folder: weight}; save or merge it
     as any other.
@@ -119,7 +119,7 @@ def read_adapter(
     return adapter
 
 
-def _combined(name: str, parts: Sequence[Part], how: How, rank: int) -> dict[str, Tensor]:
+def _combined(name: str, parts: Sequence[Part], how: Combination, rank: int) -> dict[str, Tensor]:
     """The factors of one layer, of scale 1."""
     if how == "cat":
         a = torch.cat([scale * a for a, _, scale in parts])

@@ -23,7 +23,7 @@ from petune.errors import FileError, MachineError, UsageError
 ADAPTER = "adapter.gguf"
 _INTERLEAVED = {"llama": {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}}
 
-Factors = Mapping[str, tuple[Tensor, Tensor]]  # (A [r, in], B [out, r]) of a linear by its name
+FactorsByName = Mapping[str, tuple[Tensor, Tensor]]  # (A [r, in], B [out, r]) of a linear by its name
 
 
 def need_gguf(title: str) -> Any:
@@ -48,7 +48,7 @@ def names_in_gguf(modules: Iterable[str], architecture: str, blocks: int) -> dic
 
 
 def write_gguf(
-    file: Path, factors: Factors, alpha: float, architecture: str, config: Any, where: str
+    file: Path, factors: FactorsByName, alpha: float, architecture: str, config: Any, where: str
 ) -> None:
     """Write the factors, float32, for a base of an architecture in gguf's words. config: the base's.
 

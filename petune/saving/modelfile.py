@@ -20,7 +20,7 @@ from petune.errors import UsageError
 MODELFILE = "Modelfile"
 ROLES = ("system", "user", "assistant")
 Turn = tuple[str, str]  # role, content
-Pieces = Mapping[tuple[str, str], str]  # what stands between two roles; "" is the start, and the answer
+TurnPieces = Mapping[tuple[str, str], str]  # what stands between two roles; "" is the start, and the answer
 
 _CONTENTS = (
     "Why is the sky blue?",
@@ -55,7 +55,7 @@ def write_modelfile(
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
+def pieces_of(tokenizer: PreTrainedTokenizerBase) -> TurnPieces:
     """What the chat template puts between turns, without the token that the tokenizer itself puts first.
 
     Raises UsageError for a template that says a dialogue in another way.
@@ -100,7 +100,7 @@ def dialogues(system: bool) -> Iterator[Sequence[Turn]]:
         yield turns
 
 
-def said(pieces: Pieces, turns: Sequence[Turn]) -> str | None:
+def said(pieces: TurnPieces, turns: Sequence[Turn]) -> str | None:
     """A dialogue as the pieces say it, up to where the answer begins; None where a piece is missing."""
     text, last = "", ""
     for role, content in turns:
@@ -122,7 +122,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn], first: 
     return text.removeprefix(first)
 
 
-def go_template(pieces: Pieces) -> str:
+def go_template(pieces: TurnPieces) -> str:
     """The pieces in the words of Go's text/template, over Ollama's .Messages."""
     text, word = '{{ $last := "" }}{{ range .Messages }}', "if"
     for role in ROLES:
@@ -154,7 +154,7 @@ def _literal(text: str) -> str:
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if special else text
 
 
-def stops(tokenizer: PreTrainedTokenizerBase, pieces: Pieces, model: PreTrainedModel) -> list[str]:
+def stops(tokenizer: PreTrainedTokenizerBase, pieces: TurnPieces, model: PreTrainedModel) -> list[str]:
     """The tokens that end an answer: those of the model's generation, and the first special token that the
     template puts behind one."""
     generation = getattr(model, "generation_config", None)

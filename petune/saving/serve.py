@@ -49,7 +49,7 @@ _OURS = (CONFIG, ADAPTER, MODELFILE, MANIFEST)
 _MERGE = "merge, and serve the whole model: petune merge RUN"
 _LOAD = "petune.load(base, folder) reads it"
 
-Factors = dict[str, tuple[Tensor, Tensor]]
+ServedFactors = dict[str, tuple[Tensor, Tensor]]  # (A, B) by the name of a linear
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _weight(module: nn.Module) -> tuple[str, ...]:
 # ---------------------------------------------------------------- numbers
 
 
-def _folded(model: PreTrainedModel, server: Server) -> tuple[Factors, int, int]:
+def _folded(model: PreTrainedModel, server: Server) -> tuple[ServedFactors, int, int]:
     """Factors of one rank and scale by module, zeros for partners that the server asks for; the rank and the
     alpha of all."""
     layers, state = layers_in(model), in_file_form(model)
@@ -263,7 +263,7 @@ def _folded(model: PreTrainedModel, server: Server) -> tuple[Factors, int, int]:
     for name in _partners(layers, modules, server):
         rows, columns = cast("Tensor", modules[name].weight).shape
         factors[name] = torch.zeros(rank, columns), torch.zeros(rows, rank)
-    return cast("Factors", factors), rank, alpha
+    return cast("ServedFactors", factors), rank, alpha
 
 
 def _partners(tuned: Iterable[str], modules: Mapping[str, nn.Module], server: Server) -> list[str]:
@@ -283,7 +283,7 @@ def _write_peft(
     work: Path,
     base_name: str | None,
     renames: Mapping[str, str],
-    factors: Factors,
+    factors: ServedFactors,
     alpha: int,
 ) -> None:
     """peft's two files with the factors, all of one rank, under the names that are served."""

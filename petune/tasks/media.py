@@ -21,10 +21,10 @@ from petune.tasks.configs import DataConfig
 from petune.tasks.lines import shown
 from petune.tasks.sounds import Sound, samples_of, sound_of
 
-Kind = Literal["image", "audio"]
+MediaKind = Literal["image", "audio"]  # what a model reads beside texts
 Read = TypeVar("Read")
 # what rows of a format are made of, texts where it is another; and the format, by what a model reads
-_READ_IN: Mapping[str, Kind] = {"image-label": "image", "audio-text": "audio"}
+_READ_IN: Mapping[str, MediaKind] = {"image-label": "image", "audio-text": "audio"}
 FORMAT_OF: Mapping[str, str] = {kind: format_ for format_, kind in _READ_IN.items()}
 CALLED = {"text": "texts", "image": "pictures", "audio": "sounds"}
 ONE = {"image": "picture", "audio": "sound"}
@@ -65,7 +65,7 @@ class Reader:
     model's forward pass; shape: of one input; tokens: of the model for it; begins: the token that a decoder
     behind it begins with."""
 
-    kind: Kind
+    kind: MediaKind
     processor: Any
     argument: str
     shape: tuple[int, ...]
@@ -162,7 +162,7 @@ def _upright(picture: Any) -> Any:
     return ImageOps.exif_transpose(picture)
 
 
-def refuse_other(media: Media, kind: Kind) -> Sound | None:
+def refuse_other(media: Media, kind: MediaKind) -> Sound | None:
     """Raise ValueError, in words, for what is no picture, or no sound, by its first bytes; the rest is not
     read. What a sound says of itself; None of a picture."""
     if kind == "audio":

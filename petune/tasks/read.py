@@ -358,8 +358,8 @@ def _refuse_grown(held: int, most: int, path: Path) -> None:
         )
 
 
-Reader = Callable[[Path, Faults, Cursor], Iterator[RowRecord]]
-READERS: dict[str, Reader] = {
+FileReader = Callable[[Path, Faults, Cursor], Iterator[RowRecord]]  # the rows of a file from a place on
+READERS: dict[str, FileReader] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,

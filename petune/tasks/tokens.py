@@ -17,7 +17,7 @@ from petune.tasks.rows import Row, Tagged
 
 
 @dataclass(frozen=True)
-class Words:
+class CodedWords:
     """A text of words as token ids, cut to the limit. `firsts[i]` is the place of the first token of word i,
     None if it has none left.
 
@@ -46,7 +46,7 @@ def encode_tokens(rows: Sequence[Row], coder: Coder) -> list[Example]:
     return examples
 
 
-def encode_words(words: Sequence[str], coder: Coder) -> Words:
+def encode_words(words: Sequence[str], coder: Coder) -> CodedWords:
     """The tokens of `words`, and which of them stand for a word."""
     if not coder.tokenizer.is_fast:
         what = "the tokenizer cannot tell which word its tokens belong to"
@@ -72,4 +72,4 @@ def encode_words(words: Sequence[str], coder: Coder) -> Words:
             rest = opens and begin > ends[word] - len(words[word])
             firsts[word] = None if rest else place
             opens = rest
-    return Words(list(coded["input_ids"]), firsts, length)
+    return CodedWords(list(coded["input_ids"]), firsts, length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from petune.kernels.memory.block_cost import Keep
+from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape, ExpertSizes, Ranks
 from petune.models import gemma3, moe
 from petune.models.spec import Attention, RoutedMlp, SubLayer
@@ -62,4 +62,4 @@ SHARED = _routed(
 )
 BERT = BlockShape(1024, 16, 16, 64, 4096, gated=False, ranks=Ranks(q=8, v=8), norm="layer", causal=False)
 DEPTH, VOCABULARY = 32, 128256  # of LLAMA
-KEEPS: tuple[Keep, ...] = get_args(Keep)[::-1]  # from the most to the least
+KEEPS: tuple[Level, ...] = get_args(Level)[::-1]  # from the most to the least

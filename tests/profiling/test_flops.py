@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
 from petune.profiling.attribution import Attribution
-from petune.profiling.flops import FORMULAS, Counts, counting
+from petune.profiling.flops import FORMULAS, FlopCounts, counting
 from petune.profiling.profile import take_apart
 from petune.profiling.repeat_step import Rehearsal
 from tests.profiling.conftest import Rehearse
@@ -22,14 +22,14 @@ RANK = 2
 LORA = {"name": "lora", "r": RANK}
 
 
-def counted(rehearsal: Rehearsal) -> Counts:
+def counted(rehearsal: Rehearsal) -> FlopCounts:
     """FLOP of one step, by phase and path of the module that runs itself."""
     with Attribution(rehearsal.runner.modules) as attribution, counting(attribution) as found:
         rehearsal.passes(rehearsal.batches())
     return found
 
 
-def within(counts: Counts, path: str) -> tuple[int, int]:
+def within(counts: FlopCounts, path: str) -> tuple[int, int]:
     """FLOP of a module and all below it, forward and backward."""
     below = {
         key: number for key, number in counts.items() if f"{key[1]}.".startswith(f"{path}." if path else "")

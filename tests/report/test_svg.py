@@ -9,7 +9,7 @@ import re
 import pytest
 
 from petune.report.curves import Curve, curve
-from petune.report.svg import BOTTOM, HEIGHT, LEFT, POINTS, RIGHT, TOP, WIDTH, Axis, DrawnLine, chart
+from petune.report.svg import BOTTOM, HEIGHT, LEFT, POINTS, RIGHT, TOP, WIDTH, ChartAxis, DrawnLine, chart
 from tests.made_runs import Parsed, step_records
 
 
@@ -65,7 +65,7 @@ def test_any_finite_values_can_be_drawn(values: tuple[float, float]) -> None:
     ],
 )
 def test_ticks_are_round_and_inside(low: float, high: float, ticks: list[float]) -> None:
-    assert Axis(low, high, 100).ticks() == pytest.approx(ticks)
+    assert ChartAxis(low, high, 100).ticks() == pytest.approx(ticks)
 
 
 def test_large_ratios_go_on_a_scale_of_powers() -> None:

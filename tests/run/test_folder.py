@@ -23,7 +23,7 @@ from petune.files.manifest import MANIFEST, check_folder
 from petune.recipe import load_recipe
 from petune.run.checkup import check_up
 from petune.run.entrance import entered
-from petune.run.folder import RunFolder, State, names
+from petune.run.folder import FolderState, RunFolder, names
 from petune.saving import checkpoint
 from tests.kills import killed_at, left_by_kills
 from tests.small_runs import (
@@ -48,7 +48,7 @@ FLAGS: dict[str, dict[str, bool]] = {
 
 # What a start does in each state, as docs/reliability.md has it: None starts, else the exit code of the
 # refusal.
-ANSWERS: dict[State, tuple[int | None, int | None, int | None]] = {
+ANSWERS: dict[FolderState, tuple[int | None, int | None, int | None]] = {
     "absent": (None, 2, None),
     "begun": (2, None, None),
     "running": (5, 5, 5),
@@ -127,7 +127,7 @@ def enter(folder: RunFolder, *, resume: bool = False, overwrite: bool = False) -
     return entered(folder, resume=resume, overwrite=overwrite, allow_change=())
 
 
-def make(folder: RunFolder, state: State) -> None:
+def make(folder: RunFolder, state: FolderState) -> None:
     """Bring a folder into a state by the ways that lead there."""
     if state in ("absent", "foreign"):
         folder.path.mkdir()
@@ -164,7 +164,7 @@ def answers(folder: RunFolder) -> tuple[int | None, ...]:
 
 
 @pytest.mark.parametrize("state", [state for state in ANSWERS if state != "running"])
-def test_every_flag_says_in_every_state_what_the_table_has(state: State, folder: RunFolder) -> None:
+def test_every_flag_says_in_every_state_what_the_table_has(state: FolderState, folder: RunFolder) -> None:
     make(folder, state)
     assert folder.state() == state and answers(folder) == ANSWERS[state]
     for flags, answer in zip(FLAGS.values(), ANSWERS[state], strict=True):
@@ -210,7 +210,7 @@ def test_a_folder_in_use_is_refused_by_every_flag_with_the_process_that_uses_it(
 # ---------------------------------------------------------------- killed at every call of every transition
 
 # Name: (the state before, what happens, the states a kill may leave).
-TRANSITIONS: dict[str, tuple[State, Callable[[RunFolder], None], set[State]]] = {
+TRANSITIONS: dict[str, tuple[FolderState, Callable[[RunFolder], None], set[FolderState]]] = {
     "begin": ("absent", lambda folder: start(folder, NEW), {"absent", "begun"}),
     "overwrite": (
         "finished",
@@ -244,7 +244,7 @@ def test_a_kill_at_every_call_leaves_a_state_with_a_way_on(name: str, folder: Ru
     kept, copies = folder.path.with_name("kept"), folder.path.with_name("copies")
     shutil.copytree(folder.path, kept)
     copies.mkdir()
-    seen = set[State]()
+    seen = set[FolderState]()
     try:
         calls = left_by_kills(folder.path, lambda: work(folder), copies)
         assert calls >= 4
@@ -296,7 +296,7 @@ def leave_half_made(folder: RunFolder) -> None:
         (folder.path / name).write_text("half")
 
 
-def refuse_half_made(folder: RunFolder, state: State) -> None:
+def refuse_half_made(folder: RunFolder, state: FolderState) -> None:
     """What stands under a final name is whole; of a run that is not being replaced, a checkpoint that stood
     stands."""
     if state in ("stopped", "finished"):
@@ -318,7 +318,7 @@ def refuse_half_made(folder: RunFolder, state: State) -> None:
     )
 
 
-def go_on(folder: RunFolder, state: State) -> None:
+def go_on(folder: RunFolder, state: FolderState) -> None:
     """The next start, by the first flag that is allowed, finds all in order and nothing left over."""
     flags = next(
         flags for flags, answer in zip(FLAGS.values(), ANSWERS[state], strict=True) if answer is None

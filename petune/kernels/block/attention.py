@@ -44,8 +44,8 @@ from petune.rng.dropout import Drop, dropped_attention
 
 Backend = Literal["cudnn", "flash", "varlen", "triton", "sdpa", "ring"]
 # what a forward leaves for its backward: log-sum-exp, random state; nothing where `sdpa` computes again
-Kept = tuple[Any, ...]
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+KeptTensors = tuple[Any, ...]
+QkvGradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 # columns of a head and tokens of a segment up to which our kernels were measured to be ahead of flash
 NARROW, SHORT = 64, 1024
 # compute capabilities on which flash has a backward of heads of up to 256 columns
@@ -277,7 +277,7 @@ def _no_cudnn(device: torch.device, head_dim: int, kind: _Kind, deterministic: b
 # ------------------------------------------------------------------ the two functions
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensors]:
     """(out [m, heads, d], dense; what `backward` needs beside it). A query without keys gets zeros."""
     if not len(q) or not len(k):
         return torch.zeros_like(q, memory_format=torch.contiguous_format), ()
@@ -296,11 +296,11 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Kept,
+    kept: KeptTensors,
     how: How,
     dbias: Tensor | None = None,
     dsinks: Tensor | None = None,
-) -> Gradients:
+) -> QkvGradients:
     """(dq [m, heads, d], dk, dv [n, kv_heads, d]) for dout [m, heads, d]; `out` and `kept` as `forward` gave
     them.
 
@@ -317,7 +317,7 @@ def backward(
 # ------------------------------------------------------------------ cudnn
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensors]:
     out, lse, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         *_by_head(how.batch, q, k, v), None, True, 0.0, how.causal, False, scale=how.scale
     )
@@ -325,8 +325,8 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
 
 
 def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How
-) -> Gradients:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: KeptTensors, how: How
+) -> QkvGradients:
     rest = (None, None, None, _length(how, q), _length(how, k), 0.0, how.causal)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         *_by_head(how.batch, dout, q, k, v, out), *kept, *rest, scale=how.scale
@@ -357,7 +357,7 @@ def _by_token(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ flash and varlen
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensors]:
     out, lse, state, unused, _ = aten._flash_attention_forward(
         *_laid_out(how, q, k, v), *_starts(how, q, k), 0.0, how.causal, False, scale=how.scale, **_window(how)
     )
@@ -365,8 +365,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How
-) -> Gradients:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: KeptTensors, how: How
+) -> QkvGradients:
     lse, state, unused = kept
     rest = (*_starts(how, q, k), 0.0, how.causal, state, unused)
     dq, dk, dv = aten._flash_attention_backward(
@@ -405,7 +405,7 @@ def _kernels() -> Any:
     return import_module("petune.kernels.triton.attention")
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def _triton(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensors]:
     sides, more = _more(how, q, k)
     out, lse = _kernels().forward(q, k, v, *sides, how.causal, how.scale, how.drop, more)
     return out, (lse,)
@@ -417,14 +417,14 @@ def _triton_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Kept,
+    kept: KeptTensors,
     how: How,
     dbias: Tensor | None = None,
     dsinks: Tensor | None = None,
-) -> Gradients:
+) -> QkvGradients:
     sides, more = _more(how, q, k)
     given = (dout, q, k, v, out, kept[0], *sides, how.causal, how.scale, how.drop, more, dbias, dsinks)
-    found: Gradients = _kernels().backward(*given)
+    found: QkvGradients = _kernels().backward(*given)
     return found
 
 
@@ -441,7 +441,7 @@ def _more(how: How, q: Tensor, k: Tensor) -> tuple[tuple[Tensor, int], Any]:
 # ------------------------------------------------------------------ sdpa
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensors]:
     with torch.no_grad():
         return _attended(q, k, v, how).contiguous(), ()
 
@@ -452,11 +452,11 @@ def _sdpa_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Kept,
+    kept: KeptTensors,
     how: How,
     dbias: Tensor | None = None,
     dsinks: Tensor | None = None,
-) -> Gradients:
+) -> QkvGradients:
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     asked = [one for one in (dbias, dsinks) if one is not None]
     if dbias is not None and how.bias is not None:
@@ -550,7 +550,7 @@ def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
 # ------------------------------------------------------------------ ring
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def _ring(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensors]:
     out, kept = _part(how).travelling.attend(_three(q, k, v, how), how.bias, how.mask, *_hides(how, q))
     return _by_token(out).contiguous(), kept
 
@@ -561,10 +561,10 @@ def _ring_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Kept,
+    kept: KeptTensors,
     how: How,
     dbias: Tensor | None = None,
-) -> Gradients:
+) -> QkvGradients:
     dout, out = _by_head(how.batch, dout, out)
     given = (dout, _three(q, k, v, how), how.bias, how.mask, *_hides(how, q), out, kept, dbias)
     dq, dk, dv = _part(how).travelling.attend_backward(*given)
@@ -576,7 +576,7 @@ def _part(how: How) -> AttentionPart:
     return how.part
 
 
-def _three(q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
+def _three(q: Tensor, k: Tensor, v: Tensor, how: How) -> QkvGradients:
     q, k, v = _by_head(how.batch, q, k, v)
     return q, k, v
 
@@ -589,7 +589,7 @@ def _hides(how: How, q: Tensor) -> tuple[bool, float]:
     return hidden, how.scale
 
 
-_FORMS: dict[Backend, tuple[Callable[..., tuple[Tensor, Kept]], Callable[..., Gradients]]] = {
+_FORMS: dict[Backend, tuple[Callable[..., tuple[Tensor, KeptTensors]], Callable[..., QkvGradients]]] = {
     "cudnn": (_cudnn, _cudnn_backward),
     "flash": (_flash, _flash_backward),
     "varlen": (_flash, _flash_backward),

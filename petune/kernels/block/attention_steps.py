@@ -12,7 +12,7 @@ from torch import Tensor
 
 from petune.kernels.block import attention as attending
 from petune.kernels.block import pieces
-from petune.kernels.block.attention import Gradients, How
+from petune.kernels.block.attention import How, QkvGradients
 from petune.kernels.block.lent_steps import KEYS
 from petune.kernels.block.part import Heads
 from petune.kernels.block.rotary_steps import angles_in
@@ -253,7 +253,7 @@ class Attend(Step):
         seen = self._seen(run)
         given = (da, *self.split(v, seen), out, v[self.lse], how)
         dsinks = self._asked(run, how)
-        grads: Gradients = _form(how).backward(*given, dbias, dsinks)
+        grads: QkvGradients = _form(how).backward(*given, dbias, dsinks)
         if self.sinks is not None and dsinks is not None:
             run.sink.add(self.sinks[1], dsinks)
         if seen is not None:

@@ -165,7 +165,7 @@ class CoreCall:
 
 
 # What a graph is held by: what came out of it, the leaves that went in, and those of what trains
-Traced = tuple[Tensor, ...]
+TracedTensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class BoundCore:
         """What it makes of hidden states [m, width], and of a table, without a graph."""
         return self.call({}, x, *table).to(x.dtype)
 
-    def traced(self, *inputs: Tensor) -> Traced:
+    def traced(self, *inputs: Tensor) -> TracedTensors:
         """The same with a graph, whose first tensor it is."""
         with torch.enable_grad():
             leaves = [one.detach().requires_grad_() for one in inputs]
@@ -193,7 +193,7 @@ class BoundCore:
             return self.call(dict(zip(names, own, strict=True)), *leaves), *leaves, *own
 
     def gradients(
-        self, graph: Traced, dy: Tensor, asked: Sequence[bool], needs: Sequence[bool]
+        self, graph: TracedTensors, dy: Tensor, asked: Sequence[bool], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
         """(the gradients of the inputs, where they are `asked` for; those of its tensors that train and whose
         are needed, by their place), for that of what came out. The graph stays."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from petune.kernels.block.attention_steps import Attend, NormHeads
-from petune.kernels.block.cores import Drawing, Sizes
+from petune.kernels.block.cores import CoreSizes, Drawing
 from petune.kernels.block.lent_steps import KEYS, Lend, OfTokens
 from petune.kernels.block.linear_steps import Activated, Low
 from petune.kernels.block.rotary_steps import Rotate, pairs_of, reaching
@@ -22,7 +22,7 @@ class Program:
     in the order of their use."""
 
     sublayers: tuple[SubLayer, ...]
-    sizes: Sizes
+    sizes: CoreSizes
     inputs: tuple[str, ...]
     steps: tuple[Step, ...]
     y: str

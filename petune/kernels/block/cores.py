@@ -14,7 +14,7 @@ Drawn = Literal["group", "drop", "bottleneck", "core"]  # what has a dropout of 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CoreSizes:
     """What a table does not say of a block: heads and their width, the activation of its MLP, the epsilon of
     its norms."""
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Low
+from petune.kernels.reference import LowFactors
 
 
 def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -73,7 +73,7 @@ class Dense:
             return None
         return wide_rows(self.weight.new_empty, m, self.weight.shape[1] + rank)
 
-    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+    def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
         s, b = low
         if not self._has_room(s.shape[1]):
             product: Tensor = ops.linear_low(x, self.weight, self.bias, low)

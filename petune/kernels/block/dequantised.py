@@ -15,7 +15,7 @@ from torch import Tensor
 
 from petune.kernels.block.dense import Dense, wide_rows
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Low
+from petune.kernels.reference import LowFactors
 from petune.models.form import Form
 
 
@@ -54,7 +54,7 @@ class PackedForms:
         first = self.forms[0]
         return wide_rows(partial(first.tensors[0].new_empty, dtype=first.dtype), m, first.shape[1] + rank)
 
-    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+    def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
         return self._dense(x, low[0].shape[1]).linear_low(x, low, ops, inlet)
 
     def dlinear(self, dy: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Low
+from petune.kernels.reference import LowFactors
 from petune.models.fp8 import Fp8, product_of_turned
 
 
@@ -50,7 +50,7 @@ class PackedFp8:
     def inlet(self, m: int, rank: int) -> Tensor | None:
         return None
 
-    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+    def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
         product = self._product(x, torch.promote_types(x.dtype, torch.float32))
         y: Tensor = ops.add_low(None if self.bias is None else self.bias.expand_as(product), product, low)
         return y

@@ -15,7 +15,7 @@ from petune.kernels.block.dense import Dense, whole_lines
 from petune.kernels.block.dequantised import PackedForms, TurnedForm
 from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Low
+from petune.kernels.reference import LowFactors
 from petune.models.form import Form
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_in
@@ -44,7 +44,7 @@ class PackedWeight(Protocol):
         """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no
         use for it."""
 
-    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+    def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
         """x W^T + bias + low, rounded once. inlet: what `inlet` gave, if x is its left part."""
 
     def dlinear(self, dy: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Apart:
     def inlet(self, m: int, rank: int) -> Tensor | None:
         return None
 
-    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+    def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
         s, b = low
         pairs = zip(self.weights, b.split(list(self.widths)), strict=True)
         return torch.cat([weight.linear_low(x, (s, rows), ops, None) for weight, rows in pairs], 1)

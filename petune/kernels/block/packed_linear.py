@@ -27,7 +27,7 @@ from petune.kernels.block.linear import PackedWeight
 from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.block.scaling import columns_of, over_vector, own_of, scaled_inputs
 from petune.kernels.dispatch import Ops
-from petune.kernels.reference import Added, Low, Scale, wide
+from petune.kernels.reference import Added, LowFactors, Scale, wide
 from petune.models.tuned_parts import TENSORS, LowRank
 from petune.rng.dropout import Drop
 
@@ -210,7 +210,7 @@ class Group:
         y = self.whole.linear32(x)
         return y if s is None else y.add_(matmul32(s, self.b.T))
 
-    def deferred(self, s: Tensor | None) -> Low | None:
+    def deferred(self, s: Tensor | None) -> LowFactors | None:
         """The update that `product` has left to the activation."""
         return (s, self.b) if s is not None and self.defers else None
 

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
-from petune.kernels.block.attention import Gradients, How, Kept
-from petune.rng.context import Piece
+from petune.kernels.block.attention import How, KeptTensors, QkvGradients
+from petune.rng.context import TokenSpan
 
 WORTH = 512  # keys before a piece, from which two calls of cuDNN take less time than one of flash (H100)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensors]:
     """(out [m, heads, d], dense; what `backward` needs beside it, of one piece after the other)."""
     outs: list[Tensor] = []
     kept: list[Any] = []
@@ -48,11 +48,11 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Kept,
+    kept: KeptTensors,
     how: How,
     dbias: Tensor | None = None,
     dsinks: Tensor | None = None,
-) -> Gradients:
+) -> QkvGradients:
     """As attention's. Stacks with a bias have no pieces."""
     assert dbias is None, "a bias is one of tokens in a row"
     found, each = [], len(kept) // 2
@@ -69,7 +69,7 @@ def backward(
     return dq, dk, dv
 
 
-def _pieces(how: How) -> Iterator[tuple[Piece, Piece, How]]:
+def _pieces(how: How) -> Iterator[tuple[TokenSpan, TokenSpan, How]]:
     """Of each piece: which of own tokens it is, which of all, and how it attends."""
     assert how.part is not None and not how.ragged and how.bias is None and how.mask is None
     start = 0
@@ -85,14 +85,14 @@ def _pieces(how: How) -> Iterator[tuple[Piece, Piece, How]]:
         start = own[1]
 
 
-def _rows(x: Tensor, how: How, part: Piece) -> Tensor:
+def _rows(x: Tensor, how: How, part: TokenSpan) -> Tensor:
     """Some tokens of each row of x [m, ...]: views [batch, length, ...] for kernels that take them so, else
     [batch * length, ...]."""
     found = x.view(how.batch, -1, *x.shape[1:])[:, slice(*part)]
     return found if how.backend in ("cudnn", "flash") else found.flatten(0, 1)
 
 
-def _ahead(q: Tensor, k: Tensor, v: Tensor, how: How, first: int) -> tuple[Tensor, Kept]:
+def _ahead(q: Tensor, k: Tensor, v: Tensor, how: How, first: int) -> tuple[Tensor, KeptTensors]:
     """`forward` of one piece, `first` keys before it."""
     if how.backend != "cudnn" or not first:
         return attending.forward(q, k, v, how)
@@ -109,11 +109,11 @@ def _back(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Kept,
+    kept: KeptTensors,
     how: How,
     first: int,
     dsinks: Tensor | None,
-) -> Gradients:
+) -> QkvGradients:
     """`backward` of one piece."""
     if how.backend != "cudnn" or not first:
         return attending.backward(dout, q, k, v, out, kept, how, None, dsinks)

@@ -20,8 +20,8 @@ from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.called_step import CallCore
 from petune.kernels.block.compiled_program import Program as Program
 from petune.kernels.block.cores import (
+    CoreSizes,
     Drawing,
-    Sizes,
     called,
     calls_all,
     has_sinks,
@@ -47,7 +47,7 @@ from petune.models.tuned_parts import TENSORS
 
 
 @cache
-def compiled(sublayers: tuple[SubLayer, ...], sizes: Sizes) -> Program:
+def compiled(sublayers: tuple[SubLayer, ...], sizes: CoreSizes) -> Program:
     """The program of a block of these sub-layers, of which only what the block has is named; the same for
     equal arguments."""
     build = _Build(sublayers, sizes)
@@ -62,7 +62,7 @@ class _Build:
 
     x = "x"
 
-    def __init__(self, sublayers: tuple[SubLayer, ...], sizes: Sizes) -> None:
+    def __init__(self, sublayers: tuple[SubLayer, ...], sizes: CoreSizes) -> None:
         self.sublayers, self.sizes = sublayers, sizes
         self.steps: list[Step] = []
         self.groups: list[GroupPlace] = []

@@ -21,10 +21,10 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.reference import wide
 from petune.models.tuned_parts import LowRank
 
-Factors = Callable[[int], tuple[Tensor, Tensor]]  # a with its scale, and b, of a part
+FactorsOfPart = Callable[[int], tuple[Tensor, Tensor]]  # a with its scale, and b, of a part
 
 
-def columns_of(parts: Sequence[LowRank], factors: Factors, ops: Ops) -> Tensor | None:
+def columns_of(parts: Sequence[LowRank], factors: FactorsOfPart, ops: Ops) -> Tensor | None:
     """c [sum of outputs], float32 or wider: ones where a part is not scaled; None where none is."""
     if not any(part.by is not None and part.scales_outputs for part in parts):
         return None
@@ -32,7 +32,7 @@ def columns_of(parts: Sequence[LowRank], factors: Factors, ops: Ops) -> Tensor |
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _columns(part: LowRank, at: int, factors: Factors, ops: Ops) -> Tensor:
+def _columns(part: LowRank, at: int, factors: FactorsOfPart, ops: Ops) -> Tensor:
     if part.by is None or not part.scales_outputs:
         dtype = torch.promote_types(part.weight.dtype, torch.float32)
         return torch.ones(part.outputs, dtype=dtype, device=part.weight.device)

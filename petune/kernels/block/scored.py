@@ -25,7 +25,7 @@ from petune.rng.context import running
 from petune.rng.dropout import Drop, draw, drop_of_heads, dropped_attention
 
 # q, k, v [m, heads, d]; q_pos, k_pos [columns, heads, d], None where there are no such scores
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+ScoredInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @cache
@@ -42,7 +42,7 @@ class ScoredAttention:
     kernels: bool
 
     def __call__(
-        self, inputs: Inputs, buckets: Tensor | None, scale: float, p: float, first_head: int
+        self, inputs: ScoredInputs, buckets: Tensor | None, scale: float, p: float, first_head: int
     ) -> Tensor:
         """out [m, heads d], differentiable. buckets: int32 [2 t - 1], the column of positions for each
         distance key - query, which does not grow with it; None without scores of positions. p:
@@ -67,7 +67,7 @@ class _How:
     scale: float
     drop: Drop | None
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, ...]:
+    def forward(self, inputs: ScoredInputs) -> tuple[Tensor, ...]:
         """out [m, heads, d] and what the backward pass reads besides."""
         if not self.kernels:
             with torch.no_grad():
@@ -76,12 +76,12 @@ class _How:
         found: tuple[Tensor, Tensor] = _kernels().forward(q, k, v, *self._rest(inputs))
         return found
 
-    def backward(self, dout: Tensor, inputs: Inputs, kept: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, dout: Tensor, inputs: ScoredInputs, kept: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of `inputs`, of all that are there. kept: what `forward` gave."""
         if not self.kernels:
             leaves = [None if one is None else one.detach().requires_grad_() for one in inputs]
             with torch.enable_grad():
-                again = self._attended(cast("Inputs", tuple(leaves)))
+                again = self._attended(cast("ScoredInputs", tuple(leaves)))
             found = iter(torch.autograd.grad(again, [one for one in leaves if one is not None], dout))
             return [None if one is None else next(found) for one in leaves]
         q, k, v, q_pos, k_pos = inputs
@@ -100,7 +100,7 @@ class _How:
             dpositions.append(torch.bmm(by.mT, x.transpose(0, 1)).transpose(0, 1))
         return [dq, dk, dv, *dpositions]
 
-    def _rest(self, inputs: Inputs) -> tuple[Any, ...]:
+    def _rest(self, inputs: ScoredInputs) -> tuple[Any, ...]:
         """What the kernels take behind q, k and v."""
         attention = _kernels()
         q, k, _, q_pos, k_pos = inputs
@@ -111,7 +111,7 @@ class _How:
             )
         return self.segments.starts, self.segments.longest, False, self.scale, self.drop, more
 
-    def _attended(self, inputs: Inputs) -> Tensor:
+    def _attended(self, inputs: ScoredInputs) -> Tensor:
         """out of differentiable operations, of all segments of one length together."""
         outs, places = [], []
         for own in self.segments.by_length:
@@ -143,7 +143,7 @@ def _products(x: Tensor, positions: Tensor | None) -> Tensor | None:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: _How, *inputs: Any) -> Tensor:
-        out, *kept = how.forward(cast("Inputs", inputs))
+        out, *kept = how.forward(cast("ScoredInputs", inputs))
         ctx.how = how
         ctx.save_for_backward(*inputs, *([out, *kept] if how.kernels else []))
         return out

@@ -12,7 +12,7 @@ from torch import nn
 
 from petune.kernels.block.call import Spec
 from petune.kernels.block.called import CalledCore
-from petune.kernels.block.cores import Sizes, calls_all
+from petune.kernels.block.cores import CoreSizes, calls_all
 from petune.kernels.block.mixture import Mixture
 from petune.kernels.block.program import compiled
 from petune.kernels.block.refusals import refusal, unread
@@ -52,7 +52,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         if not calls_all(one.core) and (boundary := boundary_of(block.get_submodule(one.core.at)))
     }
     program = compiled(
-        _exchanging(block, sublayers, heads[1]), Sizes(*heads, ACTS[name], cast("float", eps_of(first)))
+        _exchanging(block, sublayers, heads[1]), CoreSizes(*heads, ACTS[name], cast("float", eps_of(first)))
     )
     spec = Spec(
         program=program,

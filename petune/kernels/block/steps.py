@@ -24,13 +24,13 @@ from petune.kernels.block.turns import Turns
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import op_cost
-from petune.kernels.memory.op_cost import SMALL, Cost, Kind
+from petune.kernels.memory.op_cost import SMALL, Cost, CostKind
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.models.boundary import Boundary
 from petune.models.tuned_parts import BottleneckPart
 
 _MIDDLE: Level = "projections"
-Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs
+Charge = tuple[CostKind, Cost]  # a kernel: the rate that bounds it, and what it costs
 # the same elements at every call; rows of the whole, None for all
 Dropping = Callable[[Tensor, "slice | None"], Tensor]
 NormTensors = tuple[Tensor, *tuple[Tensor | None, ...]]  # weight; of a LayerNorm then bias or None

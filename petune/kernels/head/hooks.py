@@ -229,12 +229,12 @@ def unfuse_head(model: nn.Module) -> None:
             handle.remove()
 
 
-Batch = Mapping[str, Tensor]
+NamedInputs = Mapping[str, Tensor]  # what a model is called with, by name
 
 
 def head_loss(
     model: nn.Module,
-    batch: Batch,
+    batch: NamedInputs,
     ask: Callable[[nn.Module, Any], Any],
     *,
     shift: bool,

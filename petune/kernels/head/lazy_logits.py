@@ -21,7 +21,7 @@ from petune.errors import UsageError
 from petune.kernels.head.linear_cross_entropy import IGNORED
 
 # hidden, bias [v], labels, smoothing, softcap, count, whether of each row -> scalar, or [rows]
-Loss = Callable[[Tensor, Tensor | None, Tensor, float, float, Tensor | None, bool], Tensor]
+LogitsLoss = Callable[[Tensor, Tensor | None, Tensor, float, float, Tensor | None, bool], Tensor]
 CAPPING = 3  # operations of a soft cap
 
 
@@ -37,7 +37,7 @@ class Origin:
     """
 
     hidden: Tensor
-    loss: Loss
+    loss: LogitsLoss
     whole: bool
     differentiated: bool
     bias: Tensor | None = None

@@ -22,8 +22,7 @@ from petune.kernels.memory.op_cost import Cost, KernelCost, Work, costing
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import needs_of, of_shape
 
-Keep = Level
-Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length
+SpeedCurve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length
 NARROW = 0.75  # the share of the memory's rate that a product with few ranks reaches
 # The share of the matmuls' rate that grouped products reach. Those of 128 experts, about 512 rows each, reach
 # 0.68 of it (benchmarks/grouped.py), though the last tile of each is but half full.
@@ -46,8 +45,8 @@ class Rates:
     name: str
     matmul: float
     matmul_fp8: float
-    attention: Curve
-    attention_backward: Curve
+    attention: SpeedCurve
+    attention_backward: SpeedCurve
     memory: float
     link: float
     hashes: float = 1e12
@@ -74,7 +73,7 @@ class Rates:
         return self.launch + max(busy / rate, cost.bytes / memory, cost.hashes / self.hashes)
 
 
-def _interpolated(curve: Curve, length: float) -> float:
+def _interpolated(curve: SpeedCurve, length: float) -> float:
     """The curve at `length`, linear in its logarithm and level beyond both ends."""
     (low, rate), *rest = curve
     for high, faster in rest:
@@ -149,7 +148,7 @@ def backward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = N
     return costing(*operations)
 
 
-def recomputed(shape: BlockShape, keep: Keep, tokens: int, sequence: int, tile: int | None = None) -> Work:
+def recomputed(shape: BlockShape, keep: Level, tokens: int, sequence: int, tile: int | None = None) -> Work:
     """What the backward pass of a rung runs again: never the down projection of a pre-norm block, as nothing
     before it depends on it."""
     operations, there = [], set(of_shape(shape).schedules.kept(keep))
@@ -165,7 +164,7 @@ def recomputed(shape: BlockShape, keep: Keep, tokens: int, sequence: int, tile: 
 
 
 def _returned(
-    shape: BlockShape, program: Program, keep: Keep, tokens: int, tile: int | None
+    shape: BlockShape, program: Program, keep: Level, tokens: int, tile: int | None
 ) -> Iterator[tuple[Action, float, int]]:
     """The actions of a rung's backward pass, each with its rows and how often it is taken."""
     given = (True,) * len(program.inputs)

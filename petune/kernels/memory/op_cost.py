@@ -14,7 +14,7 @@ from typing import Literal
 
 # Of operation: which rate bounds it. Narrow: a product that reads or writes a large matrix and has few ranks,
 # on the memory's side. Grouped: products of rows in groups with weights of their own.
-Kind = Literal["matmul", "matmul_fp8", "grouped", "attention", "attention_backward", "narrow", "memory"]
+CostKind = Literal["matmul", "matmul_fp8", "grouped", "attention", "attention_backward", "narrow", "memory"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class KernelCost:
     cost of one launch."""
 
     stage: str
-    kind: Kind
+    kind: CostKind
     cost: Cost
     times: int = 1
 

@@ -28,9 +28,9 @@ from math import ceil, inf
 from typing import Literal
 
 from petune.errors import UsageError
-from petune.kernels.configs import MemoryConfig, Rung, refuse_contradiction
+from petune.kernels.configs import Level, MemoryConfig, Rung, refuse_contradiction
 from petune.kernels.memory import block_cost, buffers
-from petune.kernels.memory.block_cost import Keep, Rates
+from petune.kernels.memory.block_cost import Rates
 from petune.kernels.memory.op_cost import Work, total
 from petune.kernels.memory.shape import BlockShape
 
@@ -41,7 +41,7 @@ WORKSPACE = 2**27  # bytes for the workspaces of libraries and for what the allo
 SLOTS = 2  # offloaded blocks with their tensors on the device: one that computes, one in transit
 UNBOUNDED = 2**62  # bytes
 # from the least that is kept to the most
-LADDER: tuple[Keep, ...] = ("input", "attention", "projections", "all")
+LADDER: tuple[Level, ...] = ("input", "attention", "projections", "all")
 # from the least that is offloaded
 LEVELS: tuple[Literal["none", "input", "attention"], ...] = ("none", "input", "attention")
 
@@ -110,7 +110,7 @@ def levels_of(policy: Policy) -> list[int]:
     return [*(LADDER.index(rung.keep) for rung in policy.rungs), policy.tile or sys.maxsize]
 
 
-def _lowered(rung: Rung, keep: Keep) -> Rung:
+def _lowered(rung: Rung, keep: Level) -> Rung:
     """The rung with less kept, of which no more is parked than there is."""
     return Rung(keep, "input" if keep == "input" and rung.offload == "attention" else rung.offload)
 
@@ -293,7 +293,7 @@ def _tables(step: _Step, config: MemoryConfig) -> Iterator[tuple[int | None, lis
 
 @lru_cache(maxsize=128)
 def _options(
-    step: _Step, keep: Keep, tile: int | None, levels: tuple[Literal["none", "input", "attention"], ...]
+    step: _Step, keep: Level, tile: int | None, levels: tuple[Literal["none", "input", "attention"], ...]
 ) -> tuple[_Option, ...]:
     """A rung's options by what is offloaded; the attention output can be where it is kept. Kept, for a step
     is searched again where a budget holds nothing, or for another budget."""

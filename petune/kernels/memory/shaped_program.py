@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from petune.kernels.block.attention_steps import Attend
 from petune.kernels.block.called_step import CallCore
-from petune.kernels.block.cores import Sizes, vectors_in
+from petune.kernels.block.cores import CoreSizes, vectors_in
 from petune.kernels.block.linear_steps import Activated, Product
 from petune.kernels.block.mixture import OF_MIXTURE
 from petune.kernels.block.program import Program, compiled
@@ -16,7 +16,7 @@ from petune.models.tuned_parts import TENSORS
 
 def of_shape(shape: BlockShape) -> Program:
     """The program of a block of that shape."""
-    return compiled(shape.sublayers, Sizes(shape.heads, shape.kv_heads, shape.head_dim, "silu", 1e-6))
+    return compiled(shape.sublayers, CoreSizes(shape.heads, shape.kv_heads, shape.head_dim, "silu", 1e-6))
 
 
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:

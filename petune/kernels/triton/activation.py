@@ -20,19 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.reference import Low, Scale
+from petune.kernels.reference import LowFactors, Scale
 from petune.kernels.triton.dropout import placed, scaled, stays
 from petune.kernels.triton.residual import Tile, Variant, multiprocessors, padded, shares, total
 from petune.rng.dropout import Drop, threshold
 
-Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
+KernelAct = Literal["silu", "gelu", "gelu_tanh", "relu"]  # the activations that kernels know
 
 
 # ------------------------------------------------------------------ forward
 
 
 def activate(
-    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False,
+    u: Tensor, act: KernelAct, gated: bool, low: LowFactors | None = None, a: Tensor | None = None, paired: bool = False,
     out: Tensor | None = None, how: Drop | None = None, scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`petune.kernels.reference.activate`; ranks up to `sums.MAX_RANK`, ValueError above."""
@@ -192,7 +192,7 @@ def _logistic(x):
 
 NO_SCALE, NO_OWN = ("columns", "own"), ("own",)  # what is not there
 # activation, gated, paired, ranks of low and of below, dropped, what of a scale is not there
-FORMS: tuple[tuple[Act, bool, bool, int, int, bool, tuple[str, ...]], ...] = (
+FORMS: tuple[tuple[KernelAct, bool, bool, int, int, bool, tuple[str, ...]], ...] = (
     ("silu", True, True, 16, 16, False, NO_SCALE),
     ("silu", True, False, 32, 16, True, NO_SCALE),
     ("gelu_tanh", True, False, 0, 0, False, NO_SCALE),

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
 from petune.kernels.block.packed_linear import SUMMED
-from petune.kernels.reference import Added, Low, Scale
+from petune.kernels.reference import Added, LowFactors, Scale
 from petune.kernels.triton.activation import (
     FORMS,
-    Act,
+    KernelAct,
     draw_of,
     rows_of,
     scale_of,
@@ -35,7 +35,7 @@ from petune.rng.dropout import Drop
 
 
 def activate_backward(
-    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Added | None = None, below: Low | None = None,
+    dh: Tensor, u: Tensor, act: KernelAct, gated: bool, low: Added | None = None, below: LowFactors | None = None,
     paired: bool = False, how: Drop | None = None, scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`petune.kernels.reference.activate_backward`; ranks up to `residual.MAX_RANK`, ValueError above."""
@@ -67,7 +67,7 @@ def _db(du: Tensor, s: Tensor, paired: bool) -> Tensor:
 
 
 def _launched(
-    dh: Tensor, u: Tensor, du: Tensor, h: Tensor | None, low: Added | None, below: Low | None,
+    dh: Tensor, u: Tensor, du: Tensor, h: Tensor | None, low: Added | None, below: LowFactors | None,
     summed: tuple[int, int, int], how: Drop | None, scale: Scale | None, **form: Any,
 ) -> Tensor:  # fmt: skip
     """Write du, and h unless it is None; the sums of db and da behind one another, of the ranks of `summed`,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels import reference
-from petune.kernels.reference import Pair
+from petune.kernels.reference import QueriesAndKeys
 from petune.kernels.triton.residual import Tile, Variant, multiprocessors, shares
 
 # half a head, and whether values are normed, and made of keys; then `_how`, as kernels are checked
@@ -35,7 +35,7 @@ WIDEST = 512  # of a head; wider ones, and those that are no power of two, go to
 
 
 def norm_rope(
-    raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
+    raw: Tensor, weights: QueriesAndKeys, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
     values: bool = False, layer: bool = False, neighbours: bool = False,
 ) -> Tensor:  # fmt: skip
     """`petune.kernels.reference.norm_rope`; float32, bfloat16 or float16."""
@@ -61,7 +61,7 @@ def norm_rope(
 
 
 def norm_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor, weights: QueriesAndKeys, eps: float, cos: Tensor, sin: Tensor,
     weight_grad: bool = False, values: bool = False, layer: bool = False, neighbours: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """`petune.kernels.reference.norm_rope_backward`; float32, bfloat16 or float16."""

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
-from petune.kernels.reference import Low
+from petune.kernels.reference import LowFactors
 
 Variant = tuple[Any, dict[str, str], dict[str, Any], int, int]  # kernel, signature, constexprs, warps, stages
 
@@ -99,14 +99,16 @@ def _total_kernel(parts, result, count, size, stride, BLOCK: tl.constexpr):
 # ------------------------------------------------------------------ a low-rank update
 
 
-def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low, out: Tensor | None = None) -> Tensor:
+def linear_low(
+    x: Tensor, weight: Tensor, bias: Tensor | None, low: LowFactors, out: Tensor | None = None
+) -> Tensor:
     """`petune.kernels.reference.linear_low`: cuBLAS's product in float32, summed and rounded by a kernel."""
     product = matmul32(x, weight.T)
     return add_low(None if bias is None else bias.expand_as(product), product, low, out=out)
 
 
 def add_low(
-    x: Tensor | None, y: Tensor, low: Low, columns: Tensor | None = None, out: Tensor | None = None
+    x: Tensor | None, y: Tensor, low: LowFactors, columns: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """`petune.kernels.reference.add_low`, for any rank."""
     (rows, width), (s, b) = y.shape, low

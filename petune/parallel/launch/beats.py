@@ -37,16 +37,17 @@ NAMED = 32  # ranks that a beat tells of at the most, those silent longest: all 
 SHOWN = 64  # ranks of a run, up to which each tells of its steps, for people who look at it
 FAILED = "failed"  # the key under which a rank says that it has failed
 
-Kind = Literal["own", "lost", "consequence"]
+# whose end it is: this rank's own, that of one that was lost, or only what followed
+EndKind = Literal["own", "lost", "consequence"]
 
 
 class PeerLost(DistributedError):
     """Another rank failed. `kind`: lost, this says which rank and how; consequence, only that the group
     broke, and others know why."""
 
-    def __init__(self, what: str, kind: Kind, remedy: str | None = None) -> None:
+    def __init__(self, what: str, kind: EndKind, remedy: str | None = None) -> None:
         super().__init__(what, remedy=remedy)
-        self.kind: Kind = kind
+        self.kind: EndKind = kind
 
 
 def replaced() -> PeerLost:

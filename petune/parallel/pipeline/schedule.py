@@ -56,7 +56,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
-Loss = Callable[[Tensor, Tensor], Tensor]  # output of the last stage, target -> scalar
+StageLoss = Callable[[Tensor, Tensor], Tensor]  # output of the last stage, target -> scalar
 SEVERAL = ("interleaved", "zero-bubble")  # schedules with several stages on a rank
 BACKWARD = ("FULL_BACKWARD", "BACKWARD_INPUT")  # torch's names of passes back
 
@@ -113,7 +113,7 @@ def _clone(model: nn.Module) -> nn.Module:
     return copied(model, {id(value): value for value in chain(model.parameters(), model.buffers())})
 
 
-def made(plan: ParallelPlan, stages: Sequence[Any], pieces: int, loss: Loss | None) -> Any:
+def made(plan: ParallelPlan, stages: Sequence[Any], pieces: int, loss: StageLoss | None) -> Any:
     """torch's schedule of `plan` over a rank's stages; the one of forward passes alone without a `loss`."""
     if plan.schedule in SEVERAL:
         schedule = SCHEDULES[plan.schedule if loss is not None else "interleaved"]

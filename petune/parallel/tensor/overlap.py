@@ -46,7 +46,7 @@ from petune.models.transition import applied
 from petune.models.tuned_linear import TunedLinear
 from petune.parallel.collectives import SEQ
 from petune.parallel.plan import Cut, apportion
-from petune.parallel.tensor.tiles import Incoming, Outgoing, Route, Tiles, choose, receiving, sending
+from petune.parallel.tensor.tiles import Incoming, Outgoing, TileRoute, Tiles, choose, receiving, sending
 from petune.rng.context import running
 
 # of a region whose tokens are whole on every rank: three quarters of a sum are hidden, and matmuls stay large
@@ -261,7 +261,7 @@ class Overlap:
 
     group: dist.ProcessGroup
     index: int
-    route: Route | None
+    route: TileRoute | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Overlap:
         return self  # a process group cannot be copied

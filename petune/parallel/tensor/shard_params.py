@@ -27,7 +27,7 @@ from petune.models.expert_form import cut_experts
 from petune.models.frozen_weight import QuantisedWeight
 from petune.models.joined import MEMBERS, rows_of_heads
 from petune.models.nf4 import Nf4, refuse_cut_block
-from petune.models.spec import CutKind, Family, Member, Pieces, Region, Shape, Split, child_of
+from petune.models.spec import CutKind, Family, Member, Pieces, Region, Shape, TensorSplit, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
 from petune.models.tuned_linear import TunedLayer, TunedLinear
 from petune.parallel.mesh import Axis, Coordinate
@@ -178,7 +178,7 @@ def refuse_cut_form(base_dtype: str, cut: Cut, shape: Shape) -> None:
             refuse_cut_block(start, length, sum(sizes))
 
 
-def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split]:
+def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, TensorSplit]:
     """How the tensors of a linear are cut: torch's own as is known, any other as it declares.
 
     Raises UsageError for a layer that says nothing, or nothing of one of its tensors.
@@ -195,7 +195,7 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split
     return _declared(layer, layer.splits(kind), where)
 
 
-def _declared(layer: nn.Module, declared: Mapping[str, Split], where: str) -> Mapping[str, Split]:
+def _declared(layer: nn.Module, declared: Mapping[str, TensorSplit], where: str) -> Mapping[str, TensorSplit]:
     if unsaid := [name for name, _ in layer.named_parameters() if name not in declared]:
         sides = {"expected": ", ".join(declared), "found": ", ".join(unsaid)}
         what = f"`splits` of {type(layer).__name__} does not say how all of its tensors are cut"
@@ -206,7 +206,7 @@ def _declared(layer: nn.Module, declared: Mapping[str, Split], where: str) -> Ma
 def narrow(
     layer: nn.Module,
     own: str,
-    split: Split,
+    split: TensorSplit,
     parts: Sequence[tuple[int, ...]],
     rank: int,
     where: str,

@@ -25,8 +25,8 @@ from torch import Tensor
 from petune.log import say
 from petune.parallel.collectives import SEQ, Sizes, Transfer, all_max_
 
-Route = Literal["ring", "star"]
-ROUTES: tuple[Route, ...] = ("ring", "star")
+TileRoute = Literal["ring", "star"]  # how tiles go from rank to rank: to the next one, or to every other
+ROUTES: tuple[TileRoute, ...] = ("ring", "star")
 # numbers in each rank's tile when routes are timed: 64 KiB, where latency counts more than bandwidth
 PROBE = 2**14
 TIMINGS = 9
@@ -45,7 +45,7 @@ class Tiles:
     order: tuple[int, ...]
     group: dist.ProcessGroup
     index: int
-    route: Route | None
+    route: TileRoute | None
 
     @property
     def steps(self) -> int:
@@ -192,10 +192,10 @@ def sending(tiles: Tiles) -> Outgoing:
 # ---------------------------------------------------------------- choosing a route
 
 
-_chosen: WeakKeyDictionary[dist.ProcessGroup, Route] = WeakKeyDictionary()
+_chosen: WeakKeyDictionary[dist.ProcessGroup, TileRoute] = WeakKeyDictionary()
 
 
-def choose(group: dist.ProcessGroup, device: torch.device) -> Route:
+def choose(group: dist.ProcessGroup, device: torch.device) -> TileRoute:
     """The route by which tiles of 64 KiB get round the ranks of `group` faster, the same on all of them; rank
     0 of the world says which.
 
@@ -223,7 +223,7 @@ def choose(group: dist.ProcessGroup, device: torch.device) -> Route:
     return route
 
 
-def _seconds(route: Route, group: dist.ProcessGroup, device: torch.device) -> float:
+def _seconds(route: TileRoute, group: dist.ProcessGroup, device: torch.device) -> float:
     """How long it takes to gather a small tile of every rank, the median of a few times."""
     ranks, index = dist.get_world_size(group), dist.get_rank(group)
     order = tuple((index - step) % ranks for step in range(ranks))

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from petune.errors import DistributedError, UsageError
 from petune.models.boundary import put_slice
-from petune.models.spec import Split
+from petune.models.spec import TensorSplit
 from petune.models.transition import applied
 from petune.models.tuned_linear import TunedLinear, TunedModule
 from petune.parallel.collectives import (
@@ -103,7 +103,7 @@ def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
     if sum(sizes) != rows or min(sizes) < 1:
         what = "shares of the vocabulary must add up, with at least a row for each rank"
         raise UsageError(what, expected=str(rows), found=str(sizes))
-    splits: dict[int, Split] = {id(table.weight): 0 for table in tables}
+    splits: dict[int, TensorSplit] = {id(table.weight): 0 for table in tables}
     if head is not None:
         declared = splits_of(head, "column", "the head")
         splits |= {id(value): declared[name] for name, value in head.named_parameters()}

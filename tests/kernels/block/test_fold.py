@@ -15,7 +15,7 @@ from torch import Tensor
 from petune.kernels.block import attention as attending
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
-from petune.kernels.block.cores import Sizes
+from petune.kernels.block.cores import CoreSizes
 from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, compiled
@@ -44,7 +44,7 @@ def program_of(name: str) -> Program:
             core = replace(core, scale=DIM**-0.5)
             core = core if name == "qwen3" else replace(core, q_norm=None, k_norm=None)
         found.append(replace(sublayer, core=core))
-    return compiled(tuple(found), Sizes(HEADS, KV, DIM, "gelu" if name == "bert" else "silu", 1e-6))
+    return compiled(tuple(found), CoreSizes(HEADS, KV, DIM, "gelu" if name == "bert" else "silu", 1e-6))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers.models.t5.modeling_t5 import T5Block, T5LayerNorm
 
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
-from petune.kernels.block.cores import Sizes
+from petune.kernels.block.cores import CoreSizes
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, compiled
 from petune.kernels.block.steps import BlockRun
@@ -209,7 +209,7 @@ def test_a_block_of_steps_is_the_familys_own_on_every_rung(
     expected.backward(dy)
     wanted = {name: value.grad for name, value in block.named_parameters() if value.grad is not None}
     program = compiled(
-        read_sublayers(block, made.rule), Sizes(HEADS, HEADS, WIDTH // HEADS, made.act, made.eps)
+        read_sublayers(block, made.rule), CoreSizes(HEADS, HEADS, WIDTH // HEADS, made.act, made.eps)
     )
     by_name = {"x": x.detach().flatten(0, 1), "memory": memory.detach().flatten(0, 1), "bias": bias.detach()}
     shapes = dict(zip(("x", "memory", "bias"), given, strict=True))

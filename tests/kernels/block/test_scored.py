@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
-from petune.kernels.block.scored import Inputs, ScoredAttention
+from petune.kernels.block.scored import ScoredAttention, ScoredInputs
 from petune.kernels.block.varlen import Segments, from_mask
 from petune.kernels.fuse import fused_blocks
 from petune.models.disentangled import by_distance
@@ -59,7 +59,7 @@ def given(kept: int, dtype: torch.dtype, kinds: tuple[bool, bool]) -> tuple[Tens
     return *made[:3], *(one if there else None for one, there in zip(made[3:], kinds, strict=True))
 
 
-def expected(inputs: Inputs, own: Segments, p: float) -> Tensor:
+def expected(inputs: ScoredInputs, own: Segments, p: float) -> Tensor:
     """By transformers' formula on rows with padding."""
     rows, tokens = own.shape
     q, k, v = (

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from petune.kernels.configs import Level
 from petune.kernels.memory import block_cost
-from petune.kernels.memory.block_cost import A100, CPU, CUDA, H100, H200, Keep
+from petune.kernels.memory.block_cost import A100, CPU, CUDA, H100, H200
 from petune.kernels.memory.buffers import kept_bytes
 from petune.kernels.memory.op_cost import Cost, KernelCost, attention, matmul, total
 from petune.kernels.memory.shape import BlockShape, Ranks
@@ -27,7 +28,7 @@ def step_flop(shape: BlockShape, tokens: int) -> float:
     )
 
 
-def step_seconds(tokens: int, sequence: int, keep: Keep) -> float:
+def step_seconds(tokens: int, sequence: int, keep: Level) -> float:
     work = block_cost.forward(LLAMA, tokens, sequence) + block_cost.backward(LLAMA, tokens, sequence)
     work += block_cost.recomputed(LLAMA, keep, tokens, sequence)
     return DEPTH * H200.seconds(work, sequence) + H200.seconds(
@@ -174,7 +175,7 @@ def test_processors_without_a_tile_wait_for_the_others(sizes: tuple[int, int, in
         (131072, 131072, "input", 2890),
     ],
 )
-def test_an_h200_comes_to_its_known_ceilings(tokens: int, sequence: int, keep: Keep, speed: int) -> None:
+def test_an_h200_comes_to_its_known_ceilings(tokens: int, sequence: int, keep: Level, speed: int) -> None:
     assert tokens / step_seconds(tokens, sequence, keep) == pytest.approx(speed, rel=0.05)
 
 

@@ -23,9 +23,9 @@ from petune.kernels.block.part import AttentionPart
 from petune.kernels.block.program import Program
 from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.turns import alone
+from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
-from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
 from petune.kernels.memory.shaped_program import needs_of, of_shape
 from petune.models.exchange import Exchanged, ExchangeKind, QueryRows, rows_of
@@ -42,7 +42,7 @@ from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, ROUTED, SHARED, VOCA
 @pytest.mark.parametrize(
     ("keep", "kibibytes"), [("all", 92), ("projections", 36), ("attention", 16), ("input", 8)]
 )
-def test_the_ladder_keeps_its_known_bytes_per_token(keep: Keep, kibibytes: int) -> None:
+def test_the_ladder_keeps_its_known_bytes_per_token(keep: Level, kibibytes: int) -> None:
     bare = replace(LLAMA, ranks=Ranks())
     small = 0 if keep == "input" else 4 * 32  # log-sum-exp
     small += 8 if keep in ("all", "projections") else 0  # 1 / rms of both norms
@@ -99,7 +99,7 @@ def test_the_backward_pass_of_the_mlp_holds_what_a_hand_lists() -> None:
     more=st.integers(1, 2**16),
 )
 def test_a_working_set_grows_with_tokens_and_is_whole_without_tiles(
-    keep: Keep, shape: BlockShape, tokens: int, tile: int, more: int
+    keep: Level, shape: BlockShape, tokens: int, tile: int, more: int
 ) -> None:
     whole = buffers.working_set(shape, keep, tokens)
     assert buffers.working_set(shape, keep, tokens + more) >= whole
@@ -633,7 +633,7 @@ class Halved:
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("tile", [None, 1024])
 def test_the_tables_say_what_the_engine_holds(
-    shape: BlockShape, keep: Keep, tile: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: BlockShape, keep: Level, tile: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Byte for byte what is kept; the peak of a block's passes to a few hundredths, and above what is said by
     half of one at most."""

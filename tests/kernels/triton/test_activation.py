@@ -11,7 +11,7 @@ from torch import Tensor
 
 from petune.kernels import reference
 from petune.kernels.dispatch import triton_ops
-from petune.kernels.reference import Act, Low, Scale
+from petune.kernels.reference import Act, LowFactors, Scale
 from petune.kernels.triton import activation, activation_backward, residual
 from petune.rng.dropout import Drop
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
@@ -46,7 +46,7 @@ def operands(
     """u, dh, low, a and below of one activation; the factors are scaled as trained ones are. scaled: "all" of
     u with its update, or "but own"."""
     columns = width * (1 + gated)
-    low: Low | None = (
+    low: LowFactors | None = (
         (matrix(rows, rank, dtype, 1, strided), matrix(columns, rank, dtype, 2, strided) / 4)
         if rank
         else None

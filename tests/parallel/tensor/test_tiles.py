@@ -12,7 +12,7 @@ from torch import Tensor
 
 from petune.parallel.collectives import Transfer
 from petune.parallel.tensor import tiles
-from petune.parallel.tensor.tiles import ROUTES, Gathering, Route, Tiles, choose, receiving, sending
+from petune.parallel.tensor.tiles import ROUTES, Gathering, TileRoute, Tiles, choose, receiving, sending
 from tests.pool import run
 
 CUTS = [(3, 2), (0, 4), (3, 2, 1), (2, 0, 3), (0, 0, 0), (1, 0, 2, 1)]
@@ -93,13 +93,13 @@ def test_a_tile_of_another_length_is_refused() -> None:
     assert run(2, refused)[1] == "dim 1 of (2, 3, 3) does not have this rank's 1 of (2, 1)"
 
 
-def chosen(seconds: list[dict[Route, float]]) -> list[Any]:
+def chosen(seconds: list[dict[TileRoute, float]]) -> list[Any]:
     """The route where each rank measures what `seconds` says of it, asked for twice; what was said, and how
     often was measured."""
     said: list[str] = []
-    asked: list[Route] = []
+    asked: list[TileRoute] = []
 
-    def measured(route: Route, *_: Any) -> float:
+    def measured(route: TileRoute, *_: Any) -> float:
         asked.append(route)
         return seconds[dist.get_rank()][route]
 
@@ -111,8 +111,8 @@ def chosen(seconds: list[dict[Route, float]]) -> list[Any]:
 
 
 def test_every_rank_takes_the_route_that_is_faster_on_the_slowest_and_one_says_so() -> None:
-    fast_ring: dict[Route, float] = {"ring": 0.001, "star": 0.002}
-    slow_ring: dict[Route, float] = {"ring": 0.004, "star": 0.003}
+    fast_ring: dict[TileRoute, float] = {"ring": 0.001, "star": 0.002}
+    slow_ring: dict[TileRoute, float] = {"ring": 0.004, "star": 0.003}
     ranks = run(3, chosen, [fast_ring, fast_ring, slow_ring])
     assert [one[0] for one in ranks] == [["star", "star"]] * 3
     assert ranks[0][1] == ["overlap: tiles travel by the star (3 ranks; ring 4 ms, star 3 ms)"]
