@@ -289,6 +289,23 @@ def unreasoned(text: str) -> list[str]:
     return [f"{number}: {what[0]}" for number, what in found if what and not what["reason"].strip(" #-")]
 
 
+def type_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name, what it stands for) of each public class of a module, and of each alias that looks like one."""
+    for number, node in enumerate(tree.body):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, f"class {number} of {id(tree)}"
+        elif isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call):  # as a TypeVar is
+            yield from (
+                (one.id, ast.unparse(node.value)) for one in node.targets if isinstance(one, ast.Name)
+            )
+
+
+def two_meanings(named: Iterable[tuple[str, str]]) -> list[str]:
+    """Names that stand for several things; the same alias in two rooms is one."""
+    camel = {one for one in named if re.match(r"[A-Z][A-Za-z]*[a-z]", one[0])}
+    return [name for name, many in Counter(name for name, _ in camel).items() if many > 1]
+
+
 # ------------------------------------------------------------------ the rules can fail
 
 
@@ -416,6 +433,13 @@ def test_a_function_longer_than_a_screen_is_seen() -> None:
     assert not long_functions(ast.parse(f"@triton.jit\ndef f():\n{body}"))
 
 
+def test_a_name_with_two_meanings_is_seen() -> None:
+    sources = ["class Way: ...", "Way = Literal['a']", "Way = Literal['b']", "Way = Literal['a']"]
+    names = [list(type_names(ast.parse(source))) for source in sources]
+    assert [two_meanings(names[0] + names[1]), two_meanings(names[1] + names[2])] == [["Way"], ["Way"]]
+    assert two_meanings(names[1] + names[3]) == []
+
+
 def test_a_checker_that_is_silenced_without_a_reason_is_seen() -> None:
     bare = [
         "x  # type: " + "ignore",
@@ -515,9 +539,8 @@ def test_files_are_named_after_their_idea() -> None:
     assert [name_of(path) for path in SOURCE + TESTS if {path.stem, path.parent.name} & VAGUE_NAMES] == []
 
 
-def test_no_two_classes_share_a_name() -> None:
-    own = [node.name for path in SOURCE for node in parsed(path).body if isinstance(node, ast.ClassDef)]
-    assert [name for name, many in Counter(own).items() if many > 1 and not name.startswith("_")] == []
+def test_no_name_of_a_class_or_an_alias_has_two_meanings() -> None:
+    assert two_meanings(name for path in SOURCE for name in type_names(parsed(path))) == []
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

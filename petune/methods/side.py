@@ -41,7 +41,7 @@ from petune.methods.narrowing import check, narrow_block, narrow_config, narrow_
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.copied import copied
 from petune.models.linear_attention import GatedDelta
-from petune.models.port import Call, StackPass
+from petune.models.port import Arguments, StackPass
 from petune.models.spec import Config, Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, carried_by, own_stacks, run_block, tail_of
 from petune.models.tuned_linear import TunedModule
@@ -159,7 +159,7 @@ class Ladder(TunedModule, PreTrainedModel):
         if end < self.depth:
             self.norm = self.up = self.alpha = None
 
-    def begin(self, call: Call, arrived: Call | None) -> Call:
+    def begin(self, call: Arguments, arrived: Arguments | None) -> Arguments:
         """See stack_protocols.LadderLike; with the carry come the angles of each type of attention.
 
         Raises UsageError for encoder states that were not made by this model's own encoder."""
@@ -167,7 +167,7 @@ class Ladder(TunedModule, PreTrainedModel):
         if across is not None and across.shape[-1] == self.width:
             remedy = "make them with this model's encoder, or leave them out"
             raise UsageError("encoder_hidden_states carry no side state", remedy=remedy)
-        side: Call = {name: None for name in self.rule.carry if name in call}
+        side: Arguments = {name: None for name in self.rule.carry if name in call}
         if arrived is None:
             hidden = self._own(call["hidden_states"].detach())
             side["hidden_states"] = self.down[0](self._dropped(hidden))
@@ -192,7 +192,7 @@ class Ladder(TunedModule, PreTrainedModel):
         _make_room(call.get("past_key_values"), self.depth)
         return side
 
-    def split(self, call: Call, now: StackPass) -> tuple[Call, Call]:
+    def split(self, call: Arguments, now: StackPass) -> tuple[Arguments, Arguments]:
         backbone = dict(call)
         side = {name: value for name, value in call.items() if name not in self.rule.carry}
         across = call.get("encoder_hidden_states")
@@ -225,7 +225,7 @@ class Ladder(TunedModule, PreTrainedModel):
     def gate(self) -> tuple[Tensor, float]:
         return torch.stack(list(self.gates.values())), self.settings.temperature
 
-    def call(self, index: int, call: Call) -> Call:
+    def call(self, index: int, call: Arguments) -> Arguments:
         """See stack_protocols.LadderLike: with the angles of its type of attention."""
         if self.rotary is None:
             return call
@@ -233,7 +233,7 @@ class Ladder(TunedModule, PreTrainedModel):
         kind = self.config.layer_types[index] if None not in angles else None
         return call | {"position_embeddings": angles[kind]}
 
-    def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
+    def step(self, index: int, hidden: Tensor, call: Arguments, below: Tensor | None = None) -> Arguments:
         """See stack_protocols.LadderLike: the gate mixes before the block."""
         state = call["hidden_states"]
         if self.reads(index):
@@ -243,7 +243,7 @@ class Ladder(TunedModule, PreTrainedModel):
         call = self.call(index, call | {"hidden_states": state})
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
-    def end(self, hidden: Tensor, call: Call) -> Tensor:
+    def end(self, hidden: Tensor, call: Arguments) -> Tensor:
         state = call["hidden_states"]
         if self.norm is not None:
             state = self.norm(state)

@@ -20,8 +20,8 @@ from petune.rng.context import Running
 if TYPE_CHECKING:
     from petune.models.stack import Stack
 
-Call = dict[str, Any]  # a block's arguments by name; "hidden_states" is always there
-Given = tuple[tuple[Any, ...], Call]  # the same as they are written in a call: by position, by name
+Arguments = dict[str, Any]  # a block's arguments by name; "hidden_states" is always there
+WrittenArguments = tuple[tuple[Any, ...], Arguments]  # by position, by name
 T = TypeVar("T")
 PLAIN = (bool, int, float, str, type(None))
 
@@ -82,7 +82,7 @@ class Recorded:
 
     number: int
     block: nn.Module
-    call: Call
+    call: Arguments
     by_position: tuple[str, ...]
 
 
@@ -111,8 +111,8 @@ class StackPass:
     be read as, where that is rounded. waiting: the calls so far, where all blocks are to run at once."""
 
     here: Running
-    carry: Call = field(default_factory=dict)
-    side: Call | None = None
+    carry: Arguments = field(default_factory=dict)
+    side: Arguments | None = None
     found: Found | None = None
     below: Tensor | None = None
     level: Tensor | None = None
@@ -155,7 +155,7 @@ def _told_of_a_cache(kind: Any) -> bool:
 OWN = "position_embeddings"
 
 
-def alike(one: Call, other: Call) -> bool:
+def alike(one: Arguments, other: Arguments) -> bool:
     """Whether two calls have the same arguments but for hidden states and `OWN`: the same objects, or equal
     plain values."""
     rest = one.keys() | other.keys()

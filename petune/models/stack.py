@@ -18,13 +18,24 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
-from petune.models.port import OWN, Call, Elsewhere, Found, Given, Port, Recorded, StackPass, alike, names_of
+from petune.models.port import (
+    OWN,
+    Arguments,
+    Elsewhere,
+    Found,
+    Port,
+    Recorded,
+    StackPass,
+    WrittenArguments,
+    alike,
+    names_of,
+)
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack_protocols import Beneath, Carried, Edges, LadderLike, Levels, Whole, Wire
 from petune.rng.context import Running, running
 from petune.rng.dropout import drawing
 
-__all__ = ["Call", "Stack"]
+__all__ = ["Arguments", "Stack"]
 
 
 class Stack(nn.ModuleList):
@@ -125,7 +136,7 @@ class Stack(nn.ModuleList):
         first: bool,
         last: bool,
         args: tuple[Any, ...],
-        kwargs: Call,
+        kwargs: Arguments,
     ) -> Any:
         """The call of a port: run block `number` with these arguments. Returns what the block does; the last
         one's hidden states are those that leave the stack. Raises UsageError for a block that is called
@@ -133,7 +144,7 @@ class Stack(nn.ModuleList):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.still):
             self.reached = True
             by_position = self.arguments[number][: len(args)]
-            call: Call = dict(zip(by_position, args, strict=True)) | kwargs
+            call: Arguments = dict(zip(by_position, args, strict=True)) | kwargs
             if isinstance(block, Elsewhere):
                 return self._handed_on(call)
             if first:
@@ -149,7 +160,7 @@ class Stack(nn.ModuleList):
             output = self._run(one, self._inside(now, call) | (now.carry if first else {}))
             return self._finish(output) if last else output
 
-    def _handed_on(self, call: Call) -> Any:
+    def _handed_on(self, call: Arguments) -> Any:
         """What a block returns that hands on these values."""
         carried = tuple(call.get(name) for name in self.rule.carry) + (None,) * self.rule.besides
         return carried if len(carried) > 1 else carried[0]
@@ -157,7 +168,7 @@ class Stack(nn.ModuleList):
     def forward(self, hidden_states: Tensor, **others: Any) -> StackPass:
         """Begin a pass with the arguments of the first block; what a pass with an error has left is
         dropped."""
-        call: Call = {"hidden_states": hidden_states, **others}
+        call: Arguments = {"hidden_states": hidden_states, **others}
         self._refuse_their_checkpointing()
         arrived = self.wire.receive() if self.wire else None
         if arrived is not None:
@@ -183,7 +194,7 @@ class Stack(nn.ModuleList):
         changed = any(one is not level for one, level in zip(inside, apart, strict=True))
         return Found(list(self.levels.numbers), torch.stack(inside) if changed else known)
 
-    def _goes_whole(self, now: StackPass, call: Call) -> bool:
+    def _goes_whole(self, now: StackPass, call: Arguments) -> bool:
         """Whether a pass that begins with `call` runs all blocks at once."""
         if self.whole is None or self.levels is not None:
             return False
@@ -209,7 +220,9 @@ class Stack(nn.ModuleList):
         """See Whole; edges that cut tokens across ranks ask."""
         return None if self.whole is None else self.whole.room_for(self, hidden, here)
 
-    def _begin_ladder(self, ladder: LadderLike, now: StackPass, call: Call, arrived: Call | None) -> None:
+    def _begin_ladder(
+        self, ladder: LadderLike, now: StackPass, call: Arguments, arrived: Arguments | None
+    ) -> None:
         if arrived is not None:
             arrived = arrived | {"hidden_states": self._parted(arrived["hidden_states"], now.here)}
         with drawing(replace(now.here, site=f"{self.name}.side", drawn=0)):
@@ -237,7 +250,7 @@ class Stack(nn.ModuleList):
         levels = found.values[:count] if own[:count] == wanted else found.values[[*map(own.index, wanted)]]
         return ladder.lower(levels)
 
-    def _inside(self, now: StackPass, call: Call) -> Call:
+    def _inside(self, now: StackPass, call: Arguments) -> Arguments:
         """The arguments of a block as they are inside; what the block before has handed on is inside
         already."""
         if not self.edges:
@@ -255,7 +268,7 @@ class Stack(nn.ModuleList):
                 value = now.once((at, name), partial(edges.argument, self, name, here=now.here), value)
         return value
 
-    def _run(self, one: Recorded, call: Call) -> Any:
+    def _run(self, one: Recorded, call: Arguments) -> Any:
         """What a block returns for a call that is inside; the ladder advances beside it."""
         now, ladder = cast("StackPass", self.now), self.ladder
         if ladder is None or now.side is None:
@@ -277,7 +290,7 @@ class Stack(nn.ModuleList):
         assert self.ladder is not None
         return dict(zip((number for number, _ in self.ladder.numbered), levels.unbind(), strict=True))
 
-    def _output(self, one: Recorded, call: Call, now: StackPass) -> Any:
+    def _output(self, one: Recorded, call: Arguments, now: StackPass) -> Any:
         """What a block returns: as it was found before, else computed."""
         levels, now.level = self.levels, None
         if now.found is not None:  # what nobody reads is handed on as it came
@@ -291,7 +304,9 @@ class Stack(nn.ModuleList):
             return self._as_read(one, call, now, output, levels.write(one.number, hidden))
         return output
 
-    def _as_read(self, one: Recorded, call: Call, now: StackPass, output: Any, kept: Tensor | None) -> Any:
+    def _as_read(
+        self, one: Recorded, call: Arguments, now: StackPass, output: Any, kept: Tensor | None
+    ) -> Any:
         """What a block returns whose level later passes read as `kept`: the ladder climbs beside that in this
         one too, and it is what leaves the stack; the next block is handed what was computed."""
         now.level = None if kept is None else self._parted(kept, now.here)
@@ -331,7 +346,7 @@ class Stack(nn.ModuleList):
             )
         return self._finish(output)
 
-    def _advanced(self, waiting: list[Recorded], calls: list[Call], now: StackPass) -> Call | None:
+    def _advanced(self, waiting: list[Recorded], calls: list[Arguments], now: StackPass) -> Arguments | None:
         """The first of `calls` behind all blocks, which the ladder beside them has climbed; None where they,
         or its levels, have to run one by one."""
         ladder = self.ladder
@@ -352,7 +367,7 @@ class Stack(nn.ModuleList):
         computed = now.found.computed
         return calls[0] | {"hidden_states": now.found.values[-1] if computed is None else computed}
 
-    def _find(self, waiting: list[Recorded], calls: list[Call], now: StackPass) -> Found:
+    def _find(self, waiting: list[Recorded], calls: list[Arguments], now: StackPass) -> Found:
         """What every block gives: of all at once where `beneath` takes them, else of one after the other."""
         numbers = [one.number for one in waiting]
         if self.beneath is not None and self.beneath.takes(self, calls[0]):
@@ -417,10 +432,10 @@ class Stack(nn.ModuleList):
             hidden = edges.leave(hidden, here)
         return hidden
 
-    def _carried(self, carry: Call, now: StackPass) -> Carried:
+    def _carried(self, carry: Arguments, now: StackPass) -> Carried:
         """What a later stage needs of this one, hidden states whole."""
 
-        def whole(part: Call) -> Call:
+        def whole(part: Arguments) -> Arguments:
             found = {name: part.get(name) for name in self.rule.carry}
             return found | {"hidden_states": self._left(part["hidden_states"], now.here)}
 
@@ -432,7 +447,7 @@ class Stack(nn.ModuleList):
             return checkpoint(step, *args, use_reentrant=False)
         return step(*args)
 
-    def step(self, index: int, block: nn.Module, given: Given, here: Running) -> Any:
+    def step(self, index: int, block: nn.Module, given: WrittenArguments, here: Running) -> Any:
         """What block `index` returns for the arguments `given`, by position and by name as the model's loop
         gave them."""
         with drawing(self.at(index, here)):
@@ -442,7 +457,9 @@ class Stack(nn.ModuleList):
         """`here` inside a block."""
         return replace(here, site=f"{self.name}.{index}", drawn=0)
 
-    def _climb(self, index: int, hidden: Tensor, side: Call, here: Running, below: Tensor | None) -> Call:
+    def _climb(
+        self, index: int, hidden: Tensor, side: Arguments, here: Running, below: Tensor | None
+    ) -> Arguments:
         """The ladder's step beside block `index`."""
         assert self.ladder is not None
         with drawing(replace(here, site=f"{self.name}.side.{index}", drawn=0)):
@@ -492,14 +509,14 @@ class Around:
             raise UsageError(what, where=self.name, expected=expected, remedy=remedy)
 
 
-def _given(call: Call, by_position: tuple[str, ...]) -> Given:
+def _given(call: Arguments, by_position: tuple[str, ...]) -> WrittenArguments:
     """A call as its loop wrote it: what was given by position, where checkpointing and recorders look, and by
     name."""
     named = {name: value for name, value in call.items() if name not in by_position}
     return tuple(call[name] for name in by_position), named
 
 
-def run_block(block: nn.Module, call: Call) -> Any:
+def run_block(block: nn.Module, call: Arguments) -> Any:
     """Call `block`, hidden states by position."""
     args, kwargs = _given(call, ("hidden_states",))
     return block(*args, **kwargs)
@@ -510,7 +527,7 @@ def tail_of(around: nn.Module, rule: StackRule) -> nn.Module | None:
     return None if rule.tail is None else cast("nn.Module | None", getattr(around, rule.tail))
 
 
-def carried_by(rule: StackRule, output: Any) -> Call:
+def carried_by(rule: StackRule, output: Any) -> Arguments:
     """The carry of a block's output, by name."""
     return dict(zip(rule.carry, output if isinstance(output, tuple) else (output,), strict=False))
 

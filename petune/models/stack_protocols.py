@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from petune.models.port import Call, StackPass
+from petune.models.port import Arguments, StackPass
 from petune.rng.context import Running
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class LadderLike(Protocol):
     def reads(self, number: int) -> bool:
         """Whether that level reads what block `number` gives."""
 
-    def begin(self, call: Call, arrived: Call | None) -> Call:
+    def begin(self, call: Arguments, arrived: Arguments | None) -> Arguments:
         """The ladder's carry of what enters the stack; `arrived` is its carry from an earlier stage."""
 
-    def split(self, call: Call, now: StackPass) -> tuple[Call, Call]:
+    def split(self, call: Arguments, now: StackPass) -> tuple[Arguments, Arguments]:
         """The arguments of one block, for the backbone and for the level beside it, without the ladder's
         carry."""
 
@@ -47,14 +47,14 @@ class LadderLike(Protocol):
     def gate(self) -> tuple[Tensor, float]:
         """The gates of the levels that are here, [levels], and their temperature."""
 
-    def call(self, index: int, call: Call) -> Call:
+    def call(self, index: int, call: Arguments) -> Arguments:
         """What the side block beside block `index` is handed."""
 
-    def step(self, index: int, hidden: Tensor, call: Call, below: Tensor | None = None) -> Call:
+    def step(self, index: int, hidden: Tensor, call: Arguments, below: Tensor | None = None) -> Arguments:
         """One level: mix the output of block `index`, [batch, seq, hidden], into the side state and advance
         it. below: the level of `lower`, where it was asked. Returns the carry."""
 
-    def end(self, hidden: Tensor, call: Call) -> Tensor:
+    def end(self, hidden: Tensor, call: Arguments) -> Tensor:
         """What leaves the stack in place of the last block's output, same shape."""
 
 
@@ -63,8 +63,8 @@ class Carried:
     """What travels from one pipeline stage to the next: a block's carry, and the ladder's own where there is
     one."""
 
-    backbone: Call
-    side: Call | None
+    backbone: Arguments
+    side: Arguments | None
 
 
 class Wire(Protocol):
@@ -90,14 +90,14 @@ class Edges(Protocol):
     def least(self) -> int:
         """See the class."""
 
-    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+    def begin(self, stack: Stack, carry: Arguments, here: Running) -> tuple[Arguments, Running]:
         """What the first block is handed by the one before, as it is inside, and where that lies in the
         whole."""
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
         """Any other argument of a block, as it is inside; asked once for each tensor of a pass."""
 
-    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+    def begin_side(self, stack: Stack, carry: Arguments, here: Running) -> Arguments:
         """A ladder's carry, made of one that is inside."""
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
@@ -111,7 +111,7 @@ class Whole(Protocol):
     """A way through all blocks of a stack at once, or through all levels of the ladder beside it, where the
     arguments of all are alike (petune.models.port.alike)."""
 
-    def takes(self, stack: Stack, call: Call) -> bool:
+    def takes(self, stack: Stack, call: Arguments) -> bool:
         """Whether a pass that begins with `call` may go this way."""
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
@@ -119,8 +119,8 @@ class Whole(Protocol):
         None. hidden: of all tokens, before they are cut across ranks."""
 
     def __call__(
-        self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
-    ) -> Call | None:
+        self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None
+    ) -> Arguments | None:
         """The first of `calls`, one for each block, advanced by all; None where they have to run one by one.
         below: of a ladder, what its gates mix in."""
 
@@ -129,10 +129,10 @@ class Beneath(Protocol):
     """A way through all blocks below a ladder at once, for what each of them gives, where the arguments of
     all are alike."""
 
-    def takes(self, stack: Stack, call: Call) -> bool:
+    def takes(self, stack: Stack, call: Arguments) -> bool:
         """Whether a pass that begins with `call` may go this way."""
 
-    def levels(self, stack: Stack, calls: Sequence[Call], here: Running) -> Tensor | None:
+    def levels(self, stack: Stack, calls: Sequence[Arguments], here: Running) -> Tensor | None:
         """What every block gives, [blocks, batch, seq, width], or None where they have to run one by one."""
 
     def forget(self) -> None:

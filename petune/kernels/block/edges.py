@@ -12,7 +12,7 @@ from petune.kernels.block.layout import MASKS, MEMORY, is_no_mask
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, pack, unpack
 from petune.models.disentangled import by_distance
-from petune.models.stack import Call, Stack
+from petune.models.stack import Arguments, Stack
 from petune.rng.context import Running
 
 
@@ -29,7 +29,7 @@ class Unpadded:
 
     replays, least = True, 1
 
-    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+    def begin(self, stack: Stack, carry: Arguments, here: Running) -> tuple[Arguments, Running]:
         return carry | {"hidden_states": self.part(carry["hidden_states"], here)}, here
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
@@ -43,7 +43,7 @@ class Unpadded:
             return by_distance(value) if apart else value
         return cast("Tensor", _packed(value, here.memory if name == MEMORY else here.segments))
 
-    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+    def begin_side(self, stack: Stack, carry: Arguments, here: Running) -> Arguments:
         """See stack_protocols.Edges: a ladder's carry is made from one that has entered."""
         return carry
 
@@ -68,7 +68,7 @@ class InDtype:
 
     replays, least = True, 1
 
-    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+    def begin(self, stack: Stack, carry: Arguments, here: Running) -> tuple[Arguments, Running]:
         """Hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
         hidden: Tensor = carry["hidden_states"]
         device = hidden.device.type
@@ -81,7 +81,7 @@ class InDtype:
         """As it is, like all that follows."""
         return value
 
-    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+    def begin_side(self, stack: Stack, carry: Arguments, here: Running) -> Arguments:
         return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:

@@ -11,8 +11,7 @@ from petune.kernels.block.halves import Halves
 from petune.kernels.block.layout import BIAS
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.watchers import block_by_block, hooked
-from petune.models.stack import Call as Arguments
-from petune.models.stack import Stack
+from petune.models.stack import Arguments, Stack
 from petune.rng.context import Running, bound_to
 
 

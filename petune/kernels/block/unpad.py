@@ -36,7 +36,7 @@ from petune.log import say
 from petune.models.port import names_of
 from petune.models.sharded import class_of
 from petune.models.spec import Family, StackName, stack_paths
-from petune.models.stack import Call, Stack
+from petune.models.stack import Arguments, Stack
 from petune.rng.context import on_host, running
 
 # ------------------------------------------------------------------ where they are found
@@ -164,7 +164,7 @@ class FindSegments:
         self.unknown = _unknown(model, owner)
         ends = (causal or (hides and not feeds)) and self.unknown is None
         self.pools = ends and cast("Any", model).get_output_embeddings() is None
-        self.asked: Call | None = None  # the running call of the model around the owner
+        self.asked: Arguments | None = None  # the running call of the model around the owner
         self.said: set[str] = set()
 
     def register(self, model: nn.Module, owner: nn.Module) -> tuple[RemovableHandle, ...]:
@@ -176,7 +176,7 @@ class FindSegments:
             model.register_forward_hook(self.after_model, always_call=True),
         )
 
-    def before_model(self, model: nn.Module, args: Any, kwargs: Call) -> None:
+    def before_model(self, model: nn.Module, args: Any, kwargs: Arguments) -> None:
         """Remember the call: its labels say what will be read."""
         self.asked = dict(zip(self.around, args, strict=False)) | kwargs
 
@@ -184,7 +184,7 @@ class FindSegments:
         """Forget it."""
         self.asked = None
 
-    def before(self, owner: nn.Module, args: Any, kwargs: Call) -> tuple[tuple[()], Call] | None:
+    def before(self, owner: nn.Module, args: Any, kwargs: Arguments) -> tuple[tuple[()], Arguments] | None:
         """Bind what the call's mask or positions say, and take the mask away where it is said."""
         call = dict(zip(self.arguments, args, strict=False)) | kwargs
         config = getattr(owner, "config", None)
@@ -206,7 +206,7 @@ class FindSegments:
             masks = {"attention_mask": read.new_ones(read.shape[:2]) if given is None else given}
         return (), call | self._positions(call) | masks
 
-    def _positions(self, call: Call) -> Call:
+    def _positions(self, call: Arguments) -> Arguments:
         """Those of a mask that is taken away, where the owner would have counted them."""
         if not self.counted or call.get("position_ids") is not None:
             return {}
@@ -217,7 +217,7 @@ class FindSegments:
         """Forget."""
         running().segments = running().memory = None
 
-    def _left_alone(self, config: Any, call: Call) -> bool:
+    def _left_alone(self, config: Any, call: Arguments) -> bool:
         """Whether something about the call needs its padding, or the mask that its owner makes for it."""
         given = (call.get(name) for name in ("attention_mask", "position_ids"))
         if self.counted and all(value is None for value in given):
@@ -236,14 +236,14 @@ class FindSegments:
             _asked(config, call, "use_cache") if self.causal else bool(getattr(config, "is_decoder", False))
         )
 
-    def _both(self, config: Any, call: Call) -> tuple[Segments | None, Segments | None] | None:
+    def _both(self, config: Any, call: Arguments) -> tuple[Segments | None, Segments | None] | None:
         """(segments of the call's own tokens, of those it attends across to), None for whole rows; or None
         where padding is computed, and has a mask."""
         memory = None if self.encoder is None or call.get(MEMORY) is None else self.encoder.said_of(call)
         own = "" if isinstance(memory, str) else self._found(config, call)
         return None if isinstance(own, str) or isinstance(memory, str) else (own, memory)
 
-    def said_of(self, call: Call) -> Segments | str | None:
+    def said_of(self, call: Arguments) -> Segments | str | None:
         """Of an encoder: what `from_mask` said of the mask with which a decoder's call reads its hidden
         states; it is not asked again."""
         mask, hidden = call.get("encoder_attention_mask"), call[MEMORY]
@@ -256,7 +256,7 @@ class FindSegments:
             self.last = mask, mask._version, said
         return self.last[2]
 
-    def _found(self, config: Any, call: Call) -> Segments | str | None:
+    def _found(self, config: Any, call: Arguments) -> Segments | str | None:
         inputs = _read(call)
         if inputs is None:
             return "it has no tokens"
@@ -281,7 +281,7 @@ class FindSegments:
         return found
 
     def _from_mask(
-        self, config: Any, given: Tensor, device: torch.device, call: Call
+        self, config: Any, given: Tensor, device: torch.device, call: Arguments
     ) -> Segments | str | None:
         """What a mask [b, t] says, or, said once, why its padding is computed."""
         found: Segments | str | None = self.unknown or "the model was not called by its head"
@@ -310,7 +310,7 @@ class FindSegments:
         return torch.ones_like(mask, dtype=torch.bool) if ids is None or pad is None else ids != pad
 
 
-def _read(call: Call) -> Any:
+def _read(call: Arguments) -> Any:
     """What a call reads, [b, t, ...]: ids, or embeddings where they are given."""
     return call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
 
@@ -341,7 +341,7 @@ def _there(found: Segments | str | None, device: torch.device) -> Segments | str
     return found.to(device) if isinstance(found, Segments) else found
 
 
-def _of_tokens(call: Call) -> list[Tensor]:
+def _of_tokens(call: Arguments) -> list[Tensor]:
     """The labels of a call that are of tokens."""
     labels = [value for name in ("labels", "shift_labels") if isinstance(value := call.get(name), Tensor)]
     return [value for value in labels if value.dim() > 1 and not value.is_floating_point()]
@@ -363,7 +363,7 @@ def _masks_whole_rows(config: Any, tokens: int) -> bool:
     return tokens > window or getattr(config, "_attn_implementation", None) == "eager"
 
 
-def _asked(config: Any, call: Call, name: str) -> bool:
+def _asked(config: Any, call: Arguments, name: str) -> bool:
     """Whether the call, or the config where the call says nothing, asks for `name`."""
     given = call.get(name)
     given = getattr(config, name, None) if given is None else given

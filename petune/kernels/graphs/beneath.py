@@ -21,8 +21,7 @@ from petune.kernels.graphs.passes import RecordedBlock, Upwards
 from petune.kernels.graphs.recorder import Recorder
 from petune.kernels.graphs.replay import Graphs
 from petune.kernels.graphs.weights import Weights
-from petune.models.stack import Call as Arguments
-from petune.models.stack import Stack
+from petune.models.stack import Arguments, Stack
 from petune.rng.context import Running
 
 

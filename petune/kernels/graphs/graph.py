@@ -23,7 +23,7 @@ from petune.kernels.graphs.bucket import Bucket, Size, Slots
 from petune.kernels.graphs.passes import Gate, HalvedPasses, Passes, RecordedBlock
 from petune.kernels.graphs.recorder import Recorder, Replay
 from petune.kernels.graphs.weights import Learned, Weights
-from petune.models.stack import Call as Arguments
+from petune.models.stack import Arguments
 from petune.rng.context import Running, bound, bound_to
 
 Meeting = tuple[Tensor, Tensor, float]

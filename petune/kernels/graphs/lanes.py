@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from petune.kernels.graphs.replay import Graphs
-from petune.models.stack import Call, Stack
+from petune.models.stack import Arguments, Stack
 from petune.rng.context import Running
 
 
@@ -45,7 +45,7 @@ class Lanes:
         self.lanes.append(lane)
         return lane
 
-    def takes(self, stack: Stack, call: Call) -> bool:
+    def takes(self, stack: Stack, call: Arguments) -> bool:
         lane = self._free()
         return lane is not None and lane.takes(stack, call)
 
@@ -53,8 +53,8 @@ class Lanes:
         return self.lanes[0].room_for(stack, hidden, here)
 
     def __call__(
-        self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
-    ) -> Call | None:
+        self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None
+    ) -> Arguments | None:
         lane = self._free()
         return None if lane is None else lane(stack, calls, here, below)
 

@@ -51,8 +51,7 @@ from petune.kernels.graphs.weights import Learned, Weights
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of
 from petune.log import say
-from petune.models.stack import Call as Arguments
-from petune.models.stack import Stack
+from petune.models.stack import Arguments, Stack
 from petune.rng.context import Running, bound_to, running
 
 # replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)

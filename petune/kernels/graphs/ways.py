@@ -9,7 +9,7 @@ from torch import Tensor
 
 from petune.kernels.block.halved_stack import HalvedStack
 from petune.kernels.graphs.lanes import recorded
-from petune.models.stack import Call, Stack
+from petune.models.stack import Arguments, Stack
 from petune.models.stack_protocols import Whole
 from petune.rng.context import Running
 
@@ -21,7 +21,7 @@ class Ways:
 
     every: Sequence[Whole]
 
-    def takes(self, stack: Stack, call: Call) -> bool:
+    def takes(self, stack: Stack, call: Arguments) -> bool:
         return any(way.takes(stack, call) for way in self.every)
 
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
@@ -29,8 +29,8 @@ class Ways:
         return next((room for room in rooms if room is not None), None)
 
     def __call__(
-        self, stack: Stack, calls: Sequence[Call], here: Running, below: Tensor | None = None
-    ) -> Call | None:
+        self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None
+    ) -> Arguments | None:
         gone = (way(stack, calls, here, below) for way in self.every if way.takes(stack, calls[0]))
         return next((advanced for advanced in gone if advanced is not None), None)
 

@@ -32,7 +32,7 @@ from petune.log import say
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_a_number, form_in
 from petune.models.sharded import shards_of
-from petune.models.stack import Call, Stack
+from petune.models.stack import Arguments, Stack
 from petune.rng.context import running
 
 GIB = 2**30
@@ -113,7 +113,7 @@ class Governor:
             spec.rung, spec.tile = rung, tile
         self._say_unhalved(stack, len(hidden), kwargs)
 
-    def _say_unhalved(self, stack: Stack, rows: int, given: Call) -> None:
+    def _say_unhalved(self, stack: Stack, rows: int, given: Arguments) -> None:
         """Say once why rows do not go through the blocks in halves, though overlap asks for it: of all blocks
         or of none, as one plan cuts them."""
         first = _specs(stack)[0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.models.boundary import StatelessHook
 from petune.models.exchange import fold, own_pieces, unfold
-from petune.models.stack import Call, Stack
+from petune.models.stack import Arguments, Stack
 from petune.parallel.collectives import Sizes, copy, gather_shared, split_shared
 from petune.parallel.plan import Cut, apportion, foldable
 from petune.parallel.tensor.own_tokens import OwnTokens
@@ -34,7 +34,7 @@ class StackEdges(StatelessHook):
     def least(self) -> int:
         return 1 if self.plan.connection == "whole" else len(self.plan.sequence)
 
-    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+    def begin(self, stack: Stack, carry: Arguments, here: Running) -> tuple[Arguments, Running]:
         if self.plan.connection == "whole":
             return carry, here
         length = carry["hidden_states"].shape[1]
@@ -81,7 +81,7 @@ class StackEdges(StatelessHook):
         pieces = pieces_of(here.sizes, self.rank, here.folded)
         return own_pieces(value, pieces, 1 if name == "position_embeddings" else -1)
 
-    def _bias(self, stack: Stack, first: nn.Module, carry: Call, length: int) -> Call:
+    def _bias(self, stack: Stack, first: nn.Module, carry: Arguments, length: int) -> Arguments:
         """A learned position bias is made by the first block from the lengths it sees: that of the whole
         sequence instead."""
         if stack.rule.bias is None or carry.get("position_bias") is not None:
@@ -92,7 +92,7 @@ class StackEdges(StatelessHook):
         device = carry["hidden_states"].device
         return {"position_bias": cast("Any", makers[0]).compute_bias(length, length, device=device)}
 
-    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+    def begin_side(self, stack: Stack, carry: Arguments, here: Running) -> Arguments:
         beside = cast("Any", stack._modules["side"]).numbered
         if self.plan.connection == "whole" or not beside:
             return carry
