@@ -12,7 +12,6 @@ is x logistic(2 z).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from petune.kernels.reference import LowFactors, Scale
 from petune.kernels.triton.dropout import placed, scaled, stays
-from petune.kernels.triton.residual import Tile, Variant, multiprocessors, padded, shares, total
+from petune.kernels.triton.residual import Tile, multiprocessors, padded, shares, total
 from petune.rng.dropout import Drop, threshold
 
 KernelAct = Literal["silu", "gelu", "gelu_tanh", "relu"]  # the activations that kernels know
@@ -185,49 +184,3 @@ def valued(x, ACT: tl.constexpr):
 def _logistic(x):
     root = tl.rsqrt(1.0 + tl.exp(-x))
     return root * root
-
-
-# ------------------------------------------------------------------ what is launched
-
-
-NO_SCALE, NO_OWN = ("columns", "own"), ("own",)  # what is not there
-# activation, gated, paired, ranks of low and of below, dropped, what of a scale is not there
-FORMS: tuple[tuple[KernelAct, bool, bool, int, int, bool, tuple[str, ...]], ...] = (
-    ("silu", True, True, 16, 16, False, NO_SCALE),
-    ("silu", True, False, 32, 16, True, NO_SCALE),
-    ("gelu_tanh", True, False, 0, 0, False, NO_SCALE),
-    ("silu", True, True, 64, 64, True, NO_SCALE),
-    ("silu", True, True, 0, 64, True, NO_SCALE),
-    ("gelu", False, False, 16, 16, False, NO_SCALE),
-    ("relu", False, False, 64, 0, False, NO_SCALE),
-    ("silu", True, True, 16, 16, False, NO_OWN),
-    ("silu", True, True, 32, 32, False, NO_OWN),
-    ("silu", True, True, 64, 64, False, NO_OWN),
-    ("gelu_tanh", True, True, 16, 16, False, ()),
-)
-
-
-def signature_of(kernel: Any, kind: str) -> dict[str, str]:
-    """The types of a kernel's arguments where matrices are `kind`."""
-    matrices = ("u", "h", "s", "b", "a", "dh", "du", "ds")
-    own = {name: kind if name in matrices else "i32" for name in kernel.arg_names}
-    own |= dict.fromkeys(("sums", "columns", "own"), "*fp32")
-    return own | {"numbers": "*i64", "base": "i64", "scale": "fp32"}
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        for act, gated, paired, rank, below, drops, absent in FORMS:
-            values: dict[str, Any] = {
-                "ACT": act,
-                "GATED": gated,
-                "PAIRED": paired,
-                "RANK": rank,
-                "BELOW": below,
-            }
-            tile = _forward_tile(dtype, "columns" not in absent)
-            values |= {"R": padded(rank), "J": padded(below), "DROPS": drops, "LOADED": False}
-            values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
-            values |= dict.fromkeys(absent)
-            yield _activate_kernel, signature_of(_activate_kernel, kind), values, tile.warps, 3

@@ -8,7 +8,6 @@ memory's speed: those are products of their own, for which h is written, as it w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,17 +19,15 @@ from petune.kernels.block.dense import matmul32
 from petune.kernels.block.packed_linear import SUMMED
 from petune.kernels.reference import Added, LowFactors, Scale
 from petune.kernels.triton.activation import (
-    FORMS,
     KernelAct,
     draw_of,
     rows_of,
     scale_of,
     scaled_by,
-    signature_of,
     valued,
 )
 from petune.kernels.triton.dropout import placed, scaled, stays
-from petune.kernels.triton.residual import Tile, Variant, multiprocessors, padded, shares, total
+from petune.kernels.triton.residual import Tile, multiprocessors, padded, shares, total
 from petune.rng.dropout import Drop
 
 
@@ -231,27 +228,3 @@ def _columns(number, stride):
 
 
 # ------------------------------------------------------------------ what is launched
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        for act, gated, paired, rank, below, drops, absent in FORMS:
-            sums_b, sums_a = 0 < rank <= SUMMED, 0 < below <= SUMMED
-            values: dict[str, Any] = {
-                "ACT": act,
-                "GATED": gated,
-                "PAIRED": paired,
-                "RANK": rank,
-                "BELOW": below,
-            }
-            values |= {"R": padded(rank), "J": padded(below), "SUMS_B": sums_b, "SUMS_A": sums_a}
-            values |= {"DROPS": drops, "LOADED": False}
-            values |= ({"b": None} if rank and not paired else {}) | (
-                {} if below and not sums_a else {"h": None}
-            )
-            values |= dict.fromkeys(absent)
-            tile = _backward_tile(dtype, below > 0 and not (sums_b or sums_a), "columns" not in absent)
-            values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
-            kernel = _activate_backward_kernel
-            yield kernel, signature_of(kernel, kind), values, tile.warps, 3

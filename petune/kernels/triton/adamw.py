@@ -6,8 +6,7 @@ The random bits of stochastic rounding are those of `petune.kernels.memory.adamw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -74,19 +73,3 @@ def adamw_(
         _adamw[(triton.cdiv(size, _BLOCK),)](
             weight, grad, mean, square, copy, size, first, *words, *scalars, BLOCK=_BLOCK, num_warps=8
         )
-
-
-def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """All in bfloat16, float32 masters with a copy in bfloat16, all in float32, as `tests/kernels/gate.py`
-    compiles them."""
-    numbers = dict.fromkeys(("size", "first", "start", "stride", "other", "another"), "i32")
-    numbers |= dict.fromkeys(("shrink", "blend", "keep", "gain", "rate", "root", "eps"), "fp32")
-    for kept, grad, copied in (
-        ("*bf16", "*bf16", False),
-        ("*fp32", "*bf16", True),
-        ("*fp32", "*fp32", False),
-    ):
-        signature = (
-            numbers | dict.fromkeys(("weight", "mean", "square"), kept) | {"grad": grad, "copy": "*bf16"}
-        )
-        yield _adamw, signature, {"BLOCK": _BLOCK} | ({} if copied else {"copy": None}), 8, 1

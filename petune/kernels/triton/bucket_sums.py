@@ -8,14 +8,10 @@ buckets have one, so a program adds up what few there are, and owns what it writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from petune.kernels.triton.residual import Variant
 
 ROWS, COLUMNS, WARPS = 16, 64, 4  # of a tile
 
@@ -69,14 +65,3 @@ def _bucket_sums_kernel(
             total += tl.load(dscores + row[:, None] * longest + other, inside, 0.0).to(tl.float32)
         at = row[:, None] * columns + column[None]
         tl.store(sums + at, (total * scale).to(sums.dtype.element_ty), real & there[None])
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for kind in ("*bf16", "*fp32"):
-        signature = dict.fromkeys(_bucket_sums_kernel.arg_names, "i32")
-        signature |= dict.fromkeys(("dscores", "sums"), kind) | {"scale": "fp32"}
-        signature |= dict.fromkeys(("firsts", "ends", "starts"), "*i32")
-        for by_key in (False, True):
-            values = {"HEADS": 16, "BY_KEY": by_key, "ROWS": ROWS, "COLUMNS": COLUMNS}
-            yield _bucket_sums_kernel, signature, values, WARPS, 3

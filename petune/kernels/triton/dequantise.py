@@ -7,7 +7,6 @@ other (no fused multiply-add), as they are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.residual import Variant
 from petune.models.expert_form import ExpertForm
 from petune.models.form import Form, ScaledRows
 from petune.models.fp8 import values
@@ -112,15 +110,3 @@ def _scaled_rows_kernel(
 
 
 # ------------------------------------------------------------------ what is launched
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for kind in ("*bf16", "*fp16", "*fp32"):
-        of_nf4 = dict.fromkeys(_nf4_kernel.arg_names, "i32") | {"q": "*u8", "scales": "*u8", "out": kind}
-        of_nf4 |= dict.fromkeys(("nested", "mean", "levels", "dynamic"), "*fp32")
-        yield _nf4_kernel, of_nf4, {"BLOCKS": BLOCKS, "SIZE": BLOCK, "NESTED": NESTED}, WARPS, 3
-        rows = dict.fromkeys(_scaled_rows_kernel.arg_names, "i32") | {"scale": "*fp32", "table": "*fp32"}
-        for integers, bytes_of in ((True, "*i8"), (False, "*u8")):
-            of_rows = rows | {"q": bytes_of, "out": kind}
-            yield _scaled_rows_kernel, of_rows, {"INTEGERS": integers, "COLUMNS": COLUMNS}, WARPS, 3

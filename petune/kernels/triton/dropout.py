@@ -8,9 +8,6 @@ Face layers included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -91,17 +88,6 @@ def _tile(columns: int) -> tuple[int, int]:
     """(rows of a program, columns of it)."""
     block = min(triton.next_power_of_2(columns), _NUMBERS)
     return _NUMBERS // block, block
-
-
-def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """What is launched in bfloat16, as `tests/kernels/gate.py` compiles it."""
-    signature = {"x": "*bf16", "numbers": "*i64", "y": "*bf16", "base": "i64", "scale": "fp32"}
-    signature |= dict.fromkeys(("rows", "columns", "x_stride", "feature", "least"), "i32")
-    for columns in (128, 1024, 4096):
-        rows, block = _tile(columns)
-        for loaded in (False, True):
-            own = signature | {"base": "*i64" if loaded else "i64"}
-            yield _drop, own, {"LOADED": loaded, "ROWS": rows, "BLOCK": block}, 4, 1
 
 
 FUSED["cuda"] = drop

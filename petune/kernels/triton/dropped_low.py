@@ -12,7 +12,7 @@ columns are shared between programs and added up in one order, as in petune.kern
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels.triton.dropout import placed, scaled, stays
-from petune.kernels.triton.residual import MAX_RANK, Tile, Variant, multiprocessors, padded, shares, total
+from petune.kernels.triton.residual import MAX_RANK, Tile, multiprocessors, padded, shares, total
 from petune.rng.dropout import Drop, threshold
 
 TOGETHER = 3  # updates of a launch at most
@@ -268,20 +268,3 @@ def _update(left, right, inside, place, feature, least, scale):
 
 
 # ------------------------------------------------------------------ what is launched
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        for loaded, count, rank in ((False, 3, 64), (True, 2, 64), (False, 1, 16)):
-            tiles = {_low_kernel: _low_tile(dtype), _low_backward_kernel: _low_backward_tile(dtype)}
-            tiles[_add_kernel] = _add_tile(dtype, count)
-            for kernel, tile in tiles.items():
-                out = kind if kernel is _low_kernel else "*fp32"
-                matrices = {"x": kind, "a": kind, "ds": kind, "dx": kind, "out": out}
-                signature = {name: matrices.get(name, "i32") for name in kernel.arg_names}
-                signature |= {"numbers": "*i64", "scale": "fp32"}
-                signature |= dict.fromkeys(("base", "base1", "base2"), "*i64" if loaded else "i64")
-                values = {"LOADED": loaded, "PARTS": count, "RANK": rank, "R": padded(rank)}
-                values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
-                yield kernel, signature, values, tile.warps, 3

@@ -7,8 +7,6 @@ below the diagonal, dP and what gates get (`_values_kernel`), then of queries an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -22,13 +20,10 @@ from petune.kernels.triton.gated_delta import (
     numbers_of,
     power_of,
     seen_in,
-    shapes,
-    signature,
     sizes_of,
     square_of,
     stages_of,
 )
-from petune.kernels.triton.residual import Variant
 from petune.models.gated_delta import CHUNK, MixedHeads
 
 BLOCK = 32  # value features at a time of a program for one chunk
@@ -250,12 +245,3 @@ def _keys_kernel(
     wide = features_of(own + (KEY_HEADS + key_head) * K, at, WIDTH, 0, tokens, K, BK).to(tl.float32)
     along = tl.sum(wide * dk, 1) * k_unit * k_unit
     tl.store(into + KEY_HEADS * K, (dk - wide * along[:, None]).to(DTYPE), mask=live)
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for kind, columns, sizes in shapes():
-        own = sizes | {"BV": columns}
-        yield _states_kernel, signature(_states_kernel, kind), own, 4, stages_of(columns)
-        for kernel in (_values_kernel, _keys_kernel):
-            yield kernel, signature(kernel, kind), sizes | {"BV": BLOCK}, 4, 1

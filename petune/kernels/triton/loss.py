@@ -7,9 +7,6 @@ end. The second pass writes the gradient over the scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -100,14 +97,3 @@ def _launch(columns: int) -> tuple[int, int]:
     """Columns at a time, and warps: sixteen columns a lane, two vector loads of bfloat16."""
     block = min(8192, triton.next_power_of_2(columns))
     return block, max(1, block // 512)
-
-
-def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """What is launched for bfloat16 logits of a large vocabulary, for the compile gate."""
-    block, warps = _launch(128256)
-    pointers = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "logs": "*fp32"}
-    for in_memory, scale in ((False, "fp32"), (True, "*fp32")):
-        for softcap, smoothing in ((0.0, 0.0), (30.0, 0.1)):
-            signature = {**pointers, "scale": scale, "stride": "i32", "columns": "i32"}
-            values = {"SCALE_LIES_IN_MEMORY": in_memory, "SOFTCAP": softcap, "SMOOTHING": smoothing}
-            yield _cross_entropy, signature, values | {"BLOCK": block}, warps, 3

@@ -7,15 +7,12 @@ of weights are sums over tokens: each program leaves its part, and torch adds th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from petune.kernels.triton.gated_delta import numbers_of, power_of
-from petune.kernels.triton.residual import Variant
 
 TOKENS, FEATURES = 16, 128  # of a program of the convolution
 HEADS = 32  # of a program of the norm
@@ -203,21 +200,3 @@ def _gated_norm_backward_kernel(
     reached *= scale[None, :]
     along = tl.sum(reached * normed, 1) / N
     _put(dx, (reached - normed * along[:, None]) * rstd[:, None], at, heads, N, BN)
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    plain = {"samples": "*i64", "samples_row": "i32", "tokens": "i32", "heads": "i32", "eps": "fp32"}
-    plain["parts"] = "*fp32"
-    for kind, packed in (("*bf16", True), ("*fp16", False)):
-        conv = {"PACKED": packed, "F": 8192, "TAPS": 4, "BT": TOKENS, "BF": FEATURES}
-        norm = {"N": 128, "BN": 128, "BH": HEADS}
-        launched = (
-            (_convolution_kernel, conv),
-            (_convolution_backward_kernel, conv | {"WANTED": packed}),
-            (_gated_norm_kernel, norm),
-            (_gated_norm_backward_kernel, norm),
-        )
-        for kernel, own in launched:
-            given = {name: plain.get(name, kind) for name in kernel.arg_names}
-            yield kernel, given, own, WARPS, 3

@@ -6,14 +6,10 @@ program leaves its part in float32, and torch adds the parts up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from petune.kernels.triton.residual import Variant
 
 BLOCK = 2048  # elements of a program
 WARPS = 4
@@ -71,13 +67,3 @@ def _mix_backward_kernel(
     tl.store(dstate + at, (g * grad).to(dstate.dtype.element_ty), mask=inside)
     tl.store(dbelow + at, ((1 - g) * grad).to(dbelow.dtype.element_ty), mask=inside)
     tl.store(parts + tl.program_id(0), tl.sum(grad * (own - other), 0) * g * (1 - g) * sharpness)
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for kernel in (_mix_kernel, _mix_backward_kernel):
-        for kind in ("*bf16", "*fp32"):
-            signature = dict.fromkeys(kernel.arg_names, kind)
-            signature |= {"gate": "*fp32", "parts": "*fp32", "size": "i32", "sharpness": "fp32"}
-            own = {name: signature[name] for name in kernel.arg_names}
-            yield kernel, own, {"BLOCK": BLOCK}, WARPS, 3

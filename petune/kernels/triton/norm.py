@@ -8,9 +8,7 @@ own, added up at the end in a fixed order: no atomics, the same bits every time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -182,25 +180,3 @@ def _tile(columns: int) -> tuple[int, int, int]:
     program where short."""
     block = triton.next_power_of_2(columns)
     return max(1, 1024 // block), block, max(4, min(32, block // 512))
-
-
-def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """What is launched in bfloat16 for hidden sizes from a head's 128 to the largest, as
-    `tests/kernels/gate.py` compiles it."""
-    forward = dict.fromkeys(("x", "residual", "weight", "bias", "y", "total"), "*bf16") | dict.fromkeys(
-        ("mean", "rstd"), "*fp32"
-    )
-    forward |= dict.fromkeys(("rows", "columns", "x_stride", "residual_stride", "y_stride"), "i32") | {
-        "eps": "fp32"
-    }
-    backward = dict.fromkeys(("dy", "total", "weight", "dresidual", "dtotal"), "*bf16")
-    backward |= dict.fromkeys(("mean", "rstd", "dweight", "dbias"), "*fp32")
-    backward |= dict.fromkeys(("rows", "columns", "dy_stride", "total_stride", "dresidual_stride"), "i32")
-    for columns in (128, 1024, 4096, 8192, 16_384, WIDEST):
-        rows, block, warps = _tile(columns)
-        tile = {"ROWS": rows, "BLOCK": block}
-        for absent in ({"mean": None, "bias": None}, {"bias": None}, {}):  # RMSNorm, LayerNorm without a bias
-            yield _forward, forward, tile | absent, warps, 1
-        for absent in ({"mean": None}, {}):
-            yield _backward, backward, tile | absent | ({"dbias": None} if absent else {}), warps, 1
-            yield _backward, backward, tile | absent | {"dweight": None, "dbias": None}, warps, 1

@@ -10,8 +10,6 @@ some rows, added up at the end in a fixed order: no atomics, the same bits every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from petune.kernels import reference
 from petune.kernels.reference import QueriesAndKeys
-from petune.kernels.triton.residual import Tile, Variant, multiprocessors, shares
+from petune.kernels.triton.residual import Tile, multiprocessors, shares
 
 # half a head, and whether values are normed, and made of keys; then `_how`, as kernels are checked
 _PLAIN = (False, False, False)
@@ -310,20 +308,3 @@ def _turned_back(
 
 
 # ------------------------------------------------------------------ what is launched
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for kind, table in (("*bf16", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*fp32")):
-        for half, values, keyed, *how in KINDS:
-            matrices = dict.fromkeys(("raw", "dq", "dk", "dv", "out", "q_weight", "k_weight"), kind)
-            floats = {"cos": table, "sin": table, "sums": "*fp32", "eps": "fp32"}
-            for kernel, tile in (
-                (_norm_rope_kernel, _forward_tile(half)),
-                (_norm_rope_backward_kernel, _backward_tile(half)),
-            ):
-                signature = {name: "i32" for name in kernel.arg_names} | matrices | floats
-                constants = {"VALUES": values, "KEYED": keyed, **_how(half, *how)}
-                constants |= {"BM": tile.rows, "STAGES": tile.stages}
-                for absent in ({},) if kernel is _norm_rope_kernel else ({}, {"sums": None}):
-                    yield kernel, signature, constants | absent, tile.warps, 3

@@ -10,9 +10,8 @@ gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,8 +20,6 @@ from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
 from petune.kernels.reference import LowFactors
-
-Variant = tuple[Any, dict[str, str], dict[str, Any], int, int]  # kernel, signature, constexprs, warps, stages
 
 MAX_RANK = 64
 MAX_COLUMNS = 32768  # of a row to quantise that lies in the registers of one program
@@ -241,37 +238,3 @@ def _e4m3(value):
 
 
 # ------------------------------------------------------------------ what is launched
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    """What every device compiles; the native form of `quantise` needs compute capability 8.9."""
-    for kind, parts in (("*bf16", "*fp32"), ("*fp32", "*fp32"), ("*bf16", "*bf16")):
-        signature = {"parts": parts, "result": kind, "count": "i32", "size": "i32", "stride": "i32"}
-        yield _total_kernel, signature, {"BLOCK": TOTAL_BLOCK}, 4, 3
-    for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        tile = _add_tile(dtype)
-        signature = {
-            name: kind if name in ("x", "out", "s", "b") else "i32" for name in _add_low_kernel.arg_names
-        } | {"y": "*fp32", "columns": "*fp32"}
-        no_columns: dict[str, Any] = {"columns": None}
-        absences: tuple[tuple[int, dict[str, Any]], ...] = (
-            (16, no_columns),
-            (64, no_columns | {"x": None}),
-            (256, no_columns),
-            (16, {"x": None}),
-            (16, {}),
-        )
-        for rank, absent in absences:
-            values = {"RANK": rank, "R": padded(min(rank, MAX_RANK)), "BM": tile.rows, "BN": tile.columns}
-            yield _add_low_kernel, signature, values | absent, tile.warps, tile.stages
-    signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "by": "*fp32", "width": "i32", "x_stride": "i32"}
-    for kernel, block in (
-        (_quantise_kernel, 4096),
-        (_quantise_kernel, 16384),
-        (_quantise_kernel, MAX_COLUMNS),
-        (_quantise_long_kernel, PART),
-    ):
-        for absent in ({}, {"by": None}):
-            constants = {"BLOCK": block, "NATIVE": False} | absent
-            yield kernel, signature, constants, _quantise_warps(block), 3

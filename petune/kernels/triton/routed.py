@@ -6,9 +6,6 @@ All of it takes as long as reading and writing its matrices. Sums are made in fl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +14,6 @@ from torch import Tensor
 from petune.kernels.grouped_reference import ALPHA, LIMIT
 from petune.kernels.reference import Act
 from petune.kernels.triton.activation import valued
-from petune.kernels.triton.residual import Variant
 
 COLUMNS = 2048  # of a token's sum that a program makes
 BM, BN = 8, 256  # of the activation forward
@@ -164,20 +160,3 @@ def _dgated_kernel(
 
 
 # ------------------------------------------------------------------ what is launched
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    for kind in ("*bf16", "*fp32"):
-        known = dict.fromkeys(("y", "out", "gate_up", "m", "dm", "d_gate_up"), kind)
-        known |= {"inverse": "*i64"} | dict.fromkeys(("weights", "share", "dshare"), "*fp32")
-        signatures = {
-            kernel: {name: known.get(name, "i32") for name in kernel.arg_names}
-            for kernel in (_combine_kernel, _gated_kernel, _dgated_kernel)
-        }
-        own: dict[str, Any] = {"CHOSEN": 8, "BLOCK": COLUMNS}
-        for absent in ({"weights": None}, {}):
-            yield _combine_kernel, signatures[_combine_kernel], own | absent, WARPS, 3
-        for act in ("silu", "gelu_tanh", "clamped"):
-            for kernel, rows, columns in ((_gated_kernel, BM, BN), (_dgated_kernel, BACK_BM, BACK_BN)):
-                yield kernel, signatures[kernel], {"ACT": act, "BM": rows, "BN": columns}, WARPS, 3

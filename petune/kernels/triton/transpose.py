@@ -5,14 +5,10 @@ A program turns one square of `TILE` x `TILE` bytes, so that it reads and writes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from petune.kernels.triton.residual import Variant
 
 TILE = 128
 WARPS = 8
@@ -45,9 +41,3 @@ def _transpose_kernel(source, target, n, k, stride, pitch, TILE: tl.constexpr):
 
 
 # ------------------------------------------------------------------ what is launched
-
-
-def variants() -> Iterator[Variant]:
-    """See tests/kernels/gate.py."""
-    signature = {"source": "*u8", "target": "*u8"} | dict.fromkeys(("n", "k", "stride", "pitch"), "i32")
-    yield _transpose_kernel, signature, {"TILE": TILE}, WARPS, 3
