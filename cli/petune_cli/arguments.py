@@ -151,14 +151,8 @@ class Given:
         """A target that can only mean a run folder, though there is none: `load_run` says so better than the
         recipe reader would."""
         path = Path(self.target or "")
-        return (
-            path
-            if len(path.parts) > 1
-            and not path.suffix
-            and path.parent != Path("recipes")
-            and not path.exists()
-            else None
-        )
+        named = len(path.parts) > 1 and not path.suffix and path.parent != Path("recipes")
+        return path if named and not path.exists() else None
 
     def _made_by_recipe(self) -> Path:
         recipe = self.recipe()

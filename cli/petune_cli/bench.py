@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from petune_cli.arguments import Given, Json, Overwrite, Words, refuse_place
+from petune_cli.display import show_json, show_table
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ def bench(
         refuse_place(plot, overwrite, "--plot FILE")
     recipe = Given.of(words).recipe()
     from petune.profiling import throughput as room
-    from petune_cli.display import show_json, show_table
 
     wanted = room.cases(recipe, _listed(methods), _listed(memory))
     rate = room.probe(recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -21,8 +22,6 @@ def check(
 ) -> None:
     """Check a recipe and what it names: every mistake at once."""
     if schema:
-        import json
-
         from petune.recipe import json_schema
 
         echo(json.dumps(json_schema(), indent=2))

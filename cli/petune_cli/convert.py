@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from petune.errors import UsageError
 from petune_cli.arguments import Given, Json, Overwrite, refuse_place
+from petune_cli.display import show_json
 from petune_cli.echo import echo
 from petune_cli.init import refuse_other
 
@@ -38,9 +40,7 @@ def convert(
     json: Json = False,
 ) -> None:
     """Make a recipe of another program's configuration."""
-    from petune.errors import UsageError
     from petune.preflight.convert import convert, recipe_text
-    from petune_cli.display import show_json
 
     given = Given.of(words)
     if given.target is None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from petune_cli.arguments import Given, Json, Words
+from petune_cli.display import show_json
 from petune_cli.echo import echo
 
 
@@ -23,8 +24,6 @@ def data(
 
     seen = preview(recipe, count)
     if json:
-        from petune_cli.display import show_json
-
         return show_json({**seen.counted, "examples": list(seen.examples)})
     for line in (*seen.facts, *(f"\n{example}" for example in seen.examples)):
         echo(line)

@@ -3,6 +3,7 @@ everywhere else, the same words in both."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,8 +164,6 @@ def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def show_json(value: object) -> None:
     """Print plain data as JSON; a number that is none (NaN, infinite) as null, which JSON has."""
-    import json
-
     echo(json.dumps(_finite(value), indent=2, ensure_ascii=not sys.stdout.isatty()))
 
 

@@ -3,14 +3,18 @@ LoRA as a self-test. Both, without names, as text for a bug report."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from petune.errors import FileError, MachineError, UsageError
 from petune_cli.arguments import Json
+from petune_cli.display import show_json
 from petune_cli.echo import echo
 
 PACKAGES = (
@@ -46,8 +50,6 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Test this machine; of a RUN, say whether it is whole."""
-    from petune.errors import MachineError, UsageError
-
     if report and json:
         raise UsageError("--report is a text for people", where="--json", remedy="leave one of the two out")
     if report:
@@ -100,7 +102,6 @@ def anonymous(text: str) -> str:
     and of the hub. What holds a slash and is no rate counts as a path, so that too much is left out, not too
     little."""
     import getpass
-    import os
     import socket
     from urllib.parse import urlsplit
 
@@ -122,15 +123,12 @@ def anonymous(text: str) -> str:
 
 def _show_json(facts: Sequence[tuple[str, str]], problems: Sequence[str]) -> None:
     """What was found, for programs."""
-    from petune_cli.display import show_json
-
     lines = [{"name": name, "state": state} for name, state in facts]  # a run may have several checkpoints
     show_json({"facts": lines, "problems": list(problems)})
 
 
 def _check_up(run: Path, *, json: bool) -> None:
     """Show what a run folder holds. Raises FileError with every problem of one that is not whole."""
-    from petune.errors import FileError
     from petune.run.checkup import check_up
 
     found = check_up(run)
@@ -164,8 +162,6 @@ def versions() -> list[tuple[str, str]]:
 
 def devices() -> list[tuple[str, str]]:
     """The CPU and every CUDA device with its memory."""
-    import os
-
     import torch
 
     counts = ((os.cpu_count() or 1, "core"), (torch.get_num_threads(), "thread"))
@@ -179,8 +175,6 @@ def devices() -> list[tuple[str, str]]:
 
 def disk() -> tuple[str, str]:
     """Free space where runs would be written."""
-    import shutil
-
     return "disk", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free in the working directory"
 
 
@@ -188,22 +182,14 @@ def demo_models() -> list[tuple[str, str]]:
     """Which demo checkpoints are there."""
     from petune.demo import MINILM_INSTALL, MODELS, minilm_folder
 
-    return [
-        (
-            f"{name}",
-            (
-                f"not installed: {MINILM_INSTALL}"
-                if name == "minilm" and minilm_folder() is None
-                else f"demo:{name} is here"
-            ),
-        )
-        for name in MODELS
-    ]
+    found = {name: f"demo:{name} is here" for name in MODELS}
+    if minilm_folder() is None:
+        found["minilm"] = f"not installed: {MINILM_INSTALL}"
+    return list(found.items())
 
 
 def hub() -> tuple[str, str]:
     """Whether models could be fetched; what is on this machine never needs it."""
-    import os
     import socket
     from urllib.parse import urlsplit
 
@@ -213,13 +199,8 @@ def hub() -> tuple[str, str]:
     try:
         socket.create_connection((address.hostname or "", address.port or 443), timeout=HUB_TIMEOUT_S).close()
     except OSError as error:
-        return (
-            "hub",
-            (
-                f"{address.hostname} cannot be reached directly ({error.strerror or error}); folders and"
-                " demo: work"
-            ),
-        )
+        why = error.strerror or error
+        return "hub", f"{address.hostname} cannot be reached directly ({why}); folders and demo: work"
     return "hub", f"{address.hostname} answers"
 
 
@@ -253,8 +234,5 @@ def self_test() -> str | None:
         if moved:
             return f"frozen weights moved: {', '.join(moved)}"
         tuned = model(x)
-        return (
-            None
-            if torch.allclose(merge(model)(x), tuned, atol=1e-5)
-            else "the merged model computes something else"
-        )
+        same = torch.allclose(merge(model)(x), tuned, atol=1e-5)
+        return None if same else "the merged model computes something else"

@@ -8,6 +8,7 @@ import typer
 
 from petune.errors import UsageError
 from petune_cli.arguments import Given, Json, Metrics, VerifyBase, Words
+from petune_cli.display import score_table, show_json
 from petune_cli.echo import echo
 
 
@@ -30,7 +31,6 @@ def evaluate(
     if metric and not answers:
         raise UsageError("--metric is about generated answers", remedy="add --answers N")
     run = Given.of(words).run(verify_base=verify_base)
-    from petune_cli.display import score_table, show_json
 
     if answers:
         from petune.run.answers import keep_answers
@@ -44,8 +44,7 @@ def evaluate(
     scores = run.eval()
     if json:
         return show_json(scores)
-    said = [("note     ", line) for line in scores.pop("notes")] + [
-        ("WARNING  ", line) for line in scores.pop("warnings")
-    ]
-    for line in [*score_table(scores), *(start + line for start, line in said)]:
+    said = [f"note     {line}" for line in scores.pop("notes")]
+    said += [f"WARNING  {line}" for line in scores.pop("warnings")]
+    for line in [*score_table(scores), *said]:
         echo(line)

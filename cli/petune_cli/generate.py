@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from petune.errors import DataError, Problem, UsageError
 from petune_cli.arguments import Given, Overwrite, VerifyBase, refuse_place
 from petune_cli.echo import echo, echo_answer
 
@@ -65,8 +67,6 @@ def _prompt_and_settings(words: Sequence[str], from_file: bool) -> tuple[str | N
 
 def _check_out(file: Path | None, out: Path | None, overwrite: bool) -> None:
     """Raise UsageError now for what would be refused only after the first answer."""
-    from petune.errors import UsageError
-
     if out is None:
         return
     if file is None:
@@ -85,8 +85,6 @@ def sampling(max_new_tokens: int | None, temperature: float | None) -> dict[str,
 
 
 def _read_standard_input() -> str:
-    from petune.errors import UsageError
-
     if sys.stdin.isatty():
         raise UsageError(
             "there is no prompt",
@@ -104,8 +102,6 @@ def take_any_bytes() -> None:
 
 
 def _not_empty(prompt: str) -> str:
-    from petune.errors import UsageError
-
     if not prompt.strip():
         raise UsageError("the prompt is empty", where="command line", remedy='petune generate RUN "a prompt"')
     return prompt
@@ -117,10 +113,6 @@ def read_prompts(file: Path) -> list[str]:
 
     Raises UsageError for a table, DataError naming file and line, the first ten at once.
     """
-    import json
-
-    from petune.errors import DataError, Problem, UsageError
-
     if file.suffix.lower() in (".csv", ".tsv", ".parquet"):
         remedy = f"write the column of the prompts into a file of its own: {file.with_suffix('.txt')}"
         raise UsageError(
@@ -150,13 +142,8 @@ def read_prompts(file: Path) -> list[str]:
         except ValueError as error:
             problems.append(Problem(f"is not JSON: {error}", where=f"{file}:{number}"))
             continue
-        found = (
-            [row]
-            if isinstance(row, str)
-            else [row[key] for key in PROMPT_KEYS if key in row]
-            if isinstance(row, dict)
-            else []
-        )
+        given = row if isinstance(row, dict) else {PROMPT_KEYS[0]: row} if isinstance(row, str) else {}
+        found = [given[key] for key in PROMPT_KEYS if key in given]
         if found and isinstance(found[0], str) and found[0].strip():
             prompts.append(found[0])
         else:
@@ -165,18 +152,15 @@ def read_prompts(file: Path) -> list[str]:
                 Problem(what, where=f"{file}:{number}", expected="one of the keys " + ", ".join(PROMPT_KEYS))
             )
     if problems:
-        rest = (
-            [Problem(f"and {len(problems) - 10} more lines", where=str(file))] if len(problems) > 10 else []
-        )
-        raise DataError([*problems[:10], *rest])
+        if len(problems) > 10:
+            problems[10:] = [Problem(f"and {len(problems) - 10} more lines", where=str(file))]
+        raise DataError(problems)
     return prompts
 
 
 def _answer_all(run: Run, prompts: Sequence[str], options: dict[str, Any], out: Path | None) -> None:
     """Write each answer as it comes. A file that is replaced stays as it was until the first answer is
     there."""
-    import json
-
     for at, prompt in enumerate(prompts):
         line = json.dumps({"prompt": prompt, "output": run.generate(prompt, **options)}, ensure_ascii=False)
         if out is None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from petune.errors import UsageError
 from petune_cli.arguments import Given, Overwrite, refuse_place
 from petune_cli.echo import echo
 
@@ -23,7 +24,6 @@ def init(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a recipe for your model and data."""
-    from petune.errors import UsageError
     from petune.recipe import load_recipe
 
     given = Given.of(words)
@@ -54,7 +54,5 @@ def init(
 
 def refuse_other(file: Path, remedy: str) -> None:
     """Raise UsageError for a file that has no recipe's name."""
-    from petune.errors import UsageError
-
     if file.suffix not in (".yaml", ".yml"):
         raise UsageError("a recipe is a .yaml file", where=str(file), remedy=remedy)

@@ -243,11 +243,8 @@ def _refuse_settings_as_options(command: Any, words: Sequence[str]) -> None:
         from petune.recipe.suggest import setting_of
 
         if key := setting_of(option):
-            value = (
-                value
-                if equals
-                else next((word for word in words[at + 1 : at + 2] if not word.startswith("--")), "VALUE")
-            )
+            if not equals:
+                value = next((word for word in words[at + 1 : at + 2] if not word.startswith("--")), "VALUE")
             raise UsageError(
                 f"{option} is not an option: settings are written key=value",
                 where="command line",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from petune.errors import UsageError
+from petune.log import human
 from petune_cli.arguments import Given, Json, Overwrite, Words, refuse_place
+from petune_cli.display import show_json, show_table
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -65,8 +68,6 @@ def plan(
         refuse_place(svg, overwrite, "--svg FILE")
     seen, advice = _foreseen(recipe, world, memory, speeds, device)
     if json:
-        from petune_cli.display import show_json
-
         show_json(_plain_forecast(seen, advice))
     else:
         _show(seen)
@@ -128,11 +129,8 @@ def _search(
         recipe = recipe.model_copy(update={"device": "cuda"})
     seen = Planner(sketch(recipe), devices).search()
     if json:
-        from petune_cli.display import show_json
-
         show_json(facts(seen))
         return
-    from petune_cli.display import show_table
 
     show_table(*table(seen))
     echo("")
@@ -178,8 +176,6 @@ def _rates(text: str) -> list[float]:
 
 def _plain_forecast(seen: Outlook, advice: Advice | None) -> dict[str, object]:
     """Facts, ranks with their bytes, what is sent, and what was advised."""
-    from dataclasses import asdict
-
     from petune.estimate.findings import written
 
     found = seen.forecast
@@ -194,8 +190,6 @@ def _plain_forecast(seen: Outlook, advice: Advice | None) -> dict[str, object]:
 
 
 def _show(seen: Outlook) -> None:
-    from petune_cli.display import show_table
-
     found = seen.forecast
     for line in (*found.facts, *seen.lines):
         echo(line)
@@ -207,8 +201,6 @@ def _show(seen: Outlook) -> None:
     rows = [_row(rank) for rank in found.ranks]
     show_table([_HEADS[at] for at in shown], [[row[at] for at in shown] for row in rows])
     if found.transitions:
-        from petune.log import human
-
         echo("")
         rows = [
             (
@@ -241,8 +233,6 @@ _HEADS = (*_SHARES, *_BYTES, "rows at most")
 
 
 def _row(rank: Rank) -> tuple[str, ...]:
-    from petune.log import human
-
     memory = rank.memory
     numbers = (rank.heads, rank.columns, rank.experts, rank.tokens, rank.rows)
     parts = (memory.frozen, memory.tuned, memory.gradients, memory.optimizer, memory.activations)
@@ -258,8 +248,6 @@ def _row(rank: Rank) -> tuple[str, ...]:
 
 
 def _closing(found: Forecast, fused: bool) -> Iterator[str]:
-    from petune.log import human
-
     resting = max(rank.memory.at_rest for rank in found.ranks)
     if resting:
         what = "host    " if found.drawn.work.streamed is not None else "shards  "
@@ -282,7 +270,6 @@ def _closing(found: Forecast, fused: bool) -> Iterator[str]:
 def _cache(found: Forecast) -> str:
     """What the activation cache takes, and how much of it a GPU has room for."""
     from petune.estimate.forecast import cached_row
-    from petune.log import human
 
     drawn, row = found.drawn, cached_row(found.drawn, found.plan)
     tokens = " + ".join(map(str, drawn.work.tokens.values()))

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from petune.log import human
 from petune_cli.arguments import Given, Json, Overwrite, Words, refuse_place
+from petune_cli.display import show_json, show_table
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -68,10 +71,6 @@ def profile(
 def _show_json(found: Profile) -> None:
     """The fields of petune.profiling.Profile and what follows from them; modules as one list, in the model's
     order."""
-    from dataclasses import asdict
-
-    from petune_cli.display import show_json
-
     written = asdict(found)
     written["modules"] = [_plain(part) for model in found.models for part in model.walk()]
     written["outside"] = _plain(found.outside)
@@ -89,8 +88,6 @@ def _plain(part: ProfiledModule) -> dict[str, Any]:
 
 
 def _show(found: Profile, depth: int) -> None:
-    from petune_cli.display import show_table
-
     for line in (
         *found.facts,
         f"step     the first: {found.rows} rows, {found.tokens:,} tokens with padding, loss {found.loss:.4f}",
@@ -184,8 +181,6 @@ def _bubble(found: Profile) -> str:
 
 
 def _memory(memory: MemoryUse) -> list[tuple[str, str]]:
-    from petune.log import human
-
     gradients = f"of {human(memory.gradients)} in all" if memory.at_peak < memory.gradients else ""
     rows = [
         ("weights, frozen", human(memory.frozen)),

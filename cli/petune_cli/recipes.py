@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Annotated
 
 import typer
 
-from petune_cli.arguments import Json, Overwrite
+from petune.errors import UsageError
+from petune_cli.arguments import Json, Overwrite, refuse_place
+from petune_cli.display import show_json, show_table
 from petune_cli.echo import echo
 
 
@@ -14,7 +17,6 @@ def ls(json: Json = False) -> None:
     """List the recipes that ship."""
     from petune.demo import minilm_folder
     from petune.recipe import load_recipe, shipped_recipes
-    from petune_cli.display import show_json, show_table
 
     rows = []
     for file in shipped_recipes():
@@ -45,12 +47,8 @@ def cp(
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a recipe, to make it your own."""
-    import shutil
-
-    from petune.errors import UsageError
     from petune.files.given import path_of
     from petune.recipe import find_recipe
-    from petune_cli.arguments import refuse_place
     from petune_cli.init import refuse_other
 
     source = find_recipe(name)

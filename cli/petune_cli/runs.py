@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from petune.errors import UsageError
 from petune_cli.arguments import Json
+from petune_cli.display import show_json, show_table
 from petune_cli.echo import echo
 
 
@@ -22,10 +24,8 @@ def runs(
     json: Json = False,
 ) -> None:
     """List runs: what each is, how far it came, what came out."""
-    from petune.errors import UsageError
     from petune.report import listing
     from petune.report.files import find_runs
-    from petune_cli.display import show_json, show_table
 
     if sort not in listing.KEYS:
         raise UsageError(

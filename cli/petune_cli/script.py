@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from petune.errors import UsageError
 from petune_cli.arguments import Given
 from petune_cli.echo import echo_answer
 
@@ -24,7 +25,6 @@ def script(
     torchrun: Annotated[bool, typer.Option("--torchrun", help="To be started on each machine.")] = False,
 ) -> None:
     """Print the job that trains a recipe on several machines."""
-    from petune.errors import UsageError
     from petune.preflight.job_script import job_of, script
 
     if slurm == torchrun:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from petune.log import phase
 from petune_cli.arguments import Given, Json, Words, is_setting
+from petune_cli.display import reporter, show_json, show_table
 from petune_cli.echo import echo
 
 
@@ -21,8 +23,6 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Train each choice of lr=1e-4,2e-4 r=8,32 ... and rank them."""
-    from petune.log import phase
-
     with phase("loading torch and transformers"):
         axes, others = sorted_out(words or ())
         recipe = Given.of(others).recipe()
@@ -30,7 +30,6 @@ def sweep(
         from petune.report.page import NAME
         from petune.run import sweep as sweeping
         from petune.run.reporting import PlainReporter
-        from petune_cli.display import reporter, show_json, show_table
 
     cells = sweeping.grid(recipe, axes, seeds)
     place = cells[0].folder.path.parent

@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
+from petune.errors import UsageError
+from petune.log import phase
 from petune_cli.arguments import Given, Words
+from petune_cli.display import reporter
 
 
 def train(
@@ -37,9 +40,6 @@ def train(
     ] = 0,
 ) -> None:
     """Train a recipe; without one, the demo."""
-    from petune.errors import UsageError
-    from petune.log import phase
-
     if overwrite and (resume or checkpoint):
         raise UsageError(
             "--overwrite starts anew and --resume goes on", where="command line", remedy="give one of the two"
@@ -47,7 +47,6 @@ def train(
     with phase("loading torch and transformers"):
         recipe = Given.of(words).recipe()
         from petune.run.train import train as run_training
-        from petune_cli.display import reporter
         from petune_cli.report import complete
 
     with reporter() as shown:

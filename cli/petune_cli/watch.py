@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from petune.errors import MachineError, UsageError
 from petune_cli.echo import echo
 
 
@@ -15,7 +16,6 @@ def watch(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 0,
 ) -> None:
     """Watch runs in progress in a browser on this machine."""
-    from petune.errors import MachineError, UsageError
     from petune.report.watch import Watch
 
     if not folder.is_dir():
