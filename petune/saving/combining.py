@@ -27,13 +27,12 @@ from petune.methods import Tuning, lora
 from petune.methods.configs import LoraConfig
 from petune.methods.registry import refuse_tuned
 from petune.methods.saving import remember
-from petune.models import family_of
 from petune.models.experts import weight_at
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.multimodal import in_text
 from petune.saving.peft import CONFIG, TENSORS, Adapter, check_config, from_peft
 from petune.saving.peft_parts import parts_named
-from petune.saving.tuning_record import origin_files, read_record
+from petune.saving.tuning_record import family_name, origin_files, read_record
 
 Combination = Literal["cat", "svd", "linear"]  # how several updates become one
 Part = tuple[Tensor, Tensor, float]  # A [r, in], B [out, r] of one layer of one adapter, and w s
@@ -80,8 +79,7 @@ def combine(
         alpha_pattern={name: float(size) for name, size in others.items()},
         also_train=(),
     )
-    family = family_of(model)
-    remember(model, Tuning("lora", config, family.name if family else None, ()))
+    remember(model, Tuning("lora", config, family_name(model), ()))
     return base_model
 
 

@@ -101,11 +101,8 @@ def read_manifest(path: Path) -> Manifest:
         raise FileError([_damaged("the manifest is not a JSON object", file)])
     version = found.get("version")
     if version not in READABLE or type(version) is not int:
-        what = (
-            "a newer version of manifest"
-            if type(version) is int and version > VERSION
-            else "another version of manifest"
-        )
+        newer = type(version) is int and version > VERSION
+        what = "a newer version of manifest" if newer else "another version of manifest"
         remedy = "use the petune that wrote it, or another checkpoint"
         raise FileError(
             what,
@@ -139,16 +136,8 @@ def _manifest(found: Mapping[str, Any], file: Path) -> Manifest:
         or any(type(found[key]) is not kind for key, kind in kinds.items())
         or not found["files"]
     ):
-        raise FileError(
-            [
-                _damaged(
-                    "the manifest's fields are not those of a manifest",
-                    file,
-                    ", ".join(kinds),
-                    ", ".join(found)[:200],
-                )
-            ]
-        )
+        what = "the manifest's fields are not those of a manifest"
+        raise FileError([_damaged(what, file, ", ".join(kinds), ", ".join(found)[:200])])
     for name, fields in found["files"].items():
         if fault := path_fault(name):
             raise FileError([_damaged(fault, file, "a path inside the checkpoint", repr(name)[:200])])

@@ -180,10 +180,8 @@ def _differences(
             for key in group["tensors"]
         }
         shapes = {name: entry["shape"] for name, entry in saved.items()}
-        options, values = (
-            (group["options"] for group in facts["groups"]),
-            (one["values"] for one in saved.values()),
-        )
+        options = (group["options"] for group in facts["groups"])
+        values = (one["values"] for one in saved.values())
         for mapping in (*options, *values):
             mapping.items()
     except (KeyError, TypeError, AttributeError) as error:

@@ -136,17 +136,8 @@ _KINDS: Mapping[str, Kind] = {
 }
 # A peft that states its version writes every field: what decides the numbers is not left to a default.
 _WHOLE_FILE = (
-    *(
-        "r",
-        "lora_alpha",
-        "target_modules",
-        "rank_pattern",
-        "alpha_pattern",
-        "use_rslora",
-        "use_dora",
-        "modules_to_save",
-    ),
-    *("exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern"),
 )
 # By peft's `use_dora`: the method's settings and the classes of its layers.
 _METHODS: Mapping[bool, tuple[type[LoraConfig], Layers]] = {
@@ -194,7 +185,7 @@ def to_peft(
     heads = tuple(plain_name(head) for head in record.also_train)
     refuse_tied_heads(model, record.also_train)
     tied = _rows_of_ties(model) if record.config.token_rows else ()
-    experts = _experts(model)
+    experts = tuned_experts(model)
     _warn_of_zeros(state)
     tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items() if name not in tied}
     for path, module in experts.items():
@@ -202,44 +193,35 @@ def to_peft(
         for name, place in places(module, path, own).items():
             tensors[PREFIX + place.key] = place.to_file(tensors.pop(PREFIX + name))
     r, alpha, ranks, alphas = _sizes(layers, experts, record.config)
-    names = [name for name, _ in model.named_modules() if name]
-    task = task_type(model, [name for name in map(plain_name, names) if not within(name, heads)])
+    names = [plain_name(name) for name, _ in model.named_modules() if name]
+    frozen = [name for name in names if not within(name, heads)]
+    task = task_type(model, frozen)
     columns = sum(isinstance(layer, Conv1D) for layer in layers.values())
-    config = (
-        dict(_NEUTRAL)
-        | dict(_READ)
-        | {
-            "auto_mapping": (
-                None
-                if task
-                else {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
-            ),
-            "base_model_name_or_path": base_model,
-            "bias": "lora_only" if record.config.bias == "lora" else record.config.bias,
-            "fan_in_fan_out": (
-                0
-                < columns
-                == len(layers) - sum(isinstance(layer, LoraEmbedding) for layer in layers.values())
-            ),
-            "lora_alpha": _number(alpha),
-            "lora_dropout": record.config.dropout,
-            "modules_to_save": saved_whole(heads, [plain_name(name) for name in names]) or None,
-            "r": r,
-            "use_dora": type(record.config) is _METHODS[True][0],
-            "use_rslora": record.config.rslora,
-            "rank_pattern": ranks,
-            "alpha_pattern": {name: _number(own) for name, own in alphas.items()},
-            "target_modules": shortest(
-                tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))
-            ),
-            "target_parameters": sorted(
-                f"{name}.{weight}" for name in experts for weight in experts[name].weights
-            )
-            or None,
-            "task_type": task,
-            "trainable_token_indices": list(record.config.token_rows) or None,
-        }
-    )
+    tables = sum(isinstance(layer, LoraEmbedding) for layer in layers.values())
+    mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    config = {
+        **_NEUTRAL,
+        **_READ,
+        "auto_mapping": None if task else mapping,
+        "base_model_name_or_path": base_model,
+        "bias": "lora_only" if record.config.bias == "lora" else record.config.bias,
+        "fan_in_fan_out": 0 < columns == len(layers) - tables,
+        "lora_alpha": _number(alpha),
+        "lora_dropout": record.config.dropout,
+        "modules_to_save": saved_whole(heads, names) or None,
+        "r": r,
+        "use_dora": type(record.config) is _METHODS[True][0],
+        "use_rslora": record.config.rslora,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: _number(own) for name, own in alphas.items()},
+        "target_modules": shortest(tuple(layers), frozen),
+        "target_parameters": sorted(
+            f"{name}.{weight}" for name in experts for weight in experts[name].weights
+        )
+        or None,
+        "task_type": task,
+        "trainable_token_indices": list(record.config.token_rows) or None,
+    }
     return dict(sorted(config.items())), tensors
 
 
@@ -265,7 +247,7 @@ def settings_in_files(model: nn.Module, config: MethodConfig) -> MethodConfig:
     """`config` as files say it: a start from components is plain LoRA of twice the rank in them."""
     if not isinstance(config, LoraConfig) or not pissa.started(model):
         return config
-    r, alpha, ranks, alphas = _sizes(layers_in(model), _experts(model), config)
+    r, alpha, ranks, alphas = _sizes(layers_in(model), tuned_experts(model), config)
     sizes: dict[str, Any] = {"r": r, "alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
     return replace(config, init="auto", init_iterations=None, **sizes)
 
@@ -299,7 +281,8 @@ def layers_in(model: nn.Module) -> dict[str, LoraLayer | LoraParts]:
     return {name: layer for name, layer in found if isinstance(layer, LoraLayer | LoraParts)}
 
 
-def _experts(model: nn.Module) -> dict[str, LoraExperts]:
+def tuned_experts(model: nn.Module) -> dict[str, LoraExperts]:
+    """The modules of experts that have an update, by plain name."""
     found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
     return {name: layer for name, layer in found if isinstance(layer, LoraExperts)}
 

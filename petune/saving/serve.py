@@ -39,9 +39,18 @@ from petune.saving.export import logits_of, probe
 from petune.saving.fingerprint import bare, plain_name, refuse_merged
 from petune.saving.gguf import ADAPTER, need_gguf, write_gguf
 from petune.saving.modelfile import MODELFILE, write_modelfile
-from petune.saving.peft import CONFIG, PREFIX, TENSORS, in_file_form, layers_in, shortest, to_peft
+from petune.saving.peft import (
+    CONFIG,
+    PREFIX,
+    TENSORS,
+    in_file_form,
+    layers_in,
+    shortest,
+    to_peft,
+    tuned_experts,
+)
 from petune.saving.played import Served, play, serving
-from petune.saving.served_experts import changes_of, factors_of, parts, renamed, tuned_experts
+from petune.saving.served_experts import changes_of, factors_of, parts, renamed
 from petune.saving.servers import SERVERS, Server
 
 CLOSE = 1e-3  # of logits, absolute up to 1 and relative above it, in float32
@@ -192,10 +201,7 @@ def _renames(model: PreTrainedModel, base_name: str | None, server: Server) -> d
     if architecture == plain_class(model).__name__:
         return _with_experts({name: name for name in mine}, model, server)
     served = _outline(architecture, file.parent if file.is_file() else None, model)
-    ways = [
-        {name: name for name in mine},
-        {name: name_in_whole(name) for name in mine},
-    ]
+    ways = {name: name for name in mine}, {name: name_in_whole(name) for name in mine}
     tuned = [*layers_in(model), *tuned_experts(model), *map(plain_name, tuning(model).also_train)]
     for way in ways:
         if all(_alike(mine[name], served.get(way[name])) for name in tuned):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from petune.methods.lora_experts import LoraExperts
 from petune.models.experts import is_experts, sizes_of, weights_of
-from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import plain_name
 from petune.saving.servers import ExpertNames
 
@@ -35,12 +34,6 @@ class ExpertLinear(NamedTuple):
     def of(self, value: Tensor) -> Tensor:
         """That part of a weight [E, out, in] or of what is added to it, or of B [E, out, r]."""
         return value[self.expert][self.rows]
-
-
-def tuned_experts(model: nn.Module) -> dict[str, LoraExperts]:
-    """The modules of experts that have an update, by name."""
-    found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
-    return {name: layer for name, layer in found if isinstance(layer, LoraExperts)}
 
 
 def parts(model: nn.Module) -> dict[str, ExpertLinear]:

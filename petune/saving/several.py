@@ -17,11 +17,11 @@ from petune.methods import Tuning, describe, lora, tune, tuning
 from petune.methods.configs import LoraConfig, make_config
 from petune.methods.several import alone, bare_base, refuse_unfit, take
 from petune.methods.wrapped import refuse_no_model
-from petune.models import family_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.combining import read_adapter
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.peft import CONFIG, Adapter
+from petune.saving.tuning_record import family_name
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -82,8 +82,7 @@ def _read(model: nn.Module, adapter: Adapter) -> tuple[dict[str, Any], Tuning]:
         full, layer = plain[name]
         factors = {leaf: adapter.state[f"{name}.{leaf}"] for leaf in ("lora_A", "lora_B")}
         made[full] = lora.tune(layer, own, factors)
-    family = family_of(model)
-    return made, Tuning("lora", adapter.config, family.name if family else None, ())
+    return made, Tuning("lora", adapter.config, family_name(model), ())
 
 
 def save_each(model: nn.Module, work: Path, fill: Callable[[Path], None]) -> None:
