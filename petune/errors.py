@@ -130,3 +130,9 @@ def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
     return list(dict.fromkeys([*same_letters, *difflib.get_close_matches(name, known, n=count, cutoff=0.7)]))[
         :count
     ]
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str | None:
+    """'did you mean: ...' for the nearest valid name; None when nothing is near."""
+    near = nearest(name, valid, 1)
+    return f"did you mean: {near[0]}" if near else None

@@ -179,6 +179,8 @@ class Reader:
                 return self.texts(text, deep)
             case ast.Call(func=ast.Attribute(attr="join"), args=[ast.GeneratorExp(elt=one)]):
                 return self.texts(one, deep)
+            case ast.Call(func=ast.Name(id="did_you_mean")):
+                return {f"did you mean: {ANY}"}
             case ast.Call() if deep and (function := self.module.functions.get(called(node))):
                 returned = [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
                 return set().union(*(self.texts(one, deep - 1) for one in returned))

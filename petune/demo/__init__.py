@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from petune.errors import MachineError, UsageError, nearest
+from petune.errors import MachineError, UsageError, did_you_mean
 
 HERE = Path(__file__).parent
 
@@ -82,9 +82,3 @@ def minilm_folder() -> Path | None:
         if (Path(place) / "model" / "config.json").is_file():
             return Path(place) / "model"
     return None
-
-
-def did_you_mean(name: str, valid: dict[str, str]) -> str | None:
-    """'did you mean: ...' for the nearest valid name; None when nothing is near."""
-    near = nearest(name, valid, count=1)
-    return f"did you mean: {near[0]}" if near else None

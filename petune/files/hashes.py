@@ -135,11 +135,9 @@ def differing(
     """
     with FileHashes(files, afresh=afresh) as hashes:
         found = {name: value for name, value in hashes.result().items() if value != expected[name]}
-    return (
-        found
-        if afresh or not found
-        else differing({name: files[name] for name in found}, expected, afresh=True)
-    )
+    if afresh or not found:
+        return found
+    return differing({name: files[name] for name in found}, expected, afresh=True)
 
 
 def _look(seen: os.stat_result) -> _Seen:

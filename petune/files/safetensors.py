@@ -546,10 +546,8 @@ def _name_fault(name: str) -> str | None:
 def _empty(entry: Entry, where: str) -> Tensor:
     try:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    except (
-        RuntimeError,
-        OverflowError,
-    ) as error:  # the sizes agree with the file, so this is a file too large for this machine
+    # the sizes agree with the file, so this is a file too large for this machine
+    except (RuntimeError, OverflowError) as error:
         raise MachineError(
             "does not fit in memory", where=where, expected=f"{entry.end - entry.begin} bytes"
         ) from error
@@ -557,11 +555,9 @@ def _empty(entry: Entry, where: str) -> Tensor:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """A contiguous CPU tensor's own memory."""
-    return (
-        memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
-        if tensor.numel()
-        else memoryview(b"")
-    )
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def is_finite(tensor: Tensor) -> bool:

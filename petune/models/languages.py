@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
 from transformers.utils.hub import cached_file
 
-from petune.errors import UsageError, nearest
+from petune.errors import UsageError, did_you_mean
 from petune.files.safetensors import read_json
 from petune.models.load_errors import hub_errors
 from petune.models.source import ModelSource
@@ -121,8 +121,7 @@ def _refuse_any(language: str, of_tokenizer: bool) -> None:
 def _refuse_unknown(language: str, known: dict[str, str]) -> None:
     names = [LANGUAGES[code] for code in dict.fromkeys(known.values())]
     more = f", ... ({len(names)} in all, or their codes)" if len(names) > _SHOWN else ", or their codes"
-    near = nearest(language.lower(), known, 1)
-    remedy = f"did you mean: {near[0]}" if near else None
+    remedy = did_you_mean(language.lower(), known)
     raise UsageError(
         "the model's tokenizer does not know this language",
         where="data.language",

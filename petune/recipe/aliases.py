@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from petune.errors import Problem, nearest
+from petune.errors import Problem, did_you_mean
 from petune.parallel.configs import CUTS, row_name
 from petune.recipe.raw import PARALLEL, FoundProblem, Written, as_mapping, show
 from petune.recipe.yaml_lines import KeyPath
@@ -55,10 +55,8 @@ def accept_classic_keys(written: Written, fresh: Fresh = None) -> list[FoundProb
             )
         ]
     else:
-        methods, lists = (
-            [key for key in given if key in _METHODS],
-            [key for key in given if key not in _METHODS],
-        )
+        methods = [key for key in given if key in _METHODS]
+        lists = [key for key in given if key not in _METHODS]
         backend, problems = _backend(written, methods, lists, fresh)
         for key in lists:
             axis = "pp" if key == _STAGES else backend
@@ -171,8 +169,7 @@ def _wrong_methods(written: Written, methods: Sequence[str]) -> list[FoundProble
     for key in methods:
         word = _word(written.tree[key])
         if word not in _METHODS[key]:
-            near = nearest(word[:64].upper(), _METHODS[key], 1)
-            meant, expected = f"did you mean: {near[0]}" if near else None, " or ".join(_METHODS[key])
+            meant, expected = did_you_mean(word[:64].upper(), _METHODS[key]), " or ".join(_METHODS[key])
             problems.append(
                 _problem(
                     written, key, f"{key} does not take this value", meant, expected, show(written.tree[key])

@@ -99,14 +99,10 @@ def _parallel(written: Written) -> tuple[ParallelConfig, list[FoundProblem]]:
         return ParallelConfig(auto=True), []
     section = as_mapping((PARALLEL,), value)
     if section is None:
-        what, expected = (
-            "parallel does not take this value",
-            f"none, auto, {', '.join(BACKENDS)}, or a mapping of these to settings",
-        )
+        what, place = "parallel does not take this value", written.where((PARALLEL,))
+        expected = f"none, auto, {', '.join(BACKENDS)}, or a mapping of these to settings"
         remedy = "for example  parallel: {dp: 2}, or parallel=dp:2 on a command line"
-        return ParallelConfig(), [
-            ((PARALLEL,), Problem(what, written.where((PARALLEL,)), expected, show(value), remedy))
-        ]
+        return ParallelConfig(), [((PARALLEL,), Problem(what, place, expected, show(value), remedy))]
     axes: dict[str, Any] = {}
     problems: list[FoundProblem] = []
     for name, given in section.items():

@@ -42,11 +42,8 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
         return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else None
     if path[0] in OPTIONAL and len(path) == 1 and value is None:
         return {}
-    return (
-        {SECTIONS[path[0]]: value}
-        if len(path) == 1 and path[0] in SECTIONS and isinstance(value, str)
-        else None
-    )
+    short = len(path) == 1 and path[0] in SECTIONS and isinstance(value, str)
+    return {SECTIONS[path[0]]: value} if short else None
 
 
 def _sizes(text: str) -> dict[str, Any]:

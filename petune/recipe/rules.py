@@ -30,11 +30,9 @@ from petune.tasks.configs import METRICS
 
 def _metrics(recipe: Recipe) -> Mapping[str, str]:
     """The metrics the recipe can name: its task's, or every task's while the task is to be inferred."""
-    return (
-        METRICS[recipe.task]
-        if recipe.task
-        else {name: better for table in METRICS.values() for name, better in table.items()}
-    )
+    if recipe.task:
+        return METRICS[recipe.task]
+    return {name: better for table in METRICS.values() for name, better in table.items()}
 
 
 # roles that are never cut by their inputs

@@ -236,11 +236,8 @@ def suggest(path: KeyPath, method_name: str | None) -> str:
             _best_path(table[key], method_name) for key in nearest(leaf, [*table, *ALIASES]) if key in table
         ]
         near = near or [ALIASES[key] for key in nearest(leaf, ALIASES) if " " not in ALIASES[key]]
-        near = (
-            nearest(leaf, CLASSIC, 1)
-            if nearest(leaf, CLASSIC, 1) == nearest(leaf, [*table, *ALIASES, *CLASSIC], 1)
-            else near
-        )
+        classic = nearest(leaf, CLASSIC, 1)
+        near = classic if classic == nearest(leaf, [*table, *ALIASES, *CLASSIC], 1) else near
     return _did_you_mean(near[:2], method_name) if near else _ALL.strip().strip("()")
 
 
@@ -273,11 +270,8 @@ def _suggest_of_axis(path: KeyPath, leaf: str) -> str:
         return _did_you_mean([own.get(setting, known[leaf])], None)
     if near:
         return _did_you_mean([own[near[0]] if own else f"{PARALLEL}.{near[0]}"], None)
-    return (
-        _did_you_mean([known[one] for one in nearest(leaf, known, 1)], None)
-        if nearest(leaf, known, 1)
-        else _ALL.strip().strip("()")
-    )
+    meant = [known[one] for one in nearest(leaf, known, 1)]
+    return _did_you_mean(meant, None) if meant else _ALL.strip().strip("()")
 
 
 def _belongs(full: str, methods: tuple[str, ...], prefix: str, method_name: str | None) -> bool:

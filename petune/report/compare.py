@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from petune.report.conditions import chosen
 from petune.report.curves import curve, smoothed
@@ -145,11 +145,5 @@ def _marks(run: RunFiles) -> tuple[int, ...]:
 
 
 def _best(run: RunFiles) -> Markup:
-    marks: Mapping[str, object] = run.summary
-    if not _marks(run):
-        return Markup()
-    return element(
-        "p",
-        f"The upright mark is step {figure(marks['best_step'])}, the state that tuned/ holds.",
-        class_="facts",
-    )
+    words = [f"The upright mark is step {figure(step)}, the state that tuned/ holds." for step in _marks(run)]
+    return join(element("p", line, class_="facts") for line in words)

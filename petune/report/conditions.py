@@ -109,11 +109,10 @@ def asked(run: RunFiles) -> Markup:
     settings = chosen(run)
     words = "Settings that are not the default; what is not here was left as it is."
     parts = [table(("setting", "value"), settings, caption=words)] if settings else []
-    parts += (
-        [folded(f"All {len(rows)} settings, defaults included", table(("setting", "value"), rows))]
-        if rows
-        else []
-    )
+    if rows:
+        parts.append(
+            folded(f"All {len(rows)} settings, defaults included", table(("setting", "value"), rows))
+        )
     method = run.setup.get("method")
     counts = run.setup.get("parameters") or {}
     facts = [("method", str(method))] if method else []
@@ -162,11 +161,8 @@ def memory(run: RunFiles) -> Markup:
     for key, name in names.items():
         both = [_held(side, key) if side else None for side in (predicted, measured)]
         rows.append((name, *map(size, both)))
-    where = (
-        "of a GPU's allocator"
-        if "cuda" in str(run.setup.get("numbers"))
-        else "resident, the interpreter included"
-    )
+    on_gpu = "cuda" in str(run.setup.get("numbers"))
+    where = "of a GPU's allocator" if on_gpu else "resident, the interpreter included"
     words = f"Of the process that held most. Measured: {where}."
     if not predicted:
         words += f" To predict it as well: petune report {run.path} --forecast"

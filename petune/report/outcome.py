@@ -104,10 +104,8 @@ def key_figures(run: RunFiles) -> Markup:
 
 def _against(run: RunFiles) -> str:
     control = run.summary.get("head_only")
-    words = ["untouched base → tuned"]
-    if is_number(control):
-        words.append(f"a head alone reaches accuracy {figure(control)}")
-    return "; ".join(words)
+    alone = f"; a head alone reaches accuracy {figure(control)}" if is_number(control) else ""
+    return f"untouched base → tuned{alone}"
 
 
 def _latest(run: RunFiles, key: str) -> Any:

@@ -44,11 +44,9 @@ class ChartAxis:
 
     def at(self, value: float) -> float:
         """Pixels from the low end."""
-        low, high, value = (
-            (math.log10(one) for one in (self.low, self.high, value))
-            if self.log
-            else (self.low, self.high, value)
-        )
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = map(math.log10, (low, high, value))
         return self.length * ((value - low) / (high - low) if high > low else 0.5)
 
     def ticks(self) -> list[float]:

@@ -9,7 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from petune.errors import MachineError, UsageError, nearest
+from petune.errors import MachineError, UsageError, did_you_mean
 
 _WORD = re.compile(r"\w+")
 
@@ -81,12 +81,11 @@ def metric_named(name: str) -> Callable[[Sequence[str], Sequence[str]], float]:
         return METRICS[name]
     file, colon, function = name.rpartition(":")
     if not colon:
-        near = nearest(name, METRICS)
         raise UsageError(
             f"no metric of answers named {name!r}",
             where="--metric",
             expected=f"{', '.join(METRICS)}, or FILE.py:FUNCTION",
-            remedy=f"did you mean: {near[0]}" if near else None,
+            remedy=did_you_mean(name, METRICS),
         )
     return _mean(_function(Path(file).expanduser(), function, name), name)
 

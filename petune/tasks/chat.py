@@ -129,11 +129,9 @@ def _refuse_lost(row: Conversation, whole: str, coder: Coder) -> None:
             continue
         earlier = row.messages[:index]
         shown = render((*earlier, message), coder, row.where, tools=row.tools)
-        others = (
-            {"content": replace(message, content=f"{message.content} again")}
-            if message.content.strip()
-            else {}
-        )
+        others = {}
+        if message.content.strip():
+            others["content"] = replace(message, content=f"{message.content} again")
         for name in message.more:
             if (message.role, name) not in LINKS:
                 others[name] = replace(
@@ -158,11 +156,8 @@ def _rendered(row: Conversation, coder: Coder) -> tuple[str, list[tuple[int, int
     """The rendered conversation, what of it is trained, and whether the end token must follow."""
     text, trained = spans(row, coder)
     last = row.messages[-1]
-    return (
-        text,
-        trained,
-        last.role == "assistant" and last.trained and not _ends(text, trained[-1], row, coder),
-    )
+    unended = last.role == "assistant" and last.trained and not _ends(text, trained[-1], row, coder)
+    return text, trained, unended
 
 
 def _example(

@@ -333,11 +333,7 @@ def _answers(train: Sequence[Example], task: str) -> tuple[str, ...]:
 
 
 def _notes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    if tokenizer.pad_token_id is None:
-        return (
-            (
-                "the tokenizer has no pad token: filled with the end token instead, which masks and labels do"
-                " not see"
-            ),
-        )
-    return ()
+    said = (
+        "the tokenizer has no pad token: filled with the end token instead, which masks and labels do not see"
+    )
+    return () if tokenizer.pad_token_id is not None else (said,)

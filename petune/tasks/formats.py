@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from petune.errors import DataError, Problem, UsageError, nearest
+from petune.errors import DataError, Problem, UsageError, did_you_mean, nearest
 from petune.tasks.configs import FORMATS, ROLES
 from petune.tasks.lines import RowRecord
 from petune.tasks.media import FORMAT_OF
@@ -117,8 +117,7 @@ def detect(record: RowRecord, format_: str, columns: Mapping[str, str], task: st
     """
     for role in columns:
         if role not in ROLES:
-            near = nearest(role, ROLES)
-            remedy = f"did you mean: {near[0]}" if near else None
+            remedy = did_you_mean(role, ROLES)
             raise UsageError(f"data.columns.{role} is not a role", expected=", ".join(ROLES), remedy=remedy)
     for role, name in columns.items():
         if name not in record.columns:
@@ -202,22 +201,15 @@ def _turn_style(turns: object) -> str | None:
 
 def missing(record: RowRecord, name: str, why: str) -> Problem:
     """The problem of a record without the column `name`, which `why` asks for."""
-    near = nearest(name, record.columns)
-    remedy = f"did you mean: {near[0]}" if near else None
-    return Problem(
-        f"there is no column {name!r} ({why})",
-        record.where,
-        found="columns " + ", ".join(record.columns),
-        remedy=remedy,
-    )
+    found = "columns " + ", ".join(record.columns)
+    remedy = did_you_mean(name, record.columns)
+    return Problem(f"there is no column {name!r} ({why})", record.where, found=found, remedy=remedy)
 
 
 def _preference(record: RowRecord, given: Mapping[str, str], task: str | None) -> Problem | None:
     """Refuse what says which answer is better, for tasks that would learn it as if it were one answer."""
-    columns, used = (
-        {name.casefold(): value for name, value in record.columns.items()},
-        {name.casefold() for name in given.values()},
-    )
+    columns = {name.casefold(): value for name, value in record.columns.items()}
+    used = {name.casefold() for name in given.values()}
     what = "these rows are preferences between answers"
     if (
         {"chosen", "rejected"} <= columns.keys()
@@ -310,12 +302,11 @@ def _unfit(record: RowRecord, wanted: Sequence[str], given: Mapping[str, str], t
         )
     fewest = min(lacking.values(), key=lambda roles: (len(set(roles) - guesses.keys()), len(roles)))
     named = ", ".join(f"data.columns.{role}={guesses.get(role, 'NAME')}" for role in fewest)
-    sure = all(role in guesses for role in fewest)
-    remedy = (
-        f"name the column of the {' and the '.join(fewest)}: {named}"
-        if sure
-        else "say which column plays which role, as in: data.columns.text=COLUMN data.columns.label=COLUMN"
-    )
+    remedy = f"name the column of the {' and the '.join(fewest)}: {named}"
+    if not all(role in guesses for role in fewest):
+        remedy = (
+            "say which column plays which role, as in: data.columns.text=COLUMN data.columns.label=COLUMN"
+        )
     return Problem(what, record.where, expected, "columns " + ", ".join(record.columns), remedy)
 
 

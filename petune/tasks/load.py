@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from petune.demo.punctuation import punctuated
-from petune.errors import DataError, UsageError, nearest
+from petune.errors import DataError, UsageError, did_you_mean
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
 from petune.tasks.formats import DEMO, TASK_FORMATS, ColumnLayout, detect, refuse_left_label
@@ -130,8 +130,7 @@ def load_rows(
     file or the hub cannot be reached.
     """
     if task not in TASK_FORMATS:
-        near = nearest(task, TASK_FORMATS)
-        remedy = f"did you mean: {near[0]}" if near else None
+        remedy = did_you_mean(task, TASK_FORMATS)
         raise UsageError(
             f"there is no task {task!r}", where="task", expected=", ".join(TASK_FORMATS), remedy=remedy
         )
@@ -313,14 +312,11 @@ def _labels(split: Split) -> tuple[str, ...]:
         )
     for row in split.eval:
         if isinstance(row, Labelled | Pictured) and row.label not in counts:
-            near = nearest(row.label, counts)
-            remedy = f"did you mean: {near[0]}" if near else None
-            known = ", ".join(sorted(counts)[:10])
             raise DataError(
                 f"label {row.label!r} is held out but never trained on",
                 where=row.where,
-                expected=known,
-                remedy=remedy,
+                expected=", ".join(sorted(counts)[:10]),
+                remedy=did_you_mean(row.label, counts),
             )
     return _in_order(counts)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from petune.errors import UsageError, nearest
+from petune.errors import UsageError, did_you_mean
 from petune.rng.context import chosen, on_host
 from petune.tasks.examples import MASKED, Example
 
@@ -26,11 +26,8 @@ def count(batch: Mapping[str, Tensor], class_weights: Tensor | None = None, text
     if texts > 1:
         return len(labels) / texts
     if labels.dim() == 1:
-        return (
-            float(len(labels))
-            if class_weights is None
-            else float(class_weights.to(labels.device)[labels].sum())
-        )
+        rows = len(labels) if class_weights is None else class_weights.to(labels.device)[labels].sum()
+        return float(rows)
     return float((labels != MASKED).sum())
 
 
@@ -97,12 +94,10 @@ def class_weights(
         )
     for name in spec:
         if name not in labels:
-            near = nearest(name, labels)
-            remedy = f"did you mean: {near[0]}" if near else None
             raise UsageError(
                 f"class_weights.{name} is not a class",
                 where="class_weights",
                 expected=", ".join(labels),
-                remedy=remedy,
+                remedy=did_you_mean(name, labels),
             )
     return [float(spec.get(label, 1.0)) for label in labels]

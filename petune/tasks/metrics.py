@@ -147,10 +147,8 @@ class Scorer(Scores):
     def numbers(self) -> list[float]:
         """All it has gathered as numbers that may be added to another scorer's; for classify the table gold x
         predicted."""
-        table, classes = (
-            Counter(zip(self.gold, self.predicted, strict=True)),
-            range(len(self.labels) if self.task == "classify" else 0),
-        )
+        table = Counter(zip(self.gold, self.predicted, strict=True))
+        classes = range(len(self.labels) if self.task == "classify" else 0)
         counts = [float(table[gold, predicted]) for gold in classes for predicted in classes]
         return [self.loss, self.count, self.right, self.tokens, *self.entities, *counts]
 
@@ -184,10 +182,7 @@ class Scorer(Scores):
         loss = self.loss / self.count
         if self.task == "classify":
             measures = (accuracy, f1_macro, matthews)
-            return {
-                "loss": loss,
-                **{measure.__name__: measure(self.predicted, self.gold) for measure in measures},
-            }
+            return {"loss": loss} | {one.__name__: one(self.predicted, self.gold) for one in measures}
         right = self.right / self.tokens
         if self.task == "tokens":
             both, found, true = self.entities

@@ -34,11 +34,8 @@ def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord
     sentence: list[list[str]] = []
     first = 0
     for line in (*lines(path, faults, Cursor()), Line(0, "", True)):
-        cells = (
-            [cell.strip() for cell in line.text.rstrip().split("\t")]
-            if "\t" in line.text
-            else line.text.split()
-        )
+        parts = line.text.rstrip().split("\t" if "\t" in line.text else None)
+        cells = [cell.strip() for cell in parts]
         if not line.text.strip() or cells[0] == DOCSTART:
             if sentence:
                 columns = ("tokens", *(f"column {number}" for number in range(2, width)), "tags")

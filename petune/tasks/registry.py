@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from petune.errors import UsageError, nearest
+from petune.errors import UsageError, did_you_mean
 from petune.tasks.causal import encode_causal
 from petune.tasks.chat import encode_chat
 from petune.tasks.classify import encode_classify
@@ -94,8 +94,7 @@ TASKS: dict[str, Task] = {
 def find_task(name: str) -> Task:
     """The task of that name; UsageError otherwise."""
     if name not in TASKS:
-        near = nearest(name, TASKS)
-        remedy = f"did you mean: {near[0]}" if near else None
+        remedy = did_you_mean(name, TASKS)
         raise UsageError(f"there is no task {name!r}", where="task", expected=", ".join(TASKS), remedy=remedy)
     return TASKS[name]
 

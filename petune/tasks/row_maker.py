@@ -185,13 +185,8 @@ class RowMaker:
             )
         if not isinstance(value, str | int | float):
             raise Bad(f"column {name!r} is {kind_of(value)}", "the name or number of a class", kind_of(value))
-        label = (
-            str(value).lower()
-            if isinstance(value, bool)
-            else str(int(value))
-            if isinstance(value, float)
-            else str(value).strip()
-        )
+        label = str(int(value) if isinstance(value, float) else value).strip()
+        label = label.lower() if isinstance(value, bool) else label
         if not label:
             raise Bad(f"column {name!r} is empty", "the name of a class", None, FILL)
         if label.lower() == "nan":

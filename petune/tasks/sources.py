@@ -160,11 +160,9 @@ def _near(tried: list[Path]) -> str:
     ]
     stems = nearest(tried[0].stem, dict.fromkeys(entry.stem for entry in data))
     near = dict.fromkeys(entry.name for stem in stems for entry in data if entry.stem == stem)
-    return (
-        f"did you mean: {' or '.join(near)}"
-        if near
-        else "a path starts at the recipe's folder or the working directory; or try demo:docstrings"
-    )
+    if near:
+        return f"did you mean: {' or '.join(near)}"
+    return "a path starts at the recipe's folder or the working directory; or try demo:docstrings"
 
 
 def _demo(name: str) -> DataSource:
