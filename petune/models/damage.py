@@ -54,14 +54,8 @@ def check_filled(
     problems += [Problem("is in the checkpoint but not in the model", where=key) for key in surplus[:10]]
     if problems:
         summary = f"{len(lost)} missing or mis-shaped, {len(surplus)} surplus"
-        raise FileError(
-            [
-                Problem(
-                    "the checkpoint does not fill the model it describes", where=source.place, found=summary
-                ),
-                *problems,
-            ]
-        )
+        what = "the checkpoint does not fill the model it describes"
+        raise FileError([Problem(what, where=source.place, found=summary), *problems])
     dropped = sorted(
         {str(key).split(".")[0] for key in info["unexpected_keys"]}
         - {str(key).split(".")[0] for key in surplus}
@@ -121,10 +115,8 @@ def check_stored(model: nn.Module, headers: Mapping[Path, Header], four_bit: Col
                 continue
             # with or without a prefix
             if any(f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}") for name in parameters):
-                found, remedy = (
-                    str(entry.dtype).removeprefix("torch."),
-                    "use the model as it was before it was quantised or converted",
-                )
+                found = str(entry.dtype).removeprefix("torch.")
+                remedy = "use the model as it was before it was quantised or converted"
                 problems.append(Problem(f"holds {found}, not weights", f"{path}  {key}", remedy=remedy))
     if problems:
         raise FileError(problems[:10])
@@ -159,6 +151,5 @@ def _refuse_broken(ties: Mapping[str, str], place: str) -> None:
         remedy = (
             'use another copy; if they are meant to differ, set "tie_word_embeddings": false in config.json'
         )
-        raise FileError(
-            [Problem("the checkpoint breaks ties of its config", place, remedy=remedy), *broken[:10]]
-        )
+        first = Problem("the checkpoint breaks ties of its config", place, remedy=remedy)
+        raise FileError([first, *broken[:10]])

@@ -109,10 +109,8 @@ def read_config(source: ModelSource) -> Any:
         try:
             config = read_part(AutoConfig.for_model(**fields), fields)
         except Exception as error:  # classes of configs have errors of their own
-            what, remedy = (
-                f"not a model config: {first_line(error)}",
-                "write it as transformers' class has it",
-            )
+            what = f"not a model config: {first_line(error)}"
+            remedy = "write it as transformers' class has it"
             raise FileError(what, where=source.place, remedy=remedy) from None
         return of_known_names(config, source.place)
     _check_folder(source)
@@ -376,11 +374,8 @@ def adopt_model(
         _unpooled(model)
     family = FAMILIES.get(model.config.model_type)
     fresh = [name for name, _ in model.named_modules() if family and name.rpartition(".")[2] in family.fresh]
-    note = (
-        f"{', '.join(fresh)} stays frozen: if it is new and not pretrained, name it in method.also_train"
-        if fresh
-        else ""
-    )
+    note = "stays frozen: if it is new and not pretrained, name it in method.also_train"
+    note = f"{', '.join(fresh)} {note}" if fresh else ""
     return Loaded(cast("PreTrainedModel", model.to(dtype).cpu().eval()), family, (), note)
 
 

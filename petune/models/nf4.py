@@ -173,10 +173,8 @@ class Nf4(Form):
         whole."""
         begins = sorted({0, *(row for row, _ in self.skips if 0 < row < len(self.q))})
         for begin, end in zip(begins, [*begins[1:], len(self.q)], strict=True):
-            own, left = (
-                self.narrow(0, begin, end - begin),
-                sum(more for row, more in self.skips if row <= begin),
-            )
+            own = self.narrow(0, begin, end - begin)
+            left = sum(more for row, more in self.skips if row <= begin)
             yield begin, replace(own, first=own.first + left, skips=())
 
     @property

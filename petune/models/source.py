@@ -133,11 +133,8 @@ def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
     places = ", ".join(dict.fromkeys(str(place) for place in tried))
     names = ", ".join(f"demo:{name}" for name in demo.MODELS)
     org = next((org for start, org in _ORGS.items() if spec.startswith(start) and "/" not in spec), None)
-    remedy = (
-        f"on the hub it is {org}/{spec}"
-        if org
-        else f"give a folder, a hub id, which has the form org/name, or one of {names}"
-    )
+    remedy = f"give a folder, a hub id, which has the form org/name, or one of {names}"
+    remedy = f"on the hub it is {org}/{spec}" if org else remedy
     return FileError(f"no model at {spec!r}", found=f"nothing at {places}", remedy=remedy)
 
 
@@ -239,11 +236,8 @@ def check_weights(source: ModelSource) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or None
-        remedy = (
-            "only safetensors are read: convert the weights with save_pretrained"
-            if found
-            else "use a complete copy of the model"
-        )
+        convert = "only safetensors are read: convert the weights with save_pretrained"
+        remedy = convert if found else "use a complete copy of the model"
         raise FileError(
             f"{missing[0]} is not there",
             where=str(folder),

@@ -502,10 +502,8 @@ class Around:
         ):
             what = f"{type(owner).__name__} leaves the loop over its blocks before the last one"
         if what is not None:
-            expected, remedy = (
-                "a loop that calls every block",
-                "use no plan and no kernels, and another method than side",
-            )
+            expected = "a loop that calls every block"
+            remedy = "use no plan and no kernels, and another method than side"
             raise UsageError(what, where=self.name, expected=expected, remedy=remedy)
 
 

@@ -142,11 +142,8 @@ def _on_cuda(rehearsal: Rehearsal, device: torch.device) -> MemoryUse:
     torch.cuda.reset_peak_memory_stats(device)
     arrivals = _Arrivals(rehearsal.tuned.values(), lambda: torch.cuda.max_memory_allocated(device))
     rehearsal.passes(micro)
-    there, peak, gradients = (
-        arrivals.done(),
-        torch.cuda.max_memory_allocated(device),
-        _gradients(rehearsal, device),
-    )
+    there, peak = arrivals.done(), torch.cuda.max_memory_allocated(device)
+    gradients = _gradients(rehearsal, device)
     torch.cuda.reset_peak_memory_stats(device)
     rehearsal.update()
     update, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -102,13 +102,9 @@ def profile(recipe: Recipe, steps: int = 3, trace: Path | None = None) -> Profil
             remedy="set compile=false",
         )
     if streams(recipe):
-        what, where = (
-            "the phases of a step whose updates are inside its backward pass cannot be told apart",
-            recipe.where("memory.stream"),
-        )
         raise UsageError(
-            what,
-            where=where,
+            "the phases of a step whose updates are inside its backward pass cannot be told apart",
+            where=recipe.where("memory.stream"),
             remedy="set memory.stream=none clip=1.0, or measure whole steps with petune bench",
         )
     base = Base(recipe)

@@ -270,11 +270,10 @@ def cases(recipe: Recipe, methods: Sequence[str] = (), policies: Sequence[str] =
     for method in methods or (recipe.method_name,):
         tuned = recipe if method == recipe.method_name else load_recipe(recipe, {"method": method})
         for policy in policies or (None,):
-            changed = (
-                tuned
-                if policy is None
-                else load_recipe(tuned, {"memory": {**_policy(policy), "stream": tuned.memory.stream}})
-            )
+            changed = tuned
+            if policy is not None:
+                memory = {**_policy(policy), "stream": tuned.memory.stream}
+                changed = load_recipe(tuned, {"memory": memory})
             found.append(Case(changed, method, policy))
     return found
 
