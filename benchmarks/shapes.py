@@ -181,6 +181,18 @@ SHAPES: Mapping[str, Shape] = {
         _GATED,
         least=6,
     ),
+    "gemma4-e2b": Shape(  # a vector for each token and block; the last 20 blocks read keys of earlier ones
+        "gemma4_text",
+        {
+            **_llama(1536, 6144, 35, 262144, head=256, tie_word_embeddings=True, rms_norm_eps=1e-6),
+            **{"num_attention_heads": 8, "num_key_value_heads": 1, "global_head_dim": 512},
+            **{"sliding_window": 512, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 20},
+            **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+            "use_double_wide_mlp": True,
+        },
+        _GATED,
+        least=12,
+    ),
     "t5-large": Shape(
         "t5",
         {
@@ -290,7 +302,8 @@ TINY: Sizes = {
         ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
     ),
     **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "num_experts": 8, "moe_intermediate_size": 16},
-    **{"global_head_dim": 32, "num_global_key_value_heads": 2},
+    **{"global_head_dim": 32, "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 300},
+    "num_kv_shared_layers": 2,
     **{"num_local_experts": 8, "n_layer": 1, "n_embd": 64, "n_head": 4},
 }
 
