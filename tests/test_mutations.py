@@ -56,7 +56,7 @@ from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.plan import ALONE
 from petune.parallel.runner import Runner
 from petune.parallel.sequence import exchange, ring
-from petune.parallel.tensor import hooks, shard_params, vocabulary
+from petune.parallel.tensor import shard_params, stack_edges, vocabulary
 from petune.parallel.tensor.stack_edges import StackEdges
 from petune.rng import dropout as dropping
 from petune.rng.context import Running
@@ -210,7 +210,7 @@ def test_a_gather_before_different_work_sums_its_gradient(name: str, fails: Fail
 @pytest.mark.parametrize("backend", ["galaxy", long("sp-gather")])
 def test_a_gather_before_the_same_loss_on_every_rank_does_not(backend: str, fails: Fails) -> None:
     """A gather that sums there gives twice the gradient."""
-    fails(cell("bert-classify", "lora", backend), hooks, "gather_shared", gather_seq, GRADIENTS)
+    fails(cell("bert-classify", "lora", backend), stack_edges, "gather_shared", gather_seq, GRADIENTS)
 
 
 def _of_the_first(

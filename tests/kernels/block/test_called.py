@@ -240,7 +240,7 @@ def test_blocks_that_call_modules_are_never_recorded(monkeypatch: pytest.MonkeyP
     made = fused(tuned("lora"))
     specs = [block.spec for block in fused_blocks(made)]
     ops = replace(specs[0].ops, name="triton")
-    plan = fusing.Plan(ops, MemoryConfig(), Store(torch.device("cpu"), None), [made], 1.0, 1)
+    plan = fusing.Plan(ops, MemoryConfig(), Store(torch.device("cpu"), None), [made], 1.0, 1, 0.0)
     assert not fusing._recordable(made, specs, plan)
     for spec in specs:
         monkeypatch.setattr(spec, "called", ())

@@ -202,7 +202,7 @@ def test_blocks_that_multiply_queries_are_never_recorded(monkeypatch: pytest.Mon
     made, _ = pair("ministral3-causal")
     specs = [block.spec for block in fused_blocks(made)]
     ops, store = replace(specs[0].ops, name="triton"), Store(torch.device("cpu"), None)
-    plan = fusing.Plan(ops, MemoryConfig(), store, [made], 1.0, 1)
+    plan = fusing.Plan(ops, MemoryConfig(), store, [made], 1.0, 1, 0.0)
     assert not fusing._recordable(made, specs, plan)
     monkeypatch.setattr(specs[0].program, "reach", ())
     assert fusing._recordable(made, specs, plan)
