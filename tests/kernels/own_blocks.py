@@ -24,6 +24,7 @@ from petune.models.decay import decays
 from petune.models.stack import own_stacks
 from petune.rng.context import running
 from petune.rng.dropout import drawing, step_key
+from tests.kernels.exactness import DEVICE
 from tests.kernels.fused_pairs import stand_on
 from tests.methods.zoo import MOE, assert_same_gradients, batch, gradients, stir, tiny
 
@@ -143,6 +144,7 @@ def assert_trains_by_triton(
 ) -> None:
     """A float32 model whose blocks go by Triton's kernels, attention too, has the loss and gradients of
     `plain`."""
+    plain, inputs = plain.to(DEVICE), {name: value.to(DEVICE) for name, value in inputs.items()}
     made = copy.deepcopy(plain)
     monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
     monkeypatch.setattr(
