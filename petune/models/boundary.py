@@ -121,8 +121,12 @@ class VocabularySlice(Protocol):
 
 
 class SharedTokens(Protocol):
-    """The tokens whose loss is made on this rank, where ranks have the same hidden states and labels of the
-    running call, and nothing behind the last block trains. All call alike."""
+    """The tokens whose loss is made on this rank, where ranks have the same hidden states and labels of a
+    call, and nothing behind the last block trains. All call alike."""
+
+    def of_call(self, count: int) -> Self | None:
+        """Those of the running call, whatever is called next, of which a head sees so many tokens; None where
+        these are not all that have left the last stack, as then every rank makes the loss of all."""
 
     def part(self, x: Tensor) -> Tensor:
         """[b * all tokens, ...] -> own tokens of each row."""

@@ -21,7 +21,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.head.lazy_logits import Origin, Unmade, unmade
 from petune.kernels.head.linear_cross_entropy import IGNORED, linear_cross_entropy
 from petune.log import say
-from petune.models.boundary import VocabularySlice, shared_tokens_of, slice_of
+from petune.models.boundary import SharedTokens, VocabularySlice, shared_tokens_of, slice_of
 from petune.models.sharded import class_of
 from petune.models.tuned_linear import low_rank_of
 from petune.models.tuned_parts import LowRank
@@ -129,7 +129,10 @@ class _Fusion:
             return logits
 
         recorded, linear = torch.is_grad_enabled(), getattr(self.head, "bias", None) is None
-        origin = Origin(hidden, partial(self.loss, autocast), self.part is None, recorded, linear=linear)
+        tokens = shared_tokens_of(head) if self.part is None else None
+        share = None if tokens is None else tokens.of_call(hidden.shape[:-1].numel())
+        loss = partial(self.loss, autocast, share)
+        origin = Origin(hidden, loss, self.part is None, recorded, linear=linear)
         return Unmade(origin, output.shape[-1], output.dtype, make)
 
     @contextmanager
@@ -156,6 +159,7 @@ class _Fusion:
     def loss(
         self,
         autocast: Callable[[], torch.autocast],
+        share: SharedTokens | None,
         hidden: Tensor,
         bias: Tensor | None,
         labels: Tensor,
@@ -168,7 +172,6 @@ class _Fusion:
         them, and summed."""
         linear = cast("LowRank", low_rank_of(self.head))
         biases = [one for one in (linear.bias, bias) if one is not None]
-        share = shared_tokens_of(self.head) if self.part is None else None
         trained = None if self.trained is None else self.trained()
         if share is not None:
             hidden, labels = share.part(hidden), share.part(labels)

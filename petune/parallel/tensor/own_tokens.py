@@ -6,7 +6,7 @@ that a rank needs, so a fused head makes the loss of these alone, and the ranks'
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,15 +37,22 @@ class OwnTokens:
         right behind it."""
         self.here, self.batch = here, len(hidden)
 
+    def of_call(self, count: int) -> OwnTokens | None:
+        return replace(self) if count == self._every else None
+
     def part(self, x: Tensor) -> Tensor:
         return x.index_select(0, self._places(x.device))
 
     def total(self, loss: Tensor) -> Tensor:
         if loss.dim():
-            segments = self.here.segments
-            every = self.batch * sum(self.here.sizes) if segments is None else math.prod(segments.shape)
-            loss = loss.new_zeros(every).index_copy(0, self._places(loss.device), loss)
+            loss = loss.new_zeros(self._every).index_copy(0, self._places(loss.device), loss)
         return reduce(loss, self.group)
+
+    @property
+    def _every(self) -> int:
+        """Tokens of all rows around the stack, padding among these."""
+        segments = self.here.segments
+        return self.batch * sum(self.here.sizes) if segments is None else math.prod(segments.shape)
 
     def _places(self, device: torch.device) -> Tensor:
         """Where own tokens of all rows lie, [m] int64, among the flattened ones around the stack, padding

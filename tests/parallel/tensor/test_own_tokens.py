@@ -8,12 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from petune.kernels.configs import MemoryConfig
+from petune.kernels.fuse import fuse_stages
 from petune.kernels.head import hooks
+from petune.methods import tuned_parameters
+from petune.methods.configs import make_config
+from petune.methods.registry import tune
+from petune.models import family_of
+from petune.parallel.mesh import make_mesh
+from petune.parallel.placement import parallelize
+from petune.parallel.plan import ALONE, ParallelPlan
 from petune.parallel.tensor.own_tokens import OwnTokens
 from petune.rng.context import Running
+from tests.methods.more_models import MODERNBERT
+from tests.methods.zoo import SETTINGS, stir
 from tests.parallel import harness
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, Trace, compare, oracle
@@ -66,6 +78,47 @@ def test_each_rank_makes_the_loss_of_its_own_tokens(name: str, backend: str) -> 
 def test_a_head_that_trains_makes_the_loss_of_all_tokens_on_every_rank() -> None:
     first, second = _made("llama-causal", "sp-ulysses", "full")
     assert first == second
+
+
+def _loss_said_twice(one: Case) -> tuple[float, float]:
+    """A loss, and that of the same logits behind another call."""
+    (model,) = harness.place(one, one.plan).modules
+    words, others = torch.arange(3, 12).repeat(2, 1), torch.arange(3, 16).repeat(1, 1)
+    first = model(input_ids=words, labels=words, use_cache=False)
+    model(input_ids=others, labels=others, use_cache=False)
+    labels = F.pad(words[:, 1:], (0, 1), value=-100).flatten()
+    return float(first.loss), float(F.cross_entropy(first.logits.flatten(0, 1), labels))
+
+
+def test_logits_give_the_loss_of_their_own_call_behind_another_one() -> None:
+    one = case("llama-causal", "lora", BACKENDS["sp-gather"]("llama-causal", 2), blocks=BLOCKS)
+    for first, again in run(2, _loss_said_twice, one):
+        assert again == pytest.approx(first, rel=1e-6)
+
+
+def _sparse_head(plan: ParallelPlan) -> tuple[float, Tensor]:
+    """(loss, sums of gradients over the ranks) of a ModernBERT whose head sees tokens with labels alone."""
+    torch.manual_seed(0)
+    model = ModernBertForMaskedLM(ModernBertConfig(**MODERNBERT, sparse_prediction=True))
+    tune(model, make_config("lora", SETTINGS["lora"]))
+    stir(model, std=0.1)
+    family, mesh = family_of(model), make_mesh(plan, harness.CPU)
+    parallelize(model.train(), family, plan, mesh, tuned_parameters)
+    assert fuse_stages([model], family, "reference", BLOCKS, device=harness.CPU).blocks
+    words = torch.arange(3, 15).view(2, 6)
+    loss = model(input_ids=words, labels=words.masked_fill(words % 4 > 0, -100)).loss
+    loss.backward()
+    found = torch.cat([harness.gradient(value).flatten() for value in tuned_parameters(model).values()])
+    if plan.tp > 1:
+        dist.all_reduce(found)
+    return float(loss), found
+
+
+def test_a_head_that_sees_some_tokens_makes_the_loss_of_all_of_them_on_every_rank() -> None:
+    ((loss, gradients),) = run(1, _sparse_head, ALONE)
+    for found, summed in run(2, _sparse_head, BACKENDS["sp-gather"]("modernbert-classify", 2)):
+        assert found == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(summed, gradients)
 
 
 def _losses(folded: bool, segments: Any) -> tuple[Tensor, Tensor, Tensor]:
