@@ -21,8 +21,8 @@ from petune.rng.context import Running, pieces_of
 
 @dataclass
 class OwnTokens:
-    """A petune.models.boundary.SharedTokens of rank `rank` of `group`. here, batch: the call whose hidden
-    states have left the last stack, and how many rows they have there."""
+    """A petune.models.boundary.SharedTokens of rank `rank` of `group`. here, batch: how tokens lie in the
+    call whose hidden states have left the last stack, and how many rows they have there."""
 
     group: dist.ProcessGroup
     rank: int
@@ -35,7 +35,9 @@ class OwnTokens:
     def leave(self, hidden: Tensor, here: Running) -> None:
         """Note which call it is whose hidden states [b, own tokens, ...] leave the stack now, for the head
         right behind it."""
-        self.here, self.batch = here, len(hidden)
+        # without what the call was given, which would stay until the next one
+        self.here = Running(sizes=here.sizes, folded=here.folded, segments=here.segments)
+        self.batch = len(hidden)
 
     def of_call(self, count: int) -> OwnTokens | None:
         return replace(self) if count == self._every else None
