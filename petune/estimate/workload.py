@@ -161,6 +161,11 @@ class Workload:
         return found
 
 
+def _fuses(drawn: Sketch) -> bool:
+    """Whether a run fuses the head: on a CPU only by reference kernels."""
+    return drawn.recipe.kernels == "reference" or (drawn.recipe.kernels != "off" and drawn.device == "cuda")
+
+
 def _returns(region: RegionWork) -> bool:
     return any(part.returned and part.place != "ladder" for part in region)
 
@@ -190,7 +195,7 @@ def workload(drawn: Sketch) -> Workload:
         work.itemsize,
         tuple(item for one in outside for item in _products(one)),
         vocabulary=max((one.out_features for one in outside), default=0),
-        own_tokens=work.vocabulary_head and drawn.recipe.kernels != "off" and still_outside(drawn.model),
+        own_tokens=work.vocabulary_head and _fuses(drawn) and still_outside(drawn.model),
     )
     tables = cast("Any", drawn.model).get_input_embeddings().parameters()
     trained = sum(value.numel() for value in tables if value.requires_grad)
