@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from petune.models.frozen_weight import QuantisedWeight
 
 _ONEDNN = torch.backends.mkldnn.is_available()
+# numbers of a weight from which on oneDNN pays: each new number of rows costs it half a millisecond or more
+_LARGE = 1 << 20
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor) -> bool:
@@ -68,8 +70,9 @@ def _add(y: Tensor, low: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:
 
 def _whole(dy: Tensor, weight: Tensor) -> Tensor:
     """dy W, [rows, out] by [out, in]: of float32 on a CPU by oneDNN, with which torch makes those of bf16 and
-    which is up to a fifth faster than its own library there, but for few rows."""
-    if not (dy.dtype == torch.float32 and dy.device.type == "cpu" and len(dy) >= 64 and _ONEDNN):
+    which is up to a fifth faster than its own library there, but for few rows and small weights."""
+    large = len(dy) >= 64 and weight.numel() >= _LARGE and _ONEDNN
+    if not (large and dy.dtype == torch.float32 and dy.device.type == "cpu"):
         return torch.mm(dy, weight)
     product = torch.ops.mkldnn._linear_pointwise
     return cast("Tensor", product(dy, weight.t(), None, "none", [], ""))
