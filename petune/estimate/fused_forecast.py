@@ -23,11 +23,11 @@ from petune.kernels.configs import Level, MemoryConfig, Rung
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
-from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.outside import once, resident_bytes, vocabulary_of
 from petune.kernels.memory.policy import GIB, Alike, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
     kinds_of,
+    late_bytes,
     pinnable,
     rounded,
     shape_of,
@@ -226,7 +226,7 @@ def policy_for(
     assert drawn.family is not None
     sizes, stacks = drawn.family.shape(drawn.config), len(drawn.work.tokens)
     fixed += message_rooms(plan, sizes, tokens * sizes.width * itemsize, stacks)
-    fixed += int(waiting(plan, at.pp) * len(specs) * shape.own(tokens) * waiting_bytes(shape))
+    fixed += late_bytes(waiting(plan, at.pp) * len(specs), specs, len(fused), shape, tokens)
     try:
         return choose(
             shape,

@@ -216,7 +216,7 @@ def _length(found: Forecast) -> Callable[[StageStep], float]:
     """Units that a pass takes."""
     plan = found.plan
     trained, every = count_parameters(found.drawn.model)
-    splits = plan.schedule == "zero-bubble" and SELECTIVE and _all_split(found)
+    splits = plan.schedule == "zero-bubble" and _all_split(found)
 
     def length(step: StageStep) -> float:
         blocks = sum(end - first for first, end in plan.stages[step.stage].blocks.values())
@@ -233,7 +233,7 @@ def _all_split(found: Forecast) -> bool:
     inputs makes all."""
     drawn, plan = found.drawn, found.plan
     parts = [held_by(drawn.model, drawn.family, plan, Coordinate(pp=rank)).modules for rank in range(plan.pp)]
-    if all(ends_of(module).splits for part in parts for module in part):
+    if SELECTIVE and all(ends_of(module).splits for part in parts for module in part):
         return True
     return any(shape.trained for shape in block_shapes(drawn, plan, parts[0]))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from petune.estimate import timeline
 from petune.estimate.comm_cost import bubble
 from petune.estimate.forecast import Forecast, forecast
 from petune.estimate.timeline import Chart, charts, timed
@@ -135,9 +136,20 @@ def test_the_pass_for_weights_takes_what_trains_where_it_can_be_split_off(
     axis = "parallel={pp: {size: 2, stages: [2, 2, 2, 2], schedule: zero-bubble, microbatches: 4}}"
     (chart,) = charts(forecast(load_recipe(f"{name}_{method}", [axis, f"device={device}"])))
     boxes = [box for row in chart.rows for box in row.boxes]
-    if SELECTIVE:
+    if SELECTIVE or device == "cuda":
         for box in boxes:
             assert box.end - box.start == pytest.approx(lengths[box.text[1]], abs=1e-9), box
+
+
+def test_fused_blocks_leave_products_of_weights_whatever_torch_can_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeline, "SELECTIVE", False)
+    axis = "parallel={pp: {size: 2, stages: [2, 2, 2, 2], schedule: zero-bubble, microbatches: 4}}"
+    for device, weights in (("cpu", 0.0), ("cuda", 2.0)):
+        (chart,) = charts(forecast(load_recipe("llama_full", [axis, f"device={device}"])))
+        found = {box.end - box.start for row in chart.rows for box in row.boxes if box.text[1] == "W"}
+        assert found == {weights}
 
 
 # ------------------------------------------------------------------ against a run

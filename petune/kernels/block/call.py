@@ -27,7 +27,7 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.reference import wide
 from petune.models.boundary import Boundary
 from petune.models.exchange import Exchange
-from petune.models.experts import Spread, spread_of
+from petune.models.experts import Spread, spread_of, weights_of
 from petune.models.tuned_parts import TENSORS, BottleneckPart, LowRank
 from petune.rng.context import running
 from petune.rng.dropout import Drop
@@ -93,6 +93,14 @@ class Spec:
         layer = self.layers[0][0]
         weight = layer._parameters.get("weight")  # past nn.Module's own look-up: every call asks
         return cast("Tensor", layer.weight if weight is None else weight).dtype
+
+    @property
+    def learns(self) -> bool:
+        """Whether a weight of its linears or experts trains."""
+        experts = (mixture.experts for mixture in self.mixtures)
+        own = [layer.weight for layer in chain(*self.layers)]
+        own += [one.get_parameter(name) for one in experts for name in weights_of(one)]
+        return any(cast("Tensor", weight).requires_grad for weight in own)
 
     @property
     def by_sequence(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -197,7 +198,8 @@ class Governor:
         shape = shape_of(typical(specs), dtype, longest, memory)
         begins = next(iter(_fused_stacks(model)), stack) is stack
         rooms = max((_room_bytes(one, shape, tokens) for one in specs), key=sum)
-        late = int(self.waiting * shape.own(tokens) * waiting_bytes(shape))
+        every = [spec for one in here for other in _fused_stacks(one) for spec in _specs(other)]
+        late = late_bytes(self.waiting, every, len(here), shape, tokens)
         streamed = self.config.stream != "none"
         wide, pinned = self.config.stream == "fp32", 0
         if streamed and self.config.host is None:
@@ -227,6 +229,13 @@ class Governor:
         passing = running().passing
         several = self.passes > 1 and passing is not None
         return int(passing.standing) if several else torch.cuda.memory_allocated(device)
+
+
+def late_bytes(blocks: float, every: Sequence[Spec], models: int, shape: BlockShape, tokens: int) -> int:
+    """Bytes of what products of weights wait with, those of so many blocks at once. every: the blocks of all
+    `models` of a process; if not all of them have weights that train, those that have may be of one model."""
+    share = min(1.0, models * sum(spec.learns for spec in every) / len(every))
+    return int(blocks * share * shape.own(tokens) * waiting_bytes(replace(shape, trained=True)))
 
 
 def _room_bytes(spec: Spec, shape: BlockShape, tokens: int) -> tuple[int, int]:

@@ -78,8 +78,7 @@ class Chunk(nn.Module):
     @property
     def leaves(self) -> bool:
         """Whether its fused blocks leave products of weights for a pass of their own, as weights train."""
-        layers = (layer for block in fused_blocks(self.model) for own in block.spec.layers for layer in own)
-        return any(cast("Tensor", layer.weight).requires_grad for layer in layers)
+        return any(block.spec.learns for block in fused_blocks(self.model))
 
     def weights(self) -> Callable[[], None]:
         """What is left of the backward pass that was the last; torch asks for it after each, and calls it in

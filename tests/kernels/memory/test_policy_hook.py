@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -238,16 +238,23 @@ def test_a_rank_counts_the_blocks_of_all_its_stages_in_flight() -> None:
         assert blocks(model)[0].spec.store is blocks(models[0])[0].spec.store, "one host, one limit"
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+ONE = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("tuned", "share"),
+    [({"method": "full"}, 1), ({"method": "lora"}, 0), ({"method": "lora", "also_train": [ONE]}, 1 / 3)],
+    ids=["full", "lora", "a block of three beside lora"],
+)
 def test_what_products_of_weights_wait_with_is_there_throughout(
-    method: str, device: Device, asked: list[Any]
+    tuned: dict[str, Any], share: float, device: Device, asked: list[Any]
 ) -> None:
-    made = governor(tuned={"method": method})
+    made = governor(tuned=tuned)
     for made.governor.waiting in (0.0, 2.5):
         made.governor.policies.clear()
         made.kept(CUDA, 8192, 128)
-    own = waiting_bytes(asked[0]["shape"])
-    assert asked[1]["fixed"] - asked[0]["fixed"] == int(2.5 * 8192 * own) and (own > 0) == (method == "full")
+    own = waiting_bytes(replace(asked[0]["shape"], trained=True))
+    assert own > 0 and asked[1]["fixed"] - asked[0]["fixed"] == int(2.5 * share * 8192 * own)
 
 
 def test_short_rows_are_not_priced_as_long_ones(device: Device, asked: list[Any]) -> None:
