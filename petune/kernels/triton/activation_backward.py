@@ -225,6 +225,3 @@ def _activate_backward_kernel(
 @triton.jit
 def _columns(number, stride):
     return number.to(tl.int64)[None, :] * stride
-
-
-# ------------------------------------------------------------------ what is launched

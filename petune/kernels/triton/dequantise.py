@@ -107,6 +107,3 @@ def _scaled_rows_kernel(
     value = byte.to(tl.float32) if INTEGERS else tl.load(table + byte.to(tl.int32))
     value = value * tl.load(scale + row)
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=column < columns)
-
-
-# ------------------------------------------------------------------ what is launched

@@ -265,6 +265,3 @@ def _update(left, right, inside, place, feature, least, scale):
     """drop(ds a) on a tile."""
     product = tl.dot(left, tl.load(right, inside, 0.0), input_precision="ieee")
     return tl.where(stays(place, feature, least), product * scale, 0.0)
-
-
-# ------------------------------------------------------------------ what is launched

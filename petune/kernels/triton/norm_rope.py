@@ -305,6 +305,3 @@ def _turned_back(
     if own is not None and not EACH:
         tl.store(own, tl.sum(first_sum, 0))
         tl.store(own + APART, tl.sum(second_sum, 0))
-
-
-# ------------------------------------------------------------------ what is launched

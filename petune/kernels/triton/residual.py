@@ -235,6 +235,3 @@ def _e4m3(value):
     # below 2^-6 the grid is 2^-9, the last place of 2^14
     tiny = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
     return (tl.where(size < (121 << 23), tiny, normal) | (bits >> 24 & 0x80)).to(tl.uint8)
-
-
-# ------------------------------------------------------------------ what is launched

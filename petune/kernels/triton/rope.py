@@ -303,6 +303,3 @@ def _unscale_columns(
     if own is not None:
         tl.store(sums + width + x_of, plain_x, there)
         tl.store(sums + width + y_of, plain_y, there)
-
-
-# ------------------------------------------------------------------ what is launched

@@ -157,6 +157,3 @@ def _dgated_kernel(
         tl.store(place, (grad * up * slope * gate_moves).to(d_gate_up.dtype.element_ty), mask=inside)
         tl.store(place + apart, (grad * value * up_moves).to(d_gate_up.dtype.element_ty), mask=inside)
     tl.store(dshare + row, tl.sum(total, 1), mask=row < rows)
-
-
-# ------------------------------------------------------------------ what is launched

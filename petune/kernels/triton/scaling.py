@@ -109,6 +109,3 @@ def _over_lengths_kernel(
     added = tl.sum(left * (2.0 * across + tl.dot(left, inner, input_precision="tf32x3")), 1)
     length = tl.maximum(tl.sqrt_rn(tl.maximum(tl.sum(squares, 1) + added, 0.0)), 1.1754943508222875e-38)
     tl.store(out + row, tl.load(by + row, mask=live, other=0.0).to(tl.float32) / length, mask=live)
-
-
-# ------------------------------------------------------------------ what is launched

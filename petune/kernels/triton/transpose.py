@@ -38,6 +38,3 @@ def _transpose_kernel(source, target, n, k, stride, pitch, TILE: tl.constexpr):
         tl.trans(square),
         mask=(column < k)[:, None] & (row < n)[None, :],
     )
-
-
-# ------------------------------------------------------------------ what is launched
