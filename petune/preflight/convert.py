@@ -172,8 +172,10 @@ def _meanings(leaves: Mapping[str, Any], program: ForeignProgram) -> tuple[dict[
 
 
 def _first(key: str) -> int:
-    """What decides between two keys for one setting comes first: dora over lora, steps over a share."""
-    return 0 if key.endswith(("use_dora", "warmup_steps")) else 1
+    """What decides between two keys for one setting comes first: dora over lora, steps over a share, and over
+    both a constant schedule, which warms nothing up."""
+    order = (("use_dora", "lr_scheduler", "lr_scheduler_type"), ("warmup_steps",))
+    return next((at for at, names in enumerate(order) if key.endswith(names)), len(order))
 
 
 def _put_together(values: dict[str, Any]) -> None:

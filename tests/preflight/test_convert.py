@@ -400,6 +400,17 @@ def test_two_keys_for_one_setting_are_said(tmp_path: Path) -> None:
     assert left["warmup_ratio"] == "warmup is said by warmup_steps already"
 
 
+def test_a_constant_schedule_warms_nothing_up_whatever_else_says(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(
+        TRL.replace("cosine_with_restarts", "constant")
+    )  # behind warmup_steps: 10
+    converted = convert(tmp_path / "a.yml")
+    assert (converted.recipe.schedule, converted.recipe.warmup) == ("constant", 0)
+    assert {one.key: one.why for one in converted.left}["warmup_steps"] == (
+        "warmup is said by lr_scheduler_type already"
+    )
+
+
 CHATS = """
 base_model: org/m
 micro_batch_size: 2
