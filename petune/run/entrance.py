@@ -8,7 +8,7 @@ import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from petune.errors import FileError, MachineError, Problem, RecipeError, UsageError, nearest
+from petune.errors import FileError, MachineError, Problem, RecipeError, UsageError, did_you_mean
 from petune.files.lock import RunLock
 from petune.recipe import Recipe, differences
 from petune.run.folder import APPENDED, FILES, FOLDERS, RANK_LOGS, RunFolder, is_beginning, names
@@ -52,8 +52,7 @@ def refuse_unknown(keys: Collection[str]) -> None:
     """Raise UsageError for a name in `--allow-change` that is no setting."""
     for key in keys:
         if key.split(".")[0] not in Recipe.model_fields:
-            near = nearest(key, Recipe.model_fields)
-            remedy = f"did you mean: {near[0]}" if near else None
+            remedy = did_you_mean(key, Recipe.model_fields)
             raise UsageError(f"{key!r} is not a setting", where="--allow-change", remedy=remedy)
 
 

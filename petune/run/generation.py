@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import GenerationConfig
 
-from petune.errors import Problem, UsageError, nearest
+from petune.errors import Problem, UsageError, did_you_mean
 
 _WHOLE = {
     "max_new_tokens": 1,
@@ -97,10 +97,7 @@ def _unknown(name: str, known: Sequence[str]) -> Problem:
             "generate",
             remedy="use the model's own generate: run.speaker.model.generate(...)",
         )
-    near = nearest(name, known, 1)
-    return Problem(
-        f"{name!r} is no generation option", "generate", remedy=f"did you mean: {near[0]}" if near else None
-    )
+    return Problem(f"{name!r} is no generation option", "generate", remedy=did_you_mean(name, known))
 
 
 def _misfit(name: str, value: Any) -> Problem | None:

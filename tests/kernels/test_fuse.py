@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,8 @@ LORA = METHODS["lora"]
 
 
 @pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def _float64(float64: None) -> None:
+    """Every test here."""
 
 
 def twice(model: nn.Module, **settings: Any) -> tuple[nn.Module, nn.Module]:

@@ -3,7 +3,6 @@ method that can be fused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, cast
 
@@ -32,10 +31,8 @@ PARKED = "attention, which rests on the host"
 
 
 @pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def _float64(float64: None) -> None:
+    """Every test here."""
 
 
 # Hugging Face's RMS norms and rotary angles are float32 in a float64 model; BERT has neither

@@ -4,7 +4,6 @@ dropout."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,8 @@ wide_norm.__module__ = T5LayerNorm.__module__  # or a block with it is a strange
 
 
 @pytest.fixture
-def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _float64(float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(T5LayerNorm, "forward", wide_norm)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def pair(

@@ -4,7 +4,7 @@ the bit; what is refused."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,11 +53,8 @@ wide_norm.__module__ = Gemma3RMSNorm.__module__  # or a block with it is a stran
 
 
 @pytest.fixture
-def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _float64(float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gemma3RMSNorm, "forward", wide_norm)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def pair(

@@ -4,7 +4,6 @@ is refused; planted faults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +38,8 @@ NAME = "gemma4-causal"  # of whose two blocks the second has wider heads, fewer 
 
 
 @pytest.fixture
-def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _float64(float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gemma4RMSNorm, "forward", wide_norm)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def tuned(method: str = "lora", dtype: torch.dtype = torch.float64, **config: Any) -> Any:

@@ -4,7 +4,6 @@ Triton's kernels; bytes; what is refused; planted faults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -47,11 +46,8 @@ STILL: dict[str, Any] = {**DEEP, "attention_dropout": 0.0}
 
 
 @pytest.fixture
-def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _float64(float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gemma4RMSNorm, "forward", wide_norm)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def pair(

@@ -3,7 +3,7 @@ dropped out of or tiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,11 +28,8 @@ WIDTHS = (8, 5, 5)
 
 
 @pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def _float64(float64: None) -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def parts_of(

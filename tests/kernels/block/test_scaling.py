@@ -3,8 +3,6 @@ a norm that is a constant, banked, tiled and in narrow dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,11 +20,8 @@ WIDTHS = (8, 5, 5)
 
 
 @pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def _float64(float64: None) -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def part_of(width: int, scaling: Scaling | None, r: int, bias: bool = True, turned: bool = False) -> LowRank:

@@ -36,26 +36,18 @@ def signature_of(kernel: Any, kind: str) -> dict[str, str]:
     return own | {"numbers": "*i64", "base": "i64", "scale": "fp32"}
 
 
+def form_of(act: KernelAct, gated: bool, paired: bool, rank: int, below: int, drops: bool) -> dict[str, Any]:
+    """The constants by which both kernels are told one of `FORMS`."""
+    ranks = {"RANK": rank, "R": padded(rank), "BELOW": below, "J": padded(below)}
+    return {"ACT": act, "GATED": gated, "PAIRED": paired, **ranks, "DROPS": drops, "LOADED": False}
+
+
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         for act, gated, paired, rank, below, drops, absent in FORMS:
-            values: dict[str, Any] = {
-                "ACT": act,
-                "GATED": gated,
-                "PAIRED": paired,
-                "RANK": rank,
-                "R": padded(rank),
-                "BELOW": below,
-                "J": padded(below),
-            }
             tile = _forward_tile(dtype, "columns" not in absent)
-            values |= {
-                "DROPS": drops,
-                "LOADED": False,
-                "BM": tile.rows,
-                "BN": tile.columns,
-                "STAGES": tile.stages,
-            }
+            values = form_of(act, gated, paired, rank, below, drops)
+            values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
             values |= dict.fromkeys(absent)
             yield _activate_kernel, signature_of(_activate_kernel, kind), values, tile.warps, 3

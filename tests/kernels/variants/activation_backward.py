@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from petune.kernels.block.packed_linear import SUMMED
 from petune.kernels.triton.activation_backward import _activate_backward_kernel, _backward_tile
-from petune.kernels.triton.residual import padded
-from tests.kernels.variants.activation import FORMS, signature_of
+from tests.kernels.variants.activation import FORMS, form_of, signature_of
 from tests.kernels.variants.variant import Variant
 
 
@@ -19,21 +17,8 @@ def variants() -> Iterator[Variant]:
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         for act, gated, paired, rank, below, drops, absent in FORMS:
             sums_b, sums_a = 0 < rank <= SUMMED, 0 < below <= SUMMED
-            values: dict[str, Any] = {
-                "ACT": act,
-                "GATED": gated,
-                "PAIRED": paired,
-                "RANK": rank,
-                "R": padded(rank),
-            }
-            values |= {
-                "BELOW": below,
-                "J": padded(below),
-                "SUMS_B": sums_b,
-                "SUMS_A": sums_a,
-                "DROPS": drops,
-                "LOADED": False,
-            }
+            values = form_of(act, gated, paired, rank, below, drops)
+            values |= {"SUMS_B": sums_b, "SUMS_A": sums_a}
             values |= ({"b": None} if rank and not paired else {}) | (
                 {} if below and not sums_a else {"h": None}
             )
