@@ -48,7 +48,8 @@ KeptTensors = tuple[Any, ...]
 QkvGradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 # columns of a head and tokens of a segment up to which our kernels were measured to be ahead of flash
 NARROW, SHORT = 64, 1024
-# compute capabilities on which flash has a backward of heads of up to 256 columns
+# columns of a head that flash has a backward pass for, on devices of these compute capabilities
+WIDEST_FLASH = 256
 WIDEST = ((8, 0), (9, 0), (10, 0))
 
 aten: Any = torch.ops.aten
@@ -200,11 +201,13 @@ def _chosen(
     deterministic: bool,
 ) -> ChosenForm:
     refused = _no_flash(device, dtype, head_dim, kind.masked)
-    ours = kind.segmented and not plain
-    ours = ours and _no_triton(device, dtype, head_dim, kind.masked, kind.last) is None
+    ours = not plain and _no_triton(device, dtype, head_dim, kind.masked, kind.last) is None
     if refused is not None:
-        fits = ours and (kind.crosses or kind.windowed)
-        return ChosenForm("triton", f"segments, and {refused}") if fits else ChosenForm("sdpa", refused)
+        # of heads that no library's flash takes, torch's backward pass takes twice as long as ours
+        wide = head_dim > WIDEST_FLASH and dtype != torch.float32
+        if ours and (wide or (kind.segmented and (kind.crosses or kind.windowed))):
+            return ChosenForm("triton", f"segments, and {refused}" if kind.segmented else refused)
+        return ChosenForm("sdpa", refused)
     if kind.segmented:
         narrow = short and head_dim <= NARROW and not kind.crosses
         if ours and narrow and torch.cuda.get_device_capability(device)[0] == 9:
@@ -227,7 +230,7 @@ def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: b
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return "the device is older than sm_80"
-    widest = 256 if capability in WIDEST else 192
+    widest = WIDEST_FLASH if capability in WIDEST else 192
     if head_dim % 8 or head_dim > widest:
         return f"head dim {head_dim} is no multiple of 8 up to {widest}"
     if torch.backends.cuda.is_flash_attention_available():
@@ -251,7 +254,7 @@ def unfit(device: torch.device, head_dim: int) -> str | None:
     """Why our kernels take no heads of this width on a device, or None."""
     # a tile of wider heads fits into the shared memory of these alone
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
-    widest = 256 if hopper else 128
+    widest = 512 if hopper else 128
     if head_dim % 8 or head_dim > widest:
         return f"head dim {head_dim} is no multiple of 8 up to {widest}"
     return None

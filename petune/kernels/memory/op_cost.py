@@ -75,6 +75,7 @@ HEAD = 128
 # Shares of those rates that an H200 reaches: flash attention with heads of 256 (Gemma 3), and our own kernels
 # of heads wider than `NARROW`, which cap scores, add biases by distance or have sinks (Gemma 2)
 WIDE = 0.45
+OF_512 = 0.25, 0.17  # our own with heads of 512 columns (Gemma 4), both ways
 OWN = 0.6
 NARROW = 64
 TILE = 128  # rows, and columns, of a result that one processor computes at a time
@@ -311,7 +312,7 @@ def attention(
     others = 1 if keys is None else keys / max(1, sequence)  # keys for each query
     flop = 4 * heads * head_dim * tokens * _seen(sequence, causal, keys, window)
     moved = tokens * (2 * (heads + others * kv_heads) * head_dim * itemsize + 4 * heads)
-    return Cost(flop, moved, beside=_beside(flop, head_dim, own))
+    return Cost(flop, moved, beside=_beside(flop, head_dim, own, OF_512[0]))
 
 
 def attention_backward(
@@ -331,12 +332,14 @@ def attention_backward(
     others = 1 if keys is None else keys / max(1, sequence)
     of_heads = 4 * (heads + others * kv_heads) * head_dim * itemsize
     moved = tokens * (of_heads + 8 * heads * head_dim + 8 * heads)
-    return Cost(flop, moved, beside=_beside(flop, head_dim, own))
+    return Cost(flop, moved, beside=_beside(flop, head_dim, own, OF_512[1]))
 
 
-def _beside(flop: float, head_dim: int, own: bool) -> float:
-    """Of other heads and kernels. Narrow heads have fewer products for each exponential: an H200 runs heads
-    of 64 at 0.71 of the rate of heads of 128, both ways."""
+def _beside(flop: float, head_dim: int, own: bool, widest: float) -> float:
+    """Of other heads and kernels; widest: the share of heads above 256 columns. Narrow heads have fewer
+    products for each exponential: an H200 runs heads of 64 at 0.71 of the rate of heads of 128, both ways."""
+    if head_dim > 256:
+        return flop * (1 / widest - 1)
     share = (sqrt(head_dim / HEAD) if head_dim <= HEAD else WIDE) * (OWN if own and head_dim > NARROW else 1)
     return flop * (1 / share - 1)
 

@@ -266,7 +266,7 @@ def forward(
     that of the sink among them, before drops).
 
     q [m, heads, d], k and v [n, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last
-    dim; d is a multiple of 8 up to 256, and each of kv_heads serves heads / kv_heads heads in a row. starts:
+    dim; d is a multiple of 8 up to 512, and each of kv_heads serves heads / kv_heads heads in a row. starts:
     int32 [segments + 1] on the device; rows starts[i] to starts[i + 1], none of them or at most `longest`,
     attend to each other, if causal none to a later one. how: what drops out, with `numbers` [m] as
     `petune.rng.dropout.places` gives them and `base` a number or a tensor [1] on the device.
@@ -538,8 +538,11 @@ def _tile(
     dtype: torch.dtype, d: int, longest: int, biased: bool = False, back: bool = False
 ) -> tuple[int, int]:
     """(queries, and keys, of a block; warps). float32 has no tensor cores here, and a thread no registers for
-    larger blocks; the backward pass has two sums of as many columns as a head."""
+    larger blocks; the backward pass has two sums of as many columns as a head, and four tiles of the widest
+    fill the shared memory."""
     if dtype == torch.float32:
         return 16 if d > 64 or biased or longest <= 16 else 32, 4
+    if d > 256:
+        return min(32, _width(longest)), 4
     block = min(64, _width(longest))
     return block, block // 16 * (1 + (back and d > 128))

@@ -20,7 +20,7 @@ from tests.kernels.variants.variant import Variant
 
 
 def variants() -> Iterator[Variant]:
-    """What is launched for heads of 64 to 256 columns, as `tests/kernels/gate.py` compiles it."""
+    """What is launched for heads of 64 to 512 columns, as `tests/kernels/gate.py` compiles it."""
     kernels: tuple[Any, ...] = (_forward_kernel, _prepare_kernel, _keys_kernel, _queries_kernel)
     fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}  # strides, and what is not below
     fixed |= (
@@ -46,6 +46,7 @@ def variants() -> Iterator[Variant]:
         (torch.bfloat16, 64, 512, False, ("bias", "parts"), {}),
         (torch.bfloat16, 128, 2048, True, alone + drawn, {"WINDOW": 1024, "CAP": 50.0}),
         (torch.bfloat16, 256, 2048, True, alone + drawn, {"CAP": 50.0}),
+        (torch.bfloat16, 512, 2048, True, alone + drawn, {}),
         (torch.float32, 64, 512, False, ("others", *drawn), {}),
         (torch.bfloat16, 64, 2048, True, alone + drawn, {"WINDOW": 128, "sinks": True}),
         (torch.bfloat16, 64, 1024, False, alone + drawn, {"WINDOW": 65}),
