@@ -103,7 +103,7 @@ Mixtures of experts have a table of their own: under `tp` and `galaxy` each expe
 `ep` they lie whole on [several ranks](parallel.md#experts-on-several-ranks). Of them tells
 [methods.md](methods.md#experts).
 Of `gemma4_text` a model of dense blocks is asked: those with embeddings for each block, or keys and values
-that several blocks read (E2B, E4B), have no `pp` and are not fused under `sp` or as CUDA graphs, and those
+that several blocks read (E2B, E4B), have no `pp` and are not fused under `sp`, and those
 with experts are refused.
 Mixtures of Llamas in Mixtral's class are `mixtral`; `llama_moe`, which has a class of its own, is refused by
 that name.

@@ -20,6 +20,7 @@ from petune.errors import UsageError
 from petune.kernels.block.call import Spec
 from petune.kernels.block.edges import InDtype, Unpadded
 from petune.kernels.block.hooks import NoCache, dense
+from petune.kernels.block.lent_steps import lenders
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
 from petune.kernels.block.packed_linear import FOLDED
@@ -261,8 +262,10 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
 
 def _recordable(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> bool:
     """Whether blocks may run as CUDA graphs: these have fixed addresses, tell nobody who is sent where, read
-    no positions, all the same, call only attention that scores them, whole, and say what one can hold."""
-    told = any(spec.mixtures or spec.program.reach or spec.program.meets for spec in specs)
+    no positions, all the same, and keys of no block elsewhere, call only attention that scores them, whole,
+    and say what one can hold."""
+    told = any(spec.mixtures or spec.program.reach for spec in specs) or lenders(specs) is None
+    told |= any(spec.crossings for spec in specs if spec.program.meets)
     told |= any(spec.crossings or core.table.positions is None for spec in specs for core in spec.called)
     says = all(one.recordable for spec in specs for one in spec.crossings)
     fixed = plan.memory.stream == "none" and shards_of(model) is None

@@ -29,6 +29,7 @@ from petune.models.port import (
     WrittenArguments,
     alike,
     names_of,
+    same_numbers,
 )
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack_protocols import Beneath, Carried, Edges, LadderLike, Levels, Whole, Wire
@@ -56,6 +57,7 @@ class Stack(nn.ModuleList):
     still = False  # its blocks have a forward pass alone: nothing trains in them or before them
     now: StackPass | None = None  # the pass that is on its way
     reached = True  # whether a port was called since the module around the stack was
+    shortened = False  # whether that was asked for some logits alone, so that its loop may cut the others off
     around: tuple[RemovableHandle, ...] = ()  # the hooks on the module that holds the stack
     for_fusing = False  # nobody but the fuse pass has asked for it
 
@@ -317,7 +319,7 @@ class Stack(nn.ModuleList):
         """Record a call and return its hidden states as they are; the last one runs all blocks.
 
         Raises UsageError where the loop changes hidden states between blocks, as those do not exist yet."""
-        if waiting and one.call["hidden_states"] is not waiting[-1].call["hidden_states"]:
+        if waiting and not same_numbers(one.call["hidden_states"], waiting[-1].call["hidden_states"]):
             what = (
                 f"hidden states are changed between blocks {waiting[-1].number} and {one.number} of the"
                 f" {self.name}"
@@ -332,11 +334,12 @@ class Stack(nn.ModuleList):
         now = cast("StackPass", self.now)
         call = self._inside(now, waiting[0].call) | now.carry
         if all(alike(waiting[0].call, one.call) for one in waiting[1:]):
-            inside = {id(waiting[0].call.get(OWN)): call}  # most stacks have one such argument for all
-            for one in waiting[1:]:
-                if id(one.call.get(OWN)) not in inside:
-                    inside[id(one.call.get(OWN))] = self._inside(now, one.call) | now.carry
-            advanced = self._advanced(waiting, [inside[id(one.call.get(OWN))] for one in waiting], now)
+            owns = [tuple(id(one.call.get(name)) for name in OWN) for one in waiting]
+            inside = {owns[0]: call}  # most stacks have the same arguments for all
+            for own, one in zip(owns, waiting, strict=True):
+                if own not in inside:
+                    inside[own] = self._inside(now, one.call) | now.carry
+            advanced = self._advanced(waiting, [inside[own] for own in owns], now)
             if advanced is not None:
                 return self._finish(self._handed_on(advanced))
         output: Any = None
@@ -481,11 +484,12 @@ class Around:
     def __init__(self, name: str, child: str) -> None:
         self.name, self.child = name, child
 
-    def before(self, owner: nn.Module, args: Any) -> None:
+    def before(self, owner: nn.Module, args: Any, kwargs: Arguments) -> None:
         """Name the place; forget a pass that an error has ended."""
         _at(f"before {self.name}")
         if isinstance(stack := getattr(owner, self.child), Stack):  # a stage may have none of its blocks
-            stack.now, stack.reached = None, False
+            stack.now, stack.reached, kept = None, False, kwargs.get("logits_to_keep")
+            stack.shortened = isinstance(kept, Tensor) or bool(kept)
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
         """Raise UsageError for a loop that passed the ports by, or left before what only its last port
@@ -558,7 +562,7 @@ def own_stacks(model: nn.Module, family: Family) -> Mapping[StackName, Stack]:
             above, _, child = path.rpartition(".")
             owner, around = model.get_submodule(above), Around(name, child)
             blocks.around = (
-                owner.register_forward_pre_hook(around.before),
+                owner.register_forward_pre_hook(around.before, with_kwargs=True),
                 owner.register_forward_hook(around.after),
             )
         stacks[name] = blocks

@@ -3,7 +3,7 @@ values of an earlier block, which that one hands out; and how a call finds both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -173,8 +173,8 @@ def met(spec: Spec, hidden: Tensor, given: Mapping[str, Any]) -> dict[str, Tenso
     cannot. Raises UsageError for values of other tokens where padding is left out, of whose places the model
     knows nothing."""
     program, found = spec.program, dict[str, Tensor]()
-    for one in (one.per_token for one in program.sublayers if one.per_token is not None):
-        if (e := given.get(one.argument)) is None:
+    if TOKENS in program.inputs:
+        if (e := vectors_of(spec, given)) is None:
             return "it is handed no vector of every token"
         found[TOKENS] = e.to(hidden.dtype)
     if (lending := lending_of(program.sublayers)) is not None:
@@ -192,6 +192,40 @@ def met(spec: Spec, hidden: Tensor, given: Mapping[str, Any]) -> dict[str, Tenso
         return "it is handed keys, or vectors, of other tokens than its hidden states"
     what = "the last blocks are handed some tokens alone (logits_to_keep), where padding is left out"
     raise UsageError(what, remedy="ask for all logits, or set kernels: off")
+
+
+def vectors_of(spec: Spec, given: Mapping[str, Any]) -> Tensor | None:
+    """The vectors [b, t, f] that a call with these arguments is handed for its tokens, None for none."""
+    tables = (one.per_token for one in spec.program.sublayers)
+    return next((given.get(one.argument) for one in tables if one is not None), None)
+
+
+def lenders(specs: Sequence[Spec]) -> list[int | None] | None:
+    """For each block the place among these of the one whose keys it reads, None for own ones; None where one
+    reads keys of a block that is not here."""
+    found, last = list[int | None](), dict[str, int]()
+    for at, spec in enumerate(specs):
+        lending = lending_of(spec.program.sublayers)
+        key = "" if lending is None else getattr(spec.attentions[0], lending.key)
+        if KEYS in spec.program.inputs and key not in last:
+            return None
+        found.append(last[key] if KEYS in spec.program.inputs else None)
+        if lending is not None and lending.lends:
+            last[key] = at
+    return found
+
+
+def to_come(specs: Sequence[Spec], hidden: Tensor) -> dict[str, Any]:
+    """The argument by which blocks hand keys on, with room without memory for those that blocks will lend
+    before they are read; nothing where none does."""
+    found: dict[str, Any] = {}
+    for spec in specs:
+        lending = lending_of(spec.program.sublayers)
+        if lending is not None and lending.lends:
+            key = getattr(spec.attentions[0], lending.key)
+            room = Lent.of(hidden.new_empty(*hidden.shape[:-1], 2, device="meta"), 1)
+            found.setdefault(lending.argument, {})[key] = room
+    return found
 
 
 def lend(spec: Spec, lent: Tensor | None, hidden: Tensor, given: Mapping[str, Any]) -> None:

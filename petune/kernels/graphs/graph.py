@@ -15,7 +15,8 @@ from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import BlockLayers, Call, Draws
 from petune.kernels.block.drawing import Places, Side, sides
 from petune.kernels.block.halves import calls_of_halves
-from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of
+from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of, memory_in_autocast
+from petune.kernels.block.lent_steps import TOKENS, to_come, vectors_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.block.watchers import hooked
@@ -30,13 +31,27 @@ Meeting = tuple[Tensor, Tensor, float]
 _NO_KERNEL = "attention within segments has no kernel here, and reads their lengths on the host"
 
 
+def handed_on(
+    calls: Sequence[Arguments], blocks: Sequence[FusedBlock]
+) -> tuple[list[Arguments], list[Arguments]]:
+    """(the calls of blocks with the memory as autocast has it; the same with what blocks before them will
+    hand on, the bias of the first and keys)."""
+    once = {id(call): memory_in_autocast(call) for call in calls}  # most blocks share theirs
+    calls = [once[id(call)] for call in calls]
+    bias = calls[0].get(BIAS) if blocks[0].distances is None else blocks[0].distances
+    lent = to_come([block.spec for block in blocks], calls[0]["hidden_states"])
+    later = {id(call): call | {BIAS: bias} | lent for call in once.values()}
+    return calls, [calls[0], *(later[id(call)] for call in calls[1:])]
+
+
 class Arrival:
     """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary
     positions for each kind of block, and the kind of each, none where blocks read none; the segments of both;
     the form of each attention of each block; what drops out in each block; a bias by distance [heads, 2
     longest - 1] that an earlier stage has handed on; a table of positions that attention scores, and what
     says how far tokens are from one another, by distance. trains: whether hidden states, the encoder's, the
-    bias and the table need gradients. meeting: on a ladder, what its gates mix in, [levels, b, t, w], the
+    bias, the table and the vectors of tokens need gradients. vectors: of the tokens of each block, [b, t, f];
+    meeting: on a ladder, what its gates mix in, [levels, b, t, w], the
     gates [levels] and their temperature. laid: where the tokens are cut across ranks, those that each has in
     the recording; inlet: rows of hidden states there, [m, w]; halved: whether both halves of the rows go
     through in turns; turned_apart: whether each row has rotary positions of its own."""
@@ -74,7 +89,12 @@ class Arrival:
         self.table = block.table(call)
         distances = block.distances if self.bias is None else self.bias
         inputs = hidden, memory, distances, self.table
-        self.trains = tuple(one is not None and one.requires_grad for one in inputs)
+        handed = zip(blocks, calls, strict=True) if TOKENS in program.inputs else ()
+        self.vectors = [cast("Tensor", vectors_of(own.spec, one)).to(hidden.dtype) for own, one in handed]
+        learned = any(one.requires_grad for one in self.vectors)
+        self.trains = (*(one is not None and one.requires_grad for one in inputs), learned)
+        # who asks for the keys that blocks share finds none of a recording
+        self.asked = bool(call.get("return_shared_kv_states"))
         angles = [(cos.dtype, 0 if segments is not None else len(cos)) for cos, _ in self.angles]
         self.laid, self.folded = here.laid or here.sizes, here.folded
         angled = (*angles, *self.kinds)
@@ -88,6 +108,8 @@ class Arrival:
         """Why no pass of these blocks can be recorded, or None."""
         if self.bias is not None and self.bias.dim() == 4:
             return "it is handed a bias of relative positions"
+        if self.asked:
+            return "the keys that its blocks share are asked for (return_shared_kv_states)"
         if self.segments is not None and "sdpa" in chain(*self.backends) and self.hidden.is_cuda:
             return _NO_KERNEL
         if blocks[0].spec.called:
@@ -149,10 +171,13 @@ class Graph:
         self.laid, self.halved, self.turned_apart = arrival.laid, arrival.halved, arrival.turned_apart
         self.folded = arrival.folded
         inlet, self.outlet, *rooms = rooms
-        self.gates, self.meeting = list[Gate](), list[Tensor]()
+        self.gates, self.meeting, self.vectors = list[Gate](), list[Tensor](), list[Tensor]()
         if arrival.meeting is not None:
             below, *rooms = rooms
             self._meet(below, arrival.meeting)
+        if arrival.vectors:
+            vectors, *rooms = rooms
+            self.vectors = [vectors]
         memory = rooms
         device, own = inlet.device, arrival.bucket.own
         self.slots = self._slots(own, device) if arrival.bucket.segmented else None
@@ -162,7 +187,7 @@ class Graph:
         table = None if arrival.table is None else torch.zeros_like(arrival.table)
         inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias, "table": table}
         self.apart = {name: value.new_zeros(2 * own.longest - 1) for name, value in arrival.apart.items()}
-        self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs]
+        self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs if name in inlets]
         # attention on own tokens reads the positions of those
         turned = len(inlet) if any(block.spec.exchanges) else own.tokens
         self.kinds = arrival.kinds
@@ -283,16 +308,18 @@ class Graph:
 
     def inputs_of(self, arrival: Arrival, block: FusedBlock) -> list[Tensor]:
         """What the first block is given: hidden states [b, t, w], an encoder's states, a bias up to the
-        bucket's longest, a table of positions."""
+        bucket's longest, a table of positions; then vectors of the tokens of all blocks [blocks, b, t, f]."""
         bias = arrival.distances(block, self.bucket.own.longest)
-        return block.inputs(arrival.hidden, arrival.memory, bias, arrival.table)
+        named = {"x": arrival.hidden, "memory": arrival.memory, "bias": bias, "table": arrival.table}
+        own = [cast("Tensor", named[name]) for name in block.spec.program.inputs if name in named]
+        return [*own, torch.stack(arrival.vectors)] if arrival.vectors else own
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The stack's output for `inputs_of`, then those of a meeting."""
-        own, meeting = inputs[: len(self.inlets)], inputs[len(self.inlets) :]
+        own, others = inputs[: len(self.inlets)], inputs[len(self.inlets) :]
         for room, value in zip(self.inlets, own, strict=True):
             fill(room, value)
-        for room, value in zip(self.meeting, meeting, strict=True):
+        for room, value in zip((*self.vectors, *self.meeting), others, strict=True):
             _fill_levels(room, value)
         self._forward()
         return _taken(self.outlet, inputs[0].shape)
@@ -307,6 +334,8 @@ class Graph:
             _taken(room, shape) if need else None
             for room, shape, need in zip(self.inlets, shapes, needed, strict=False)
         ]
+        for room, shape, need in zip(self.vectors, shapes[len(found) :], needed[len(found) :], strict=False):
+            found.append(taken_levels(room, shape) if need else None)
         if self.meeting:
             *_, below, _ = shapes
             found += [taken_levels(self.meeting[0], below), self.dgates.clone()]

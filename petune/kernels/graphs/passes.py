@@ -12,9 +12,13 @@ from torch import Tensor
 
 from petune.kernels.block.call import Call, Spec, factors_of
 from petune.kernels.block.halves import BlockPass, BlockTensors, both_ahead, both_back, halves_of
+from petune.kernels.block.lent_steps import KEYS, TOKENS
+from petune.kernels.block.node import without_lent
 from petune.kernels.block.steps import Values
 from petune.kernels.block.turns import alone, join
 from petune.kernels.dispatch import Ops
+
+_ONE_BLOCKS = (TOKENS, KEYS)  # inputs that are not the same for all blocks
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Gate:
 class RecordedBlock:
     """One block of the two passes. calls: one, or one for each half of the rows; needs: which of its tensors
     train; rooms: where their gradients go; given: which of its inputs need a gradient, the first of them
-    because something below it trains; gate: before it, on a ladder."""
+    because something below it trains; gate: before it, on a ladder. vectors: of its tokens, [m, f], which
+    their gradient replaces; lender: the number of the block whose keys and values it reads."""
 
     calls: tuple[Call, ...]
     tensors: Sequence[Tensor | None]
@@ -51,6 +56,8 @@ class RecordedBlock:
     rooms: Sequence[Tensor]
     given: Sequence[bool]
     gate: Gate | None = None
+    vectors: Tensor | None = None
+    lender: int | None = None
 
     @property
     def spec(self) -> Spec:
@@ -78,8 +85,12 @@ class Passes:
 
     def __init__(self, pieces: Sequence[RecordedBlock], inlets: Sequence[Tensor], outlet: Tensor) -> None:
         self.pieces, self.inlets, self.outlet = pieces, inlets, outlet
+        own = pieces[0].spec.program.inputs
+        self.beside = dict(zip((name for name in own if name not in _ONE_BLOCKS), inlets, strict=True))
         # factors stacked by the forward pass, what it keeps, and the state that met a gate
         self.kept: list[tuple[RecordedBlock, list[Tensor | None], Values, Tensor]] = []
+        self.lent: dict[int, Tensor] = {}  # keys and values by the number of their block; on the way back
+        # their gradients
 
     def _said(self) -> AbstractContextManager[None]:
         """Around what blocks say to other ranks, if they do."""
@@ -98,48 +109,78 @@ class Passes:
 
     def _ahead(self) -> None:
         self.kept.clear()
-        x, *others = self.inlets
-        for piece in self.pieces:
+        self.lent.clear()
+        x = self.inlets[0]
+        for at, piece in enumerate(self.pieces):
             state = x
             if piece.gate is not None:
                 x = piece.gate.forward(state, piece.spec.ops)
             (call,) = piece.calls
             groups = call.groups(piece.tensors)
-            x, kept = alone(call.forward([x, *others], groups, piece.tensors))
+            x, kept = alone(call.forward(self._inputs(piece, x), groups, piece.tensors))
+            lent, kept = without_lent(kept)
+            if lent is not None:
+                self.lent[at] = lent
             self.kept.append((piece, factors_of(groups), kept, state))
         self.outlet.copy_(x)
 
+    def _inputs(self, piece: RecordedBlock, x: Tensor) -> list[Tensor]:
+        """What the program of a block is given."""
+        keys = None if piece.lender is None else self.lent[piece.lender]
+        found = self.beside | {"x": x, TOKENS: piece.vectors, KEYS: keys}
+        return [cast("Tensor", found[name]) for name in piece.spec.program.inputs]
+
     def _back(self) -> None:
         dx: Tensor | None = self.outlet
-        sums: list[Tensor | None] = [None for _ in self.inlets[1:]]
+        sums: dict[str, Tensor | None] = dict.fromkeys(self.beside)
+        keys, self.lent = self.lent, {}
         while self.kept:
             piece, factors, kept, state = self.kept.pop()
             if dx is None:
                 continue
             (call,) = piece.calls
             groups = call.groups(piece.tensors, factors)
-            (dx, *others), grads = alone(
-                call.backward(dx, kept, groups, piece.tensors, piece.needs, piece.given)
+            lent = self.lent.pop(len(self.kept), None)
+            if lent is None and len(self.kept) in keys:  # which nobody has read
+                lent = torch.zeros_like(keys[len(self.kept)])
+            found, grads = alone(
+                call.backward(dx, kept, groups, piece.tensors, piece.needs, piece.given, lent=lent)
             )
-            sums = [_added(*one) for one in zip(sums, others, self.inlets[1:], strict=True)]
+            dx = self._taken(piece, found, sums)
             piece.give(grads)
             if piece.gate is not None and dx is not None:
                 dx = piece.gate.backward(dx, state, piece.spec.ops)
             if not piece.given[0]:
                 dx = None
-        for inlet, grad in zip(self.inlets, (dx, *sums), strict=True):
+        for inlet, grad in zip(self.inlets, (sums | {"x": dx}).values(), strict=True):
             if grad is not None:
                 inlet.copy_(grad)
+
+    def _taken(
+        self, piece: RecordedBlock, found: Sequence[Tensor | None], sums: dict[str, Tensor | None]
+    ) -> Tensor | None:
+        """The gradient of a block's hidden states, of what its inputs have; those of the others are put where
+        they go, `sums` for those that all blocks read."""
+        by_name = dict(zip(piece.spec.program.inputs, found, strict=True))
+        dx, vectors, keys = by_name.pop("x"), by_name.pop(TOKENS, None), by_name.pop(KEYS, None)
+        if vectors is not None and piece.vectors is not None:
+            piece.vectors.copy_(vectors)
+        if keys is not None and piece.lender is not None:  # as autograd adds them
+            other = self.lent.get(piece.lender)
+            self.lent[piece.lender] = keys if other is None else other + keys
+        for name, grad in by_name.items():
+            sums[name] = _added(sums[name], grad, self.beside[name])
+        return dx
 
 
 class Upwards(Passes):
     """The forward pass of blocks of which nothing trains; outlet: what every block gives, [blocks, m, w]."""
 
     def _ahead(self) -> None:
-        x, *others = self.inlets
+        x = self.inlets[0]
         for piece, level in zip(self.pieces, self.outlet, strict=True):
             (call,) = piece.calls
-            x, _ = alone(call.forward([x, *others], call.groups(piece.tensors), piece.tensors))
+            x, _ = alone(call.forward(self._inputs(piece, x), call.groups(piece.tensors), piece.tensors))
             level.copy_(x)
 
 

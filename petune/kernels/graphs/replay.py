@@ -38,12 +38,13 @@ import torch
 from torch import Tensor, nn
 
 from petune.kernels.block.call import Spec
-from petune.kernels.block.layout import BIAS, memory_in_autocast
+from petune.kernels.block.layout import BIAS
+from petune.kernels.block.lent_steps import KEYS, TOKENS, lenders
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.watchers import block_by_block
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.bucket import Bucket, Size
-from petune.kernels.graphs.graph import Arrival, Graph, Meeting, drawn
+from petune.kernels.graphs.graph import Arrival, Graph, Meeting, drawn, handed_on
 from petune.kernels.graphs.node import GraphNode, GraphPass
 from petune.kernels.graphs.passes import Gate, RecordedBlock
 from petune.kernels.graphs.recorder import CudaRecorder, NotRecorded, Recorder
@@ -133,6 +134,7 @@ class Graphs:
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
             and not self._is_long(hidden)
+            and not (stack.shortened and any(block.spec.program.meets for _, block in self._numbered(stack)))
         )
 
     def forget(self) -> None:
@@ -185,12 +187,7 @@ class Graphs:
         inputs; None where blocks have to run one by one."""
         numbered, name = self._numbered(stack), self._name(stack)
         blocks = [block for _, block in numbered]
-        once = {id(call): memory_in_autocast(call) for call in calls}  # most blocks share theirs
-        calls = [once[id(call)] for call in calls]
-        # which the first one hands on
-        bias = calls[0].get(BIAS) if blocks[0].distances is None else blocks[0].distances
-        later = {id(call): call | {BIAS: bias} for call in once.values()}
-        given = [calls[0], *(later[id(call)] for call in calls[1:])]
+        calls, given = handed_on(calls, blocks)
         hidden, rows = calls[0]["hidden_states"], len(calls[0]["hidden_states"])
         with bound_to(here):
             if any(block.declines(hidden, call) for block, call in zip(blocks, given, strict=True)):
@@ -350,6 +347,8 @@ class Graphs:
         if arrival.meeting is not None:
             below = arrival.meeting[0]
             rooms.append(self._room("levels", below, arrival.inlet, len(below)))
+        if arrival.vectors:
+            rooms.append(self._room("vectors", arrival.vectors[0], arrival.inlet, len(arrival.vectors)))
         if memory is not None and bucket.memory is not None:
             rooms.append(self._room("memory", memory, bucket.memory.tokens))
         return rooms
@@ -367,20 +366,23 @@ class Graphs:
     def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[RecordedBlock]:
         """The blocks with their weights, as they are recorded."""
         assert self.weights is not None
-        pieces, rooms, inputs = [], iter(self.learned.rooms), blocks[0].spec.program.inputs
-        trains = dict(zip(("x", "memory", "bias", "table"), graph.bucket.kind[2], strict=True))
-        needs_x, *others = (trains[name] for name in inputs)
+        pieces, rooms, flows = list[RecordedBlock](), iter(self.learned.rooms), list[bool]()
+        trains = dict(zip(("x", "memory", "bias", "table", TOKENS), graph.bucket.kind[2], strict=True))
+        read = lenders([block.spec for block in blocks])
         gates: Sequence[Gate | None] = graph.gates or [None] * len(blocks)
-        for at, (block, parts, tensors, gate) in enumerate(
-            zip(blocks, self.weights.parts, self.weights.tensors, gates, strict=True)
+        vectors: Sequence[Tensor | None] = [*graph.vectors[0]] if graph.vectors else [None] * len(blocks)
+        for at, (block, parts, tensors, gate, lender) in enumerate(
+            zip(blocks, self.weights.parts, self.weights.tensors, gates, read or (), strict=True)
         ):
-            needs_x = needs_x or gate is not None
+            trains["x"] = trains["x"] or gate is not None
+            trains[KEYS] = lender is not None and flows[lender]
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
-            pieces.append(
-                RecordedBlock(graph.calls(at, block, parts), tensors, needs, own, [needs_x, *others], gate)
-            )
-            needs_x = needs_x or bool(own) or any(others)
+            given = [trains[name] for name in block.spec.program.inputs]
+            made = graph.calls(at, block, parts), tensors, needs, own, given, gate, vectors[at], lender
+            pieces.append(RecordedBlock(*made))
+            trains["x"] = any(given) or bool(own)
+            flows.append(trains["x"])
         return pieces
 
 

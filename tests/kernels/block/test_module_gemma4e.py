@@ -30,6 +30,7 @@ from tests.kernels.gemma4_blocks import (
     wide_norm,
 )
 from tests.kernels.own_blocks import assert_trains_alike, cells_of_methods
+from tests.kernels.replays import replayed
 from tests.methods.zoo import GENERATE, assert_same_gradients, batch, gradients, of_64, prompt, tiny
 from tests.parallel.cells import KEPT, case
 from tests.parallel.harness import check
@@ -129,6 +130,31 @@ def test_under_bfloat16_autocast_losses_and_gradients_are_near() -> None:
 def test_kernels_of_triton_train_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = own_blocks.tuned(NAME, "full", {}, torch.float32)
     own_blocks.assert_trains_by_triton(plain, batch(NAME, rows=1, length=6), monkeypatch)
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("method", ["lora", "full", pytest.param("adapter", marks=pytest.mark.long)])
+def test_blocks_are_replayed_as_they_run_one_by_one(method: str) -> None:
+    """Vectors of tokens have a gradient where embeddings train; keys are those of the same replay."""
+    deeper = {"num_hidden_layers": 6, "layer_types": DEEP["layer_types"][:2] * 3, "num_kv_shared_layers": 4}
+    made, plain = pair(method, attention_dropout=0.2, **deeper)
+    recorder = replayed(made)
+    for kind in ("padded", "whole", "packed", "padded"):
+        assert_trains_alike(made, plain, rows_of(NAME, kind), 1)
+    assert recorder.forwards == recorder.backwards == 4
+
+
+@pytest.mark.usefixtures("_float64")
+def test_who_asks_for_some_logits_alone_is_not_replayed() -> None:
+    """The last blocks compute those tokens alone."""
+    made, plain = pair("full", sliding_window=16, **STILL)
+    recorder = replayed(made)
+    inputs = {"input_ids": rows_of(NAME, "whole")["input_ids"], "use_cache": False, "logits_to_keep": 1}
+    for model in (made, plain):
+        model(**inputs).logits.square().sum().backward()
+    wanted = {name: value.grad for name, value in plain.named_parameters()}
+    assert_same_gradients({name: value.grad for name, value in made.named_parameters()}, wanted, 2e-6)
+    assert recorder.forwards == 0
 
 
 def test_blocks_stream() -> None:
