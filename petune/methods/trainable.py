@@ -15,7 +15,7 @@ from petune.methods.configs import method_of
 from petune.methods.targets import left_alone, within
 from petune.methods.wrapped import is_wrapped, tuning
 from petune.models import family_of
-from petune.models.checksums import digest
+from petune.models.checksums import ALONE, RankShare, digest
 from petune.models.contents import checksums_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import tuned_layers, tuned_modules
@@ -182,9 +182,10 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in every if id(value) not in trained}
 
 
-def frozen_digest(model: nn.Module) -> str:
-    """The digest of the frozen tensors of a whole model, which need not be read yet."""
-    return digest(checksums_of(model, frozen_tensors(model)))
+def frozen_digest(model: nn.Module, share: RankShare = ALONE) -> str:
+    """The digest of the frozen tensors of a whole model, which need not be read yet; all ranks of `share`
+    take it together."""
+    return digest(checksums_of(model, frozen_tensors(model), share))
 
 
 def mark_only_trainable(model: nn.Module) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,6 +23,38 @@ _WORTH_THREADS = 1 << 20  # bytes: of fewer a thread's start is the most
 # bytes of a tensor on a device that are multiplied at once: the products take twice as many
 _PORTION = 128 << 20
 _READ = 16 << 20  # bytes of a tensor that a thread has read at once
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """A rank's share of checksums that several take together, a part of a tensor at a time; of all where it
+    is alone. gather: what each rank gives -> what all give, by rank; may raise."""
+
+    rank: int = 0
+    ranks: int = 1
+    gather: Callable[[str], list[str]] = lambda text: [text]
+
+    def own(self, sizes: Sequence[int]) -> slice:
+        """Which of pieces of so many bytes are this rank's: neighbours, about as many bytes as any has."""
+        whole = sum(sizes)
+        # a piece belongs to whose its middle is
+        ranks = [
+            min((2 * end - size) * self.ranks // max(1, 2 * whole), self.ranks - 1)
+            for size, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        first = sum(rank < self.rank for rank in ranks)
+        return slice(first, first + ranks.count(self.rank))
+
+    def add_up(self, found: Mapping[str, int]) -> dict[str, int]:
+        """Checksums by name, of what each rank has found of them; all ranks call together."""
+        sums: dict[str, int] = {}
+        for text in self.gather(json.dumps(found)):
+            for name, value in json.loads(text).items():
+                sums[name] = (sums.get(name, 0) + value) % 2**64
+        return sums
+
+
+ALONE = RankShare()
 
 
 def checksum(tensor: Tensor) -> int:
@@ -63,20 +98,23 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
-def read_checksums(likes: Mapping[str, Tensor], read: Callable[[str, range], Tensor]) -> dict[str, int]:
-    """`checksum` of dense tensors that are not in memory, a portion at a time, by as many threads as torch
-    uses. likes: dtype and shape of each; read: (its name, a range of its first dim) -> these of its entries,
-    on the CPU."""
-    wanted = [(name, part) for name, like in likes.items() for part in _portions(like)]
+def read_checksums(
+    likes: Mapping[str, Tensor], read: Callable[[str, range], Tensor], share: RankShare = ALONE
+) -> dict[str, int]:
+    """What the portions of `share` add to the `checksum` of each dense tensor that is not in memory, by as
+    many threads as torch uses; tensors of which it has none are left out. likes: dtype and shape of each;
+    read: (its name, a range of its first dim) -> these of its entries, on the CPU."""
+    every = [(name, part) for name, like in likes.items() for part in _portions(like)]
+    wanted = every[share.own([_entry(likes[name]) * len(part) for name, part in every])]
     most = max((like.nbytes for like in likes.values()), default=0)
     weights = _weights(_COLUMNS + 1 + most // (4 * _COLUMNS), torch.device("cpu"))
 
     def add_up(name: str, part: range) -> int:
         like = likes[name]
-        before = part.start * like[:1].nbytes // (4 * _COLUMNS) if like.dim() else 0
+        before = part.start * _entry(like) // (4 * _COLUMNS)
         return int(_weighted_sum(read(name, part), weights, before))
 
-    found = dict.fromkeys(likes, 0)
+    found = {name: 0 for name, _ in wanted}
     if not wanted:
         return found
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -85,10 +123,15 @@ def read_checksums(likes: Mapping[str, Tensor], read: Callable[[str, range], Ten
     return found
 
 
+def _entry(like: Tensor) -> int:
+    """Bytes of an entry of the first dim; 0 without dims."""
+    return like[:1].nbytes if like.dim() else 0
+
+
 def _portions(like: Tensor) -> list[range]:
     """Ranges of the first dim, each of about _READ bytes, and but for the last of whole rows of a checksum;
     one of a tensor without dims or entries."""
-    entry = like[:1].nbytes if like.dim() else 0
+    entry = _entry(like)
     if not entry:
         return [range(len(like) if like.dim() else 1)]
     step = 4 * _COLUMNS // math.gcd(4 * _COLUMNS, entry)

@@ -22,7 +22,7 @@ from petune.errors import PetuneError
 from petune.files.ranges import RangeReader, TensorSource, overlap
 from petune.files.safetensors import is_finite
 from petune.models.bitsandbytes_files import FourBit
-from petune.models.checksums import checksum, checksums, read_checksums
+from petune.models.checksums import ALONE, RankShare, checksum, checksums, read_checksums
 from petune.models.copied import copied
 from petune.models.form import Form
 from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
@@ -301,16 +301,23 @@ def detach(model: nn.Module) -> Contents | None:
     return found
 
 
-def checksums_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The checksum of each of these tensors of `model`; those that are not read yet come from their files, a
-    portion at a time."""
+def checksums_of(model: nn.Module, tensors: Mapping[str, Tensor], share: RankShare = ALONE) -> dict[str, int]:
+    """The checksum of each of these tensors of `model`, which is whole on every rank of `share`; those that
+    are not read yet come from their files, a portion at a time."""
     contents = contents_of(model)
+    unread = {
+        name: value
+        for name, value in tensors.items()
+        if contents is not None and value.is_meta and contents.readable(name)
+    }
+    found = {} if contents is None else read_checksums(unread, contents.entries, share)
+    others = [(name, value) for name, value in tensors.items() if name not in unread]
+    own = others[share.own([value.nbytes for _, value in others])]
     if contents is None:
-        return checksums(tensors)
-    unread = {name: value for name, value in tensors.items() if value.is_meta and contents.readable(name)}
-    found = read_checksums(unread, contents.entries)
-    others = {name: value for name, value in tensors.items() if name not in unread}
-    found |= {name: checksum(contents.whole(name) if one.is_meta else one) for name, one in others.items()}
+        found = checksums(dict(own))
+    else:
+        found |= {name: checksum(contents.whole(name) if one.is_meta else one) for name, one in own}
+    found = share.add_up(found)
     return {name: found[name] for name in tensors}
 
 

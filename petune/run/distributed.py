@@ -20,6 +20,7 @@ from torch import nn
 
 from petune.errors import MachineError, Stopped, UsageError
 from petune.log import phase, say
+from petune.models.checksums import RankShare
 from petune.models.contents import contents_of
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
 from petune.parallel.launch import process_group
@@ -200,6 +201,17 @@ def agree_on_model(model: nn.Module) -> str:
         found = hashlib.sha256(text.encode()).hexdigest()[:16]
     process_group.agree({"model": found})
     return found
+
+
+def share_of_checksums() -> RankShare:
+    """This rank's share of the checksums of the whole model, which all ranks of a start take together.
+
+    A rank in the place of a lost one takes all alone: those that it meets are past their start.
+    """
+    here = process_group.place()
+    if here is None or not process_group.inside() or process_group.replacement():
+        return RankShare()
+    return RankShare(here.rank, here.world, process_group.gather)
 
 
 @contextmanager

@@ -146,14 +146,14 @@ class OptimizerStep:
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
         agree_on_start(model, self.prepared)
         # of what the files say, whatever a plan cuts and base_dtype rounds: another plan may go on
-        whole = mesh.main and (mesh.plan.world > 1 or self.recipe.base_dtype is not None)
-        needed = whole or bool(self.recipe.cache)
+        asked = mesh.plan.world > 1 or self.recipe.base_dtype is not None
+        needed = bool(self.recipe.cache) or (asked and (mesh.main or not process_group.replacement()))
         with phase("taking checksums of the whole model") if needed else nullcontext():
-            found = frozen_digest(model) if needed else None
-        self.frozen = found if whole else None
+            found = frozen_digest(model, distributed.share_of_checksums()) if needed else None
+        self.frozen = found if asked and mesh.main else None
         self.base = identity_of(model, found) if self.recipe.cache else None
         if process_group.inside():
-            process_group.barrier()  # the main process had more to do
+            process_group.barrier()  # one that takes checksums alone had more to do
 
     def make_audit(self) -> Audit:
         """An audit of this process' tensors as they are now."""

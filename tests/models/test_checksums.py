@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from petune.files.safetensors import is_finite
-from petune.models.checksums import _weighted_sum, _weights, checksum, checksums, read_checksums
+from petune.models.checksums import RankShare, _weighted_sum, _weights, checksum, checksums, read_checksums
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,31 @@ def test_checksums_of_tensors_read_in_portions_are_those_of_the_whole(
     assert read_checksums(likes, read) == checksums(values)
     assert len(asked) > len(shapes) or portion == 1 << 24
     assert read_checksums({}, read) == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 40])
+def test_shares_of_checksums_add_up_and_each_portion_is_read_by_one_rank(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("petune.models.checksums._READ", 4096)
+    draw = torch.Generator().manual_seed(0)
+    shapes = (0, 4), (), (64, 512), (33, 3, 7), (5000,), (1, 9000), (40, 512)
+    values = {str(shape): torch.randn(shape, generator=draw) for shape in shapes}
+    likes = {name: value.to("meta") for name, value in values.items()}
+    parts, read, bytes_read = list[str](), list[tuple[str, int]](), [0] * ranks
+
+    def entries(name: str, part: range) -> torch.Tensor:
+        read.append((name, part.start))
+        own = values[name][part.start : part.stop] if values[name].dim() else values[name]
+        bytes_read[len(parts)] += own.nbytes
+        return own
+
+    for rank in range(ranks):
+        share = RankShare(rank, ranks, lambda text: parts.append(text) or [text])
+        share.add_up(read_checksums(likes, entries, share))
+    assert RankShare(0, ranks, lambda _: parts).add_up({}) == checksums(values)
+    assert len(read) == len(set(read)) > len(shapes)
+    assert max(bytes_read) - sum(bytes_read) / ranks <= 36_000  # a portion, of which none is cut
 
 
 class Results(TorchDispatchMode):

@@ -3,16 +3,19 @@ file."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from petune import demo
 from petune.errors import FileError
-from petune.models.checksums import checksums
+from petune.models.checksums import RankShare, checksums
 from petune.models.contents import TensorPart, attach, checksums_of, contents_of, detach
 from petune.models.loading import AUTO, Head, Loaded, load_model
 from petune.models.source import resolve_model
@@ -180,9 +183,29 @@ def test_checksums_of_a_model_that_is_not_read_are_those_of_the_read_one(
     assert found.contents is not None
     found.contents.remember(found.model)
     attach(found.model, found.contents)
-    before = checksums_of(found.model, dict(found.model.named_parameters()))
+    before, shared = (each(found.model) for each in (checksums_by_one, checksums_by_three))
     detach(found.model)
-    assert before == checksums(dict(found.read().named_parameters()))
+    read = found.read()
+    assert before == shared == checksums(dict(read.named_parameters())) == checksums_by_three(read)
+
+
+def checksums_by_one(model: nn.Module) -> dict[str, int]:
+    return checksums_of(model, dict(model.named_parameters()))
+
+
+def checksums_by_three(model: nn.Module) -> dict[str, int]:
+    """What each of three ranks makes of the shares of all, if they make the same."""
+    parts: list[str] = []
+    for rank in range(3):
+        with suppress(KeyError):  # the others have not given theirs
+            share = RankShare(rank, 3, lambda text: parts.append(text) or [])
+            checksums_of(model, dict(model.named_parameters()), share)
+    (found,) = {
+        json.dumps(checksums_of(model, dict(model.named_parameters()), RankShare(rank, 3, lambda _: parts)))
+        for rank in range(3)
+    }
+    assert all(0 < len(json.loads(part)) < len(json.loads(found)) for part in parts)
+    return json.loads(found)
 
 
 def test_any_box_of_experts_is_read_of_the_files_of_each(tmp_path: Path) -> None:

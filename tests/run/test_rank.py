@@ -27,7 +27,8 @@ import petune.run.fusing
 import petune.run.saver
 import petune.run.step
 import petune.run.train
-from petune.errors import DistributedError, MachineError, Stopped, TrainingFault
+from petune.errors import DistributedError, FileError, MachineError, Stopped, TrainingFault
+from petune.models.contents import Contents
 from petune.parallel.launch import process_group
 from petune.parallel.runner import Runner
 from petune.run.build import build
@@ -414,6 +415,24 @@ def test_a_changed_base_is_refused_by_every_rank_whatever_the_plan(tmp_path: Pat
     assert "the base model is another one" in str(found[0].error)
     assert found[0].code == 4 and found[1].code != 0
     assert newest(tmp_path / "run").name == "step-2"
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_read_its_share_of_the_base_ends_the_run_with_that(tmp_path: Path):
+    """Checksums of the base are taken by all ranks; the others wait for what this one has to give."""
+
+    def train(recipe: dict[str, Any]) -> None:
+        if process_group.started()[0] == 1:
+
+            def refuse(*_: Any) -> torch.Tensor:
+                raise FileError("not what its header says", where="model.safetensors")
+
+            Contents.entries = refuse  # type: ignore[method-assign]  # in this process, which ends soon
+        run(recipe)
+
+    found = ends(2, train, small(tmp_path, "llama", "lora", parallel=PLANS["tp"]))
+    assert [end.code for end in found] == [DistributedError.code, FileError.code], found
+    assert all("not what its header says" in str(end.error) for end in found)
 
 
 # ------------------------------------------------------------------ stopping

@@ -138,6 +138,11 @@ def inside() -> bool:
     return _session is not None
 
 
+def replacement() -> bool:
+    """Whether this process came in the place of a lost rank, or has met one that did."""
+    return orders.generation() > 0
+
+
 def leave() -> None:
     """End a good run: wait for all ranks, then take the group down. See `quit_process` for a failure."""
     global _session
