@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ FINEST = 64  # of a ratio of tokens
 TALKING = ("attention", "scores", "mlp", "experts")  # places of regions behind which ranks meet
 
 
-def share_of(part: WorkPart, cut: Cut | None, index: int) -> float:
-    """The part of a part that rank `index` of a cut computes."""
+def share_of(part: WorkPart, cut: Cut | None, index: int, rows: float = 1.0) -> float:
+    """The part of a part, of so many rows, that rank `index` of a cut computes."""
     if cut is None or part.place == "embedding":
         return 1.0
     if part.place == "head":
@@ -32,17 +33,28 @@ def share_of(part: WorkPart, cut: Cut | None, index: int) -> float:
     if cut.layout("mlp" if of_mlp else "attention") == "sequence":
         if part.place == "scores" and cut.exchange == "ulysses":
             return 1 / len(cut.sequence)
-        if _late(part, cut):
+        if behind := _behind(part, cut, rows):
             start, whole = sum(cut.sequence[:index]), sum(cut.sequence)
-            return ((start + cut.sequence[index]) ** 2 - start**2) / whole**2
+            end = start + cut.sequence[index]
+            return pairs_before(end / whole, behind) - pairs_before(start / whole, behind)
         return _fraction(cut.sequence, index)
     return _fraction(cut.columns if of_mlp else cut.heads, index)
 
 
-def _late(part: WorkPart, cut: Cut) -> bool:
-    """Whether tokens cost the more the later they are: where ranks have causal attention's in a row."""
-    folded = cut.folds and part.folds
-    return part.place == "scores" and part.causal and cut.exchange != "ulysses" and not folded
+def _behind(part: WorkPart, cut: Cut, rows: float) -> int:
+    """How many samples lie behind one another in what ranks have a piece of, so that a later token of each
+    costs more: causal attention's; 0 where tokens cost alike, as ranks have pieces from both ends."""
+    if part.place != "scores" or not part.causal or cut.exchange == "ulysses":
+        return 0
+    samples = part.samples * math.ceil(rows) if cut.exchange == "gather" else 0
+    return samples if samples > 1 else 0 if cut.folds and part.folds else 1
+
+
+def pairs_before(share: float, samples: int) -> float:
+    """The part of all pairs of causal attention within so many samples of one length, one behind the other,
+    of which the query is in the first `share` of their tokens."""
+    whole = math.floor(share * samples)
+    return (whole + (share * samples - whole) ** 2) / samples
 
 
 Weighed = tuple[tuple[WorkPart, float], ...]
@@ -124,11 +136,15 @@ def tokens_by_speed(
     """Tokens of the ranks, of which later ones may cost more where attention is causal. by_rank: of each, the
     rates of all devices at its place."""
     own = {part: times for part, times in parts.items() if by_tokens(part, cut)}
-    late = {part: own[part] for part in own if _late(part, cut)}
+    behind = {part: _behind(part, cut, rows) for part in own}
+    late = {part: own[part] for part in own if behind[part]}
     same = {part: own[part] for part in own if part not in late}
+    samples = max((1, *behind.values()))
     total = max(FINEST, 4 * len(by_rank))
     costs = {
-        rates: TokenCost(total, tuple((line_of(one, same, rows), line_of(one, late, rows)) for one in rates))
+        rates: TokenCost(
+            total, tuple((line_of(one, same, rows), line_of(one, late, rows)) for one in rates), samples
+        )
         for rates in set(by_rank)
     }
     return partition(total, [costs[rates] for rates in by_rank], "token")
@@ -137,13 +153,15 @@ def tokens_by_speed(
 @dataclass(frozen=True)
 class TokenCost:
     """Seconds of tokens [start, end) of `total` on a rank with such lines: of its share, and of the pairs
-    that these see."""
+    that these see, within so many samples."""
 
     total: int
     lines: tuple[tuple[Straight, Straight], ...]
+    samples: int
 
     def __call__(self, start: int, end: int) -> float:
-        share, seen = (end - start) / self.total, (end**2 - start**2) / self.total**2
+        share, (before, past) = (end - start) / self.total, (start / self.total, end / self.total)
+        seen = pairs_before(past, self.samples) - pairs_before(before, self.samples)
         return max(seconds_at(one, share) + seconds_at(other, seen) for one, other in self.lines)
 
 

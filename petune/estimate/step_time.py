@@ -78,7 +78,8 @@ class Clock:
     def segment(self, parts: Weighed, group: RankGroup, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares such parts, behind which all meet."""
         slowest = Both()
-        shares = [tuple(share_of(part, cut, index) for part, _ in parts) for index in range(len(group.kinds))]
+        ranks = range(len(group.kinds))
+        shares = [tuple(share_of(part, cut, index, rows) for part, _ in parts) for index in ranks]
         for kind, own in dict.fromkeys(zip(group.kinds, shares, strict=True)):  # ranks that are alike once
             ahead = back = 0.0
             for (part, times), share in zip(parts, own, strict=True):

@@ -62,8 +62,9 @@ class WorkPart:
     backward pass comes here. heads: of attention, with those of keys and their width; columns: of an
     activation; norms: over `width` features, stepwise: RMS norms by torch, one operation after the other;
     vocabulary: of a loss; rows: of a table that is looked up;
-    copies: of each token, one for every expert that it goes through. folds: see `foldable`. own_tokens: a
-    head whose loss ranks with tokens of their own make of these."""
+    copies: of each token, one for every expert that it goes through. folds: see `foldable`; samples: of a row
+    that lies behind the others, in segments, where there are several, 0 where none does. own_tokens: a head
+    whose loss ranks with tokens of their own make of these."""
 
     place: Place
     tokens: int
@@ -74,6 +75,7 @@ class WorkPart:
     heads: tuple[int, int, int] | None = None
     causal: bool = False
     folds: bool = False
+    samples: int = 0
     columns: int = 0
     gated: bool = False
     norms: int = 0
@@ -162,8 +164,15 @@ class Workload:
 
 
 def _fuses(drawn: Sketch) -> bool:
-    """Whether a run fuses the head: on a CPU only by reference kernels."""
+    """Whether a run fuses head and blocks: on a CPU only by reference kernels."""
     return drawn.recipe.kernels == "reference" or (drawn.recipe.kernels != "off" and drawn.device == "cuda")
+
+
+def _samples(drawn: Sketch) -> int:
+    """See WorkPart.samples, of a decoder's blocks, fused ones: a packed row has two at least; several rows
+    are of unequal length, unless they are windows."""
+    data = drawn.recipe.data
+    return 0 if data.chunk or not _fuses(drawn) else 2 if data.packing else 1
 
 
 def _returns(region: RegionWork) -> bool:
@@ -272,7 +281,8 @@ class _Reader:
                 out = cast("tuple[str, nn.Module]", child_of(block, region.leave))[1]
                 own = *sizes[:2], ends_of(out)[0] // sizes[0]  # heads of other blocks may have another width
                 scores = replace(plain, place="scores", keys=keys, heads=own)
-                yield part, replace(scores, causal=causal, folds=foldable(rule))
+                folds = foldable(rule)
+                yield part, replace(scores, causal=causal, folds=folds, samples=_samples(self.drawn) * folds)
             else:
                 own = columns * getattr(self.shape, region.columns) // self.shape.columns
                 yield (replace(part, columns=own, gated=gated),)

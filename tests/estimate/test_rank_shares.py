@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from petune.estimate.rank_shares import held_of, share_of
+from petune.estimate.rank_shares import TokenCost, held_of, share_of
 from petune.estimate.workload import WorkPart
 from petune.models import FAMILIES
 from petune.parallel.plan import Cut, foldable
@@ -30,6 +31,39 @@ def test_scores_follow_tokens_where_ranks_have_them_from_both_ends(
     cut: Cut, part: WorkPart, share: float
 ) -> None:
     assert share_of(part, cut, 1) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("samples", "rows", "shares"),
+    [
+        (1, 1.0, [1 / 4] * 4),  # nothing to leave out: two pieces
+        (1, 2.0, [1 / 8, 3 / 8, 1 / 8, 3 / 8]),
+        (1, 1.5, [1 / 8, 3 / 8, 1 / 8, 3 / 8]),
+        (2, 1.0, [1 / 8, 3 / 8, 1 / 8, 3 / 8]),
+        (1, 3.0, [3 / 16, 11 / 48, 13 / 48, 5 / 16]),
+        (1, 4.0, [1 / 4] * 4),
+        (2, 4.0, [1 / 4] * 4),
+        (0, 2.0, [1 / 4] * 4),
+    ],
+)
+def test_rows_behind_one_another_have_their_dear_tokens_where_they_end(
+    samples: int, rows: float, shares: list[float]
+) -> None:
+    """Pairs counted one by one, of 48 tokens in all on four ranks."""
+    cut, part = replace(SP, sequence=(1,) * 4), replace(SCORES, samples=samples)
+    found = [share_of(part, cut, index, rows) for index in range(4)]
+    if (several := samples * math.ceil(rows)) > 1:
+        seen = [token % (48 // several) + 0.5 for token in range(48)]
+        counted = [sum(seen[first : first + 12]) / sum(seen) for first in range(0, 48, 12)]
+        assert found == pytest.approx(counted)
+    assert sum(found) == pytest.approx(1.0)
+    assert found == pytest.approx(shares)
+
+
+def test_a_fast_rank_has_the_tokens_that_balance_rows_behind_one_another() -> None:
+    cost = TokenCost(64, (((0.0, 0.0), (0.0, 1.0)),), 2)
+    assert cost(0, 32) == cost(32, 64) == 1 / 2
+    assert cost(16, 32) == 3 * cost(0, 16) == 3 / 8
 
 
 @pytest.mark.parametrize(

@@ -38,3 +38,22 @@ def test_a_fused_head_behind_which_nothing_trains_is_that_of_own_tokens(
     recipe = recipe_of("llama-causal", tmp_path, method={"name": method}, kernels=kernels, device=device)
     (head,) = workload(sketch(recipe)).head
     assert head.own_tokens == own
+
+
+@pytest.mark.parametrize(
+    ("data", "kernels", "model", "samples"),
+    [
+        ({}, "auto", "llama-causal", {1}),  # rows of unequal length, whose padding is left out
+        ({"packing": True}, "auto", "llama-causal", {2}),
+        ({"chunk": True}, "auto", "llama-causal", {0}),  # full ones
+        ({"packing": True}, "off", "llama-causal", {0}),
+        ({}, "auto", "t5-seq2seq", {0}),  # whose bias of positions is made for whole rows
+    ],
+)
+def test_rows_lie_behind_one_another_where_fused_blocks_leave_padding_out(
+    data: dict[str, bool], kernels: str, model: str, samples: set[int], tmp_path: Path
+) -> None:
+    recipe = recipe_of(model, tmp_path, kernels=kernels, device="cuda", data={"path": "nowhere", **data})
+    work = workload(sketch(recipe))
+    every = (part for kind in work.kinds for region in kind for part in region)
+    assert {part.samples for part in every if part.place == "scores"} == samples
