@@ -226,7 +226,9 @@ def policy_for(
     assert drawn.family is not None
     sizes, stacks = drawn.family.shape(drawn.config), len(drawn.work.tokens)
     fixed += message_rooms(plan, sizes, tokens * sizes.width * itemsize, stacks)
-    fixed += late_bytes(waiting(plan, at.pp) * len(specs), specs, len(fused), shape, tokens)
+    halved = specs[0].overlapped and specs[0].unhalved(rows, {}) is None and not recipe.data.packing
+    late = 0.0 if halved else waiting(plan, at.pp) * len(specs)
+    fixed += late_bytes(late, specs, len(fused), shape, tokens)
     try:
         return choose(
             shape,

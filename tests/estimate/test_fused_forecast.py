@@ -37,7 +37,7 @@ from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.policy import GIB, LADDER, Policy
 from petune.kernels.memory.policy_hook import rounded
 from petune.parallel.mesh import Coordinate
-from petune.parallel.plan import ALONE, ParallelPlan, Stage
+from petune.parallel.plan import ALONE, Cut, ParallelPlan, Stage
 from petune.recipe import Recipe, load_recipe
 from tests.methods.zoo import MOE, ZOO
 from tests.written_recipes import recipe_of
@@ -452,6 +452,21 @@ def test_products_of_weights_that_wait_are_counted_on_every_rank(
     (shape, first, tokens), (_, second, _) = asked[:2]
     own = waiting_bytes(shape) * tokens
     assert [fixed for _, fixed, _ in asked[2:]] == [first + own, second + 2 * own]
+
+
+def test_products_of_rows_that_go_in_halves_are_not_counted_as_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed: list[int] = []
+    monkeypatch.setattr(fused_forecast, "choose", lambda *_, **more: fixed.append(more["fixed"]))
+    drawn = sketch(large(tmp_path, 64, 2048, 4, method="full"))
+    cut = Cut("heads", "heads", "whole", "gather", (16, 16), (4, 4), (7168, 7168), (), (), True)
+    stages = tuple(Stage({"decoder": (at, at + 1)}) for at in range(4))
+    plan = ParallelPlan(tp=2, pp=2, cut=cut, stages=stages, microbatches=4)
+    for rows in (64, 4):  # of which a pass has one, which has no halves
+        for schedule in ("interleaved", "zero-bubble"):
+            policy_for(drawn, replace(plan, schedule=schedule), rows, "H200", H200)
+    assert fixed[0] == fixed[1] and fixed[2] < fixed[3]
 
 
 def test_each_stack_is_priced_over_tokens_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Governor:
     ) -> None:
         self.config, self.passes, self.pieces, self.waiting = config, passes, pieces, waiting
         self.besides = [weakref.ref(model) for model in beside]
-        self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype, bool], Policy] = {}
+        self.policies: dict[tuple[int, int, tuple[int, int], torch.dtype, bool, bool], Policy] = {}
         self.unhalved: set[str] = set()  # why rows did not go in halves
         self.model: Any = None  # a weak reference to the one that is running
         self.said: tuple[str, ...] = ()
@@ -71,6 +71,7 @@ class Governor:
         self.beside = (0, 0)
         # the last call: its tokens, and those of its longest row or segment
         self.entered: tuple[int, int] | None = None
+        self.halved = False  # whether rows of the last call go in halves, which leave no products to wait
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model copies its hooks, or a file holds them: they know no other model."""
@@ -108,18 +109,19 @@ class Governor:
         self.entered, self.beside = (tokens, longest), _memory_size(kwargs.get(MEMORY))
         for spec in _specs(stack):  # a call that keeps its padding has a mask, and scores of all pairs
             spec.pairs = found is None and any(core.table.positions is not None for core in spec.called)
+        self._look_at_halves(stack, len(hidden), kwargs)
         for spec, (rung, tile) in zip(
             _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
         ):
             spec.rung, spec.tile = rung, tile
-        self._say_unhalved(stack, len(hidden), kwargs)
 
-    def _say_unhalved(self, stack: Stack, rows: int, given: Arguments) -> None:
-        """Say once why rows do not go through the blocks in halves, though overlap asks for it: of all blocks
-        or of none, as one plan cuts them."""
+    def _look_at_halves(self, stack: Stack, rows: int, given: Arguments) -> None:
+        """Note whether rows go through the blocks in halves, and say once why not, though overlap asks for
+        it: of all blocks or of none, as one plan cuts them."""
         first = _specs(stack)[0]
         given = {name: value for name, value in given.items() if value is not NO_MASK}
         reason = first.unhalved(rows, given) if first.overlapped else None
+        self.halved = first.overlapped and reason is None
         if reason is not None and reason not in self.unhalved:
             self.unhalved.add(reason)
             say(f"overlap: rows go through the {stack.name} at once, nothing hides what is sent: {reason}")
@@ -132,7 +134,7 @@ class Governor:
             return [self._asked(stack)] * len(stack.blocks)
         size = rounded(tokens), rounded(longest, 128)
         first = _specs(stack)[0]
-        key = (*size, self.beside, first.computes_in(device.type), first.pairs)
+        key = (*size, self.beside, first.computes_in(device.type), first.pairs, self.halved)
         if key not in self.policies:
             self.policies[key] = self._shared(stack, device, *size)
             self._say(self.policies[key], stack)
@@ -199,7 +201,7 @@ class Governor:
         begins = next(iter(_fused_stacks(model)), stack) is stack
         rooms = max((_room_bytes(one, shape, tokens) for one in specs), key=sum)
         every = [spec for one in here for other in _fused_stacks(one) for spec in _specs(other)]
-        late = late_bytes(self.waiting, every, len(here), shape, tokens)
+        late = late_bytes(self.waiting * (not self.halved), every, len(here), shape, tokens)
         streamed = self.config.stream != "none"
         wide, pinned = self.config.stream == "fp32", 0
         if streamed and self.config.host is None:

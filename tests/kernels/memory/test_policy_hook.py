@@ -257,6 +257,24 @@ def test_what_products_of_weights_wait_with_is_there_throughout(
     assert own > 0 and asked[1]["fixed"] - asked[0]["fixed"] == int(2.5 * share * 8192 * own)
 
 
+@pytest.mark.parametrize(("rows", "masked", "waits"), [(2, False, 0), (1, False, 1), (2, True, 1)])
+def test_products_of_rows_that_go_in_halves_do_not_wait(
+    rows: int, masked: bool, waits: int, device: Device, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spec, "overlapped", True)
+    made = governor(tuned={"method": "full"})
+    hidden = torch.empty(rows, 512, 64, device="meta")
+    stack = next(module for module in made.model.modules() if isinstance(module, Stack))
+    monkeypatch.setattr(policy_hook, "_room_bytes", lambda *_: (0, 0))
+    mask = {"attention_mask": torch.empty(rows, 512)} if masked else {}
+    for made.governor.waiting in (0.0, 1.0):
+        made.governor._look_at_halves(stack, len(hidden), mask)
+        made.governor.policies.clear()
+        made.kept(CUDA, rows * 512, 512)
+    own = waiting_bytes(replace(asked[0]["shape"], trained=True))
+    assert asked[1]["fixed"] - asked[0]["fixed"] == waits * max(1024, rows * 512) * own
+
+
 def test_short_rows_are_not_priced_as_long_ones(device: Device, asked: list[Any]) -> None:
     governor().kept(CUDA, 8192, 128)
     assert asked[0]["sequence"] <= 256
