@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petune.models.boundary import put_shared_tokens
+from petune.models.boundary import StatelessHook, put_shared_tokens
 from petune.models.stack import Stack
 from petune.parallel.collectives import reduce
 from petune.rng.context import Running, pieces_of
@@ -22,12 +22,14 @@ from petune.rng.context import Running, pieces_of
 @dataclass
 class OwnTokens:
     """A petune.models.boundary.SharedTokens of rank `rank` of `group`. here, batch: how tokens lie in the
-    call whose hidden states have left the last stack, and how many rows they have there."""
+    call whose hidden states have left the last stack, and how many rows they have there. still: whether
+    nothing behind the blocks trains in the running call."""
 
     group: dist.ProcessGroup
     rank: int
     here: Running = field(default_factory=Running)
     batch: int = 0
+    still: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnTokens:
         return self
@@ -40,7 +42,7 @@ class OwnTokens:
         self.batch = len(hidden)
 
     def of_call(self, count: int) -> OwnTokens | None:
-        return replace(self) if count == self._every else None
+        return replace(self) if self.still and count == self._every else None
 
     def part(self, x: Tensor) -> Tensor:
         return x.index_select(0, self._places(x.device))
@@ -76,11 +78,24 @@ def share_tokens(model: nn.Module, group: dist.ProcessGroup, rank: int) -> OwnTo
         return None
     share = OwnTokens(group, rank)
     put_shared_tokens(head, share)
+    model.register_forward_pre_hook(EnterTokens(share))
     return share
+
+
+@dataclass
+class EnterTokens(StatelessHook):
+    """Looks, before a model's forward or that of its copy, whether what was frozen when it was placed trains
+    now, on all ranks alike: that needs the loss of all tokens."""
+
+    tokens: OwnTokens
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        self.tokens.still = still_outside(model)
 
 
 def still_outside(model: nn.Module) -> bool:
     """Whether nothing outside of the stacks of `model` trains."""
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    inside = {id(value) for stack in stacks for value in stack.parameters()}
-    return not any(value.requires_grad and id(value) not in inside for value in model.parameters())
+    if isinstance(model, Stack):
+        return True
+    own = (value for value in model._parameters.values() if value is not None)
+    return not any(value.requires_grad for value in own) and all(map(still_outside, model.children()))

@@ -3,7 +3,8 @@ alone, and the ranks' losses and gradients are those of one process."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, cast
 
 import pytest
 import torch
@@ -119,6 +120,40 @@ def test_a_head_that_sees_some_tokens_makes_the_loss_of_all_of_them_on_every_ran
     for found, summed in run(2, _sparse_head, BACKENDS["sp-gather"]("modernbert-classify", 2)):
         assert found == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(summed, gradients)
+
+
+def _unfrozen(plan: ParallelPlan, copied: bool) -> list[Tensor]:
+    """The loss, the gradient of a head that trains since the model was placed, and those of the blocks as
+    sums over the ranks; then how many tokens the loss is made of, and of that once it is frozen again."""
+    one = case("llama-causal", "lora", plan, blocks=BLOCKS)
+    (model,) = harness.place(one, plan).modules
+    model = copy.deepcopy(model) if copied else model
+    head = model.get_output_embeddings().weight.requires_grad_()
+    words = torch.arange(3, 15).view(2, 6)
+    made = list[int]()
+    plain = hooks.linear_cross_entropy
+    hooks.linear_cross_entropy = lambda hidden, *given, **how: (
+        made.append(len(hidden)) or plain(hidden, *given, **how)
+    )
+    loss = model(input_ids=words, labels=words, use_cache=False).loss
+    loss.backward()
+    found = [value.grad.flatten() for value in tuned_parameters(model).values() if value.grad is not None]
+    blocks = torch.cat([one for one in found if one.numel() != head.numel()])
+    if plan.tp > 1:
+        dist.all_reduce(blocks)
+    head.requires_grad_(False)
+    model(input_ids=words, labels=words, use_cache=False)
+    return [loss.detach(), cast("Tensor", head.grad), blocks, torch.tensor(made)]
+
+
+@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_head_that_trains_later_has_the_gradient_of_all_tokens(copied: bool) -> None:
+    (expected,) = run(1, _unfrozen, ALONE, copied)
+    every = run(2, _unfrozen, BACKENDS["sp-gather"]("llama-causal", 2), copied)
+    for found in every:
+        for one, other in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(one, other)
+    assert [sum(made) for made in zip(*(found[3].tolist() for found in every), strict=True)] == [24, 12]
 
 
 def _losses(folded: bool, segments: Any) -> tuple[Tensor, Tensor, Tensor]:
