@@ -24,7 +24,14 @@ class Bytes:
     once: float = 0.0
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(*(mine + its for mine, its in zip(self.all, other.all, strict=True)))
+        return Bytes(  # written out, as a search adds tens of thousands
+            self.frozen + other.frozen,
+            self.tuned + other.tuned,
+            self.trains + other.trains,
+            self.copies + other.copies,
+            self.row + other.row,
+            self.once + other.once,
+        )
 
     def __sub__(self, other: Bytes) -> Bytes:
         return self + other * -1

@@ -4,9 +4,8 @@ pipeline stands still.
 Ranks that share a block meet after each region, so a region takes as long as its slowest rank. What regions,
 stages and replicas send is the table of petune.estimate.comm_cost, over the slowest link among the ranks that
 send it; nothing hides it but for the weights that FSDP gathers, which come while blocks compute, and what
-`overlap` hides (petune.estimate.halves). The order in a pipeline is its schedule's own
-(petune.estimate.timeline). A causal model's later tokens see more keys, so
-ranks of a cut sequence have more scores the later their tokens are, unless each has some from both ends.
+`overlap` hides (petune.estimate.halves). The order in a pipeline is its schedule's own (timeline.py). Of
+a causal model's cut sequence ranks have more scores the later their tokens are, if not of both ends.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class Clock:
     def segment(self, parts: Weighed, group: RankGroup, cut: Cut | None, rows: float) -> Both:
         """Of the slowest rank that shares such parts, behind which all meet."""
         slowest = Both()
-        ranks = range(len(group.kinds))
-        shares = [tuple(share_of(part, cut, index, rows) for part, _ in parts) for index in ranks]
+        shares = [tuple(share_of(part, cut, at, rows) for part, _ in parts) for at in range(len(group.kinds))]
         for kind, own in dict.fromkeys(zip(group.kinds, shares, strict=True)):  # ranks that are alike once
             ahead = back = 0.0
             for (part, times), share in zip(parts, own, strict=True):
@@ -170,13 +168,16 @@ class Clock:
         many rows."""
         if cut is None:
             return ()
-        depth: dict[StackName, int] = dict.fromkeys(self.work.depth, 1)
-        load = Load(1, dict(self.work.tokens), self.work.itemsize)
-        plan, shape = ParallelPlan(tp=len(group.kinds), cut=cut), replace(self.work.shape, mixers=0)
-        return tuple(
-            replace(one, forward=int(one.forward * rows), backward=int(one.backward * rows))
-            for one in transitions(plan, self.work.family, shape, depth, load)
-        )
+        key = ("spoken", len(group.kinds), cut, rows)  # whatever the devices are
+        if key not in self.known:
+            load = Load(1, dict(self.work.tokens), self.work.itemsize)
+            plan, shape = ParallelPlan(tp=len(group.kinds), cut=cut), replace(self.work.shape, mixers=0)
+            self.known[key] = tuple(
+                replace(one, forward=int(one.forward * rows), backward=int(one.backward * rows))
+                for one in transitions(plan, self.work.family, shape, dict.fromkeys(self.work.depth, 1), load)
+            )
+        found: tuple[Transition, ...] = self.known[key]
+        return found
 
     def _said(
         self, stack: StackName, kind: int, group: RankGroup, cut: Cut | None, rows: float

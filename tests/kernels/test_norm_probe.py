@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,34 @@ def test_a_norm_is_known_by_what_it_computes(what: str) -> None:
     assert rms_offset(module) == offset
     assert computes(module, "layer") == (what in ("a LayerNorm", "a LayerNorm without a bias"))
     assert all(torch.equal(*both) for both in zip(before, module.parameters(), strict=False))
+
+
+class Scaled(LlamaRMSNorm):
+    """Multiplies by what its attributes say; one of them is no plain value."""
+
+    def __init__(self, times: float, more: list[float]) -> None:
+        super().__init__(8)
+        self.times, self.more = times, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.times * (self.more or [1.0])[0] * (1 if self.training else 2)
+
+
+def test_what_was_found_of_a_norm_is_not_said_of_one_with_other_attributes() -> None:
+    for more in ([], [2.0], []):  # which are never remembered
+        assert computes(Scaled(1.0, more), "rms") == (not more)
+    plain = [LlamaRMSNorm(8, eps=eps) for eps in (1e-6, 1e-6, 1e-3)]
+    assert all(computes(one, "rms") for one in plain)
+
+    class Plain(Scaled):
+        more = cast("Any", None)
+
+        def __init__(self, times: float) -> None:
+            LlamaRMSNorm.__init__(self, 8)  # type: ignore[no-untyped-call]  # transformers'
+            self.times = times
+
+    assert [computes(Plain(times), "rms") for times in (1.0, 3.0, 1.0)] == [True, False, True]
+    assert not computes(Plain(1.0).eval(), "rms")
 
 
 class OneRow(CohereLayerNorm):
