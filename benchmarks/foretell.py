@@ -22,7 +22,7 @@ from petune.kernels.configs import MemoryConfig
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.outside import fixed_bytes, once, vocabulary_of
-from petune.kernels.memory.policy import GIB, choose
+from petune.kernels.memory.policy import GIB, BlockStep, choose
 from petune.kernels.memory.policy_hook import kinds_of, rounded, shape_of, typical, usable
 from petune.models.stack import Stack
 
@@ -38,17 +38,18 @@ def foretold(case: Case, card: str) -> float:
         first = stack is stacks[0]
         memory = None if first else (sides[0][0] / tokens, sides[0][1])
         specs = [block.spec for block in fused_blocks(stack)]
-        sizes = len(specs), tokens, min(longest, tokens), fixed_bytes(model)
-        vocabulary = vocabulary_of(model) if stack is stacks[-1] else 0
-        limits = int(budget), int(host), rates, MemoryConfig()
-        seconds += choose(
+        step = BlockStep(
             shape_of(typical(specs), dtype, longest, memory),
-            *sizes,
-            vocabulary,
-            *limits,
+            len(specs),
+            tokens,
+            min(longest, tokens),
+            vocabulary_of(model) if stack is stacks[-1] else 0,
+            rates,
+            fixed_bytes(model),
             kinds=kinds_of(specs, dtype, tokens, longest, memory),
             once=once(model, rates) if first else 0.0,
-        ).seconds
+        )
+        seconds += choose(step, MemoryConfig(), int(budget), int(host)).seconds
     return seconds
 
 

@@ -24,7 +24,7 @@ from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.outside import once, resident_bytes, vocabulary_of
-from petune.kernels.memory.policy import GIB, Alike, Policy, choose, levels_of
+from petune.kernels.memory.policy import GIB, Alike, BlockStep, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
     kinds_of,
     late_bytes,
@@ -229,23 +229,22 @@ def policy_for(
     halved = specs[0].overlapped and specs[0].unhalved(rows, {}) is None and not recipe.data.packing
     late = 0.0 if halved else waiting(plan, at.pp) * len(specs)
     fixed += late_bytes(late, specs, len(fused), shape, tokens)
+    step = BlockStep(
+        shape,
+        len(specs),
+        tokens,
+        min(rounded(longest, 128), tokens),
+        max(vocabulary_of(one) if hasattr(one, "lm_head") else 0 for one in fused),
+        rates,
+        fixed,
+        drawn.work.streamed,
+        passes if passes * len(fused) > 1 else 1,
+        tuple(_kinds(drawn, fused, rows)),
+        sum(once(one, rates, plan.microbatches) for one in fused),
+    )
+    budget = _budget(config, memory, fixed, plan.sharding is not None)
     try:
-        return choose(
-            shape,
-            len(specs),
-            tokens=tokens,
-            sequence=min(rounded(longest, 128), tokens),
-            fixed=fixed,
-            vocabulary=max(vocabulary_of(one) if hasattr(one, "lm_head") else 0 for one in fused),
-            budget=_budget(config, memory, fixed, plan.sharding is not None),
-            host=_host(config, memory, device),
-            rates=rates,
-            config=config,
-            streamed=streams(recipe),
-            passes=passes if passes * len(fused) > 1 else 1,
-            kinds=_kinds(drawn, fused, rows),
-            once=sum(once(one, rates, plan.microbatches) for one in fused),
-        )
+        return choose(step, config, budget, _host(config, memory, device))
     except UsageError as error:
         raise placed(error, recipe) from None
 

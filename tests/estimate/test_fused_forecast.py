@@ -34,7 +34,7 @@ from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.core_shape import core_shape
-from petune.kernels.memory.policy import GIB, LADDER, Policy
+from petune.kernels.memory.policy import GIB, LADDER, BlockStep, Policy
 from petune.kernels.memory.policy_hook import rounded
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Stage
@@ -441,7 +441,7 @@ def test_products_of_weights_that_wait_are_counted_on_every_rank(
     monkeypatch.setattr(
         fused_forecast,
         "choose",
-        lambda shape, _, **more: asked.append((shape, more["fixed"], more["tokens"])),
+        lambda step, *_: asked.append((step.shape, step.fixed, step.tokens)),
     )
     drawn = sketch(large(tmp_path, 64, 2048, 4, method="full"))
     one = ParallelPlan(
@@ -470,17 +470,17 @@ def test_products_of_rows_that_go_in_halves_are_not_counted_as_waiting(
 
 
 def test_each_stack_is_priced_over_tokens_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(fused_forecast, "choose", lambda *given, **more: asked.append(more))
+    asked: list[BlockStep] = []
+    monkeypatch.setattr(fused_forecast, "choose", lambda step, *_: asked.append(step))
     drawn = sketch(recipe_of("t5-seq2seq", tmp_path, device="cuda", dtype="bf16", batch_size=512))
     read, written = 32, 8
     drawn = replace(drawn, work=replace(drawn.work, tokens={"encoder": read, "decoder": written}))
     policy_for(drawn, ALONE, 512, "H200", H200)
-    encoder, decoder = asked[0]["kinds"]
+    encoder, decoder = asked[0].kinds
     assert encoder.shape.memory is None and (encoder.number, decoder.number) == (2, 2)
     assert (encoder.tokens, decoder.tokens) == (512 * read, 512 * written)
     assert decoder.shape.memory == (read / written, rounded(read, 128))
-    assert asked[0]["once"] >= rates_of("H200").begins
+    assert asked[0].once >= rates_of("H200").begins
 
 
 # ------------------------------------------------------------------ devices by name

@@ -299,7 +299,7 @@ def test_what_memory_contradicts_in_itself_is_said_in_the_words_of_the_policy(co
     # never looked at: the config is judged first
     shape, rates = (object.__new__(kind) for kind in (BlockShape, block_cost.Rates))
     with pytest.raises(UsageError) as caught:
-        policy.choose(shape, 1, 1, 1, 0, 0, 0, 0, rates, config)
+        policy.choose(policy.BlockStep(shape, 1, 1, 1, 0, rates), config, 0, 0)
     (theirs,) = caught.value.problems
     (ours,) = problems_of({**NEEDED, "memory": asdict(config)})
     assert ours.startswith(f"argument  {theirs.where}: {theirs.what}\n")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby, product
 from math import ceil, inf
 from typing import Literal
@@ -94,6 +94,7 @@ class Alike:
     tokens: int
     sequence: int
 
+    @cached_property
     def both(self) -> Work:
         """A forward and a backward pass of one of them, nothing computed again."""
         given = self.shape, self.tokens, self.sequence
@@ -103,6 +104,104 @@ class Alike:
         """Of one of them, whose gradients come from a recording where that is worth while."""
         recorded = block_cost.launch_bound(self.shape, self.tokens, self.sequence, rates)
         return block_cost.update(self.shape, recorded)
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """A step of `depth` blocks over `tokens` in sequences of `sequence`, and what all policies for it have in
+    common.
+
+    vocabulary: columns of the loss head, 0 for none. fixed: bytes of weights, gradients, optimizer state and
+    embeddings on the device. wide: None; of blocks that stream, whether their AdamW states are float32: these
+    rest in pinned host memory with the weights and are updated as the backward pass leaves them, so `fixed`
+    is without both. passes: how many, of `tokens` each, keep what they keep at once; all seconds and FLOP are
+    of one. kinds: of blocks, all `depth` of them; none where all are of `shape`. once: seconds of what stands
+    outside blocks and head. worth: see WORTH.
+    """
+
+    shape: BlockShape
+    depth: int
+    tokens: int
+    sequence: int
+    vocabulary: int
+    rates: Rates
+    fixed: int = 0
+    wide: bool | None = None
+    passes: float = 1
+    kinds: tuple[Alike, ...] = ()
+    once: float = 0.0
+    worth: float = field(default=WORTH, compare=False)  # of plans: options are priced without it
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or (self.wide is not None and not self.shape.trained):
+            what = "a policy is for one block at least, and blocks stream only where their weights train"
+            raise ValueError(what)
+
+    @cached_property
+    def own(self) -> int:
+        """Tokens of this rank."""
+        return self.shape.own(self.tokens)
+
+    @cached_property
+    def every(self) -> tuple[Alike, ...]:
+        """The kinds of all its blocks."""
+        return self.kinds or (Alike(self.shape, self.depth, self.own, self.sequence),)
+
+    @cached_property
+    def standing(self) -> int:
+        """Bytes on the device throughout."""
+        streaming = 0 if self.wide is None else buffers.streamed_device_bytes(self.shape, self.wide)
+        return self.fixed + WORKSPACE + self.depth * buffers.standing_bytes(self.shape) + streaming
+
+    @cached_property
+    def pinned(self) -> int:
+        """Bytes on the host throughout."""
+        return 0 if self.wide is None else self.depth * buffers.streamed_host_bytes(self.shape, self.wide)
+
+    @cached_property
+    def head(self) -> int:
+        """Bytes alive in the loss head."""
+        return buffers.head_bytes(self.tokens, self.shape.width, self.vocabulary, self.shape.itemsize)
+
+    @cached_property
+    def _head_work(self) -> Work:
+        trained = self.shape.weight_bytes * self.shape.trained
+        sizes = self.tokens, self.shape.width, self.vocabulary, trained, self.shape.itemsize
+        return block_cost.linear_cross_entropy(*sizes) if self.vocabulary else ()
+
+    @cached_property
+    def flop(self) -> float:
+        """Of a step without recomputation."""
+        return total(self._head_work).flop + sum(one.number * total(one.both).flop for one in self.every)
+
+    @cached_property
+    def other(self) -> float:
+        """Seconds outside the passes of blocks."""
+        updates = (
+            one.number * self.rates.seconds(one.update(self.rates), one.sequence) for one in self.every
+        )
+        return self.once + self.rates.seconds(self._head_work, self.sequence) + sum(updates)
+
+    @cached_property
+    def roofline(self) -> float:
+        """Seconds of a step without recomputation."""
+        passing = (one.number * self.rates.seconds(one.both, one.sequence) for one in self.every)
+        return self.other + sum(passing)
+
+    @property
+    def here(self) -> int:
+        """How many blocks have a backward pass that follows at once, so that they are not offloaded: the last
+        of a single pass."""
+        return int(self.passes == 1)
+
+    def seconds(self, work: Callable[[Alike], Work]) -> float:
+        """Of what `work` says of a kind, on this step's device: the mean over its blocks."""
+        each = (one.number * self.rates.seconds(work(one), one.sequence) for one in self.every)
+        return sum(each) / self.depth
+
+    def price(self, seconds: float, peak: int) -> float:
+        """What the best plan has least of."""
+        return seconds / self.roofline + self.worth * peak / GIB
 
 
 def levels_of(policy: Policy) -> list[int]:
@@ -115,103 +214,27 @@ def _lowered(rung: Rung, keep: Level) -> Rung:
     return Rung(keep, "input" if keep == "input" and rung.offload == "attention" else rung.offload)
 
 
-def choose(
-    shape: BlockShape,
-    depth: int,
-    tokens: int,
-    sequence: int,
-    fixed: int,
-    vocabulary: int,
-    budget: int,
-    host: int,
-    rates: Rates,
-    config: MemoryConfig,
-    streamed: bool = False,
-    passes: float = 1,
-    kinds: Sequence[Alike] = (),
-    once: float = 0.0,
-) -> Policy:
-    """The best policy for `depth` blocks over `tokens` in sequences of `sequence` within `budget` bytes of
-    device memory.
+def choose(step: BlockStep, config: MemoryConfig, budget: int, host: int) -> Policy:
+    """The best policy within `budget` bytes of device memory and `host` bytes of pinned host memory.
 
-    fixed: bytes of weights, gradients, optimizer state and embeddings on the device; vocabulary: columns
-    of the loss head, 0 for none; host: bytes of pinned host memory that may be used. Keep, offload and
-    tile that `config` names hold for all blocks, the last one's offload excepted; its own budget and host
-    are the caller's business. passes: how many, of `tokens` each, keep what they keep at once. streamed:
-    blocks that train rest in pinned host memory with their AdamW states, of which `config` says whether
-    they are float32, and are updated as the backward pass leaves them, so `fixed` is without them. Raises
-    UsageError when nothing fits, saying what would, or when `config` contradicts itself.
+    Keep, offload and tile that `config` names hold for all blocks, the last one's offload excepted; its own
+    budget and host are the caller's business, as are its streams. Raises UsageError when nothing fits, saying
+    what would, or when `config` contradicts itself.
     """
-    if depth < 1 or (streamed and not shape.trained):
-        raise ValueError(
-            "a policy is for one block at least, and blocks stream only where their weights train"
-        )
     refuse_contradiction(config)
-    wide = config.stream == "fp32" if streamed else None
-    step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, wide, passes, kinds, once)
     plan = _best(step, config, budget, host)
     if plan is None:
         raise _does_not_fit(step, config, budget, host)
     return _policy(step, plan, budget)
 
 
-def least_bytes(
-    shape: BlockShape,
-    depth: int,
-    tokens: int,
-    sequence: int,
-    vocabulary: int,
-    rates: Rates,
-    config: MemoryConfig,
-) -> int:
-    """Bytes of device memory that `depth` blocks need at least beside what holds anyway, without host memory;
-    see `choose`."""
-    step = _step(shape, depth, tokens, sequence, 0, vocabulary, rates, None)
+def least_bytes(step: BlockStep, config: MemoryConfig) -> int:
+    """Bytes of device memory that its blocks need at least beside what holds anyway, without host memory."""
     plan = _smallest(step, config, 0) or _smallest(step, config, UNBOUNDED)
     return plan.peak if plan is not None else 0
 
 
 # ------------------------------------------------------------------ prices
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What all plans of a step have in common. wide: whether states that stream are float32, None where none
-    do. passes: on the way at once; all but flop, roofline and seconds, which are of one. fixed: bytes on the
-    device throughout; pinned: on the host; head: alive in the loss head; flop, roofline: of a step without
-    recomputation, FLOP and seconds, of which `other` outside the blocks; kinds: of blocks, all `depth` of
-    them; worth: see WORTH."""
-
-    shape: BlockShape
-    depth: int
-    tokens: int
-    sequence: int
-    rates: Rates
-    wide: bool | None
-    passes: float
-    fixed: int
-    pinned: int
-    head: int
-    flop: float
-    other: float
-    roofline: float
-    kinds: tuple[Alike, ...]
-    worth: float = field(default=WORTH, compare=False)  # of plans: options are priced without it
-
-    @property
-    def here(self) -> int:
-        """How many blocks have a backward pass that follows at once, so that they are not offloaded: the last
-        of a single pass."""
-        return int(self.passes == 1)
-
-    def seconds(self, work: Callable[[Alike], Work]) -> float:
-        """Of what `work` says of a kind, on this step's device: the mean over its blocks."""
-        each = (one.number * self.rates.seconds(work(one), one.sequence) for one in self.kinds)
-        return sum(each) / self.depth
-
-    def price(self, seconds: float, peak: int) -> float:
-        """What the best plan has least of."""
-        return seconds / self.roofline + self.worth * peak / GIB
 
 
 @dataclass(frozen=True)
@@ -241,63 +264,24 @@ class _Plan:
     seconds: float
 
 
-def _step(
-    shape: BlockShape,
-    depth: int,
-    tokens: int,
-    sequence: int,
-    fixed: int,
-    vocabulary: int,
-    rates: Rates,
-    wide: bool | None,
-    passes: float = 1,
-    kinds: Sequence[Alike] = (),
-    once: float = 0.0,
-) -> _Step:
-    sizes = tokens, shape.width, vocabulary, shape.weight_bytes * shape.trained, shape.itemsize
-    head = block_cost.linear_cross_entropy(*sizes) if vocabulary else ()
-    own = shape.own(tokens)
-    kinds = tuple(kinds) or (Alike(shape, depth, own, sequence),)
-    passing = [(one.number, one.both(), one.sequence) for one in kinds]
-    other = once + rates.seconds(head, sequence)
-    other += sum(one.number * rates.seconds(one.update(rates), one.sequence) for one in kinds)
-    streaming = 0 if wide is None else buffers.streamed_device_bytes(shape, wide)
-    return _Step(
-        shape=shape,
-        depth=depth,
-        tokens=own,
-        sequence=sequence,
-        rates=rates,
-        wide=wide,
-        passes=passes,
-        fixed=fixed + WORKSPACE + depth * buffers.standing_bytes(shape) + streaming,
-        pinned=0 if wide is None else depth * buffers.streamed_host_bytes(shape, wide),
-        head=buffers.head_bytes(tokens, shape.width, vocabulary, shape.itemsize),
-        flop=total(head).flop + sum(number * total(both).flop for number, both, _ in passing),
-        other=other,
-        roofline=other + sum(number * rates.seconds(both, length) for number, both, length in passing),
-        kinds=kinds,
-    )
-
-
-def _tables(step: _Step, config: MemoryConfig) -> Iterator[tuple[int | None, list[_Option]]]:
+def _tables(step: BlockStep, config: MemoryConfig) -> Iterator[tuple[int | None, list[_Option]]]:
     """(tile, the options it leaves), each list from the least that blocks keep to the most."""
     keeps = [keep for keep in LADDER if config.keep in ("auto", keep)]
     levels = tuple(level for level in LEVELS if config.offload in ("auto", level))
     tiles = (None, *TILES) if config.tile is None else (config.tile,)
     whole = _options(step, "all", None, levels) if "all" in keeps else ()
-    for tile in dict.fromkeys(None if tile is None or tile >= step.tokens else tile for tile in tiles):
+    for tile in dict.fromkeys(None if tile is None or tile >= step.own else tile for tile in tiles):
         tiled = (option for keep in keeps if keep != "all" for option in _options(step, keep, tile, levels))
         yield tile, [*tiled, *whole]
 
 
 @lru_cache(maxsize=128)
 def _options(
-    step: _Step, keep: Level, tile: int | None, levels: tuple[Literal["none", "input", "attention"], ...]
+    step: BlockStep, keep: Level, tile: int | None, levels: tuple[Literal["none", "input", "attention"], ...]
 ) -> tuple[_Option, ...]:
     """A rung's options by what is offloaded; the attention output can be where it is kept. Kept, for a step
     is searched again where a budget holds nothing, or for another budget."""
-    shape, tokens = step.shape, step.tokens
+    shape, tokens = step.shape, step.own
     ahead = step.seconds(lambda one: block_cost.forward(one.shape, one.tokens, one.sequence, tile))
     back = step.seconds(
         lambda one: (
@@ -326,7 +310,7 @@ def _options(
     )
 
 
-def _waiting(step: _Step, moved: int, ahead: float, back: float) -> float:
+def _waiting(step: BlockStep, moved: int, ahead: float, back: float) -> float:
     """Seconds by which a block's copies outlast its passes of `ahead` and `back` seconds, and by which they
     slow its memory.
 
@@ -345,7 +329,7 @@ def _waiting(step: _Step, moved: int, ahead: float, back: float) -> float:
 # ------------------------------------------------------------------ search
 
 
-def _best(step: _Step, config: MemoryConfig, budget: int, host: int) -> _Plan | None:
+def _best(step: BlockStep, config: MemoryConfig, budget: int, host: int) -> _Plan | None:
     """The best plan without offloading, unless the best of all is faster. None when nothing fits."""
     resident, best = None, None
     for tile, options in _tables(step, config):
@@ -357,7 +341,7 @@ def _best(step: _Step, config: MemoryConfig, budget: int, host: int) -> _Plan | 
 
 
 def _search(
-    step: _Step, tile: int | None, options: list[_Option], budget: int, host: int, best: _Plan | None
+    step: BlockStep, tile: int | None, options: list[_Option], budget: int, host: int, best: _Plan | None
 ) -> _Plan | None:
     """The best of `best` and of all plans of `options` at `tile` that fit."""
     least = step.price(best.seconds, best.peak) if best else inf
@@ -381,18 +365,18 @@ def _pairs(options: list[_Option]) -> Iterator[tuple[_Option, _Option]]:
             yield first, last
 
 
-def _bound(step: _Step, first: _Option, last: _Option) -> float:
+def _bound(step: BlockStep, first: _Option, last: _Option) -> float:
     """A price that no plan of this pair undercuts: the fewest seconds in every block, the fewest bytes."""
     seconds = step.other + (step.depth - 1) * min(first.seconds, last.seconds) + last.alone
     kept = int(step.passes * ((step.depth - 1) * first.kept + last.kept)) + step.here * last.host
-    return step.price(seconds, step.fixed + kept + max(last.working, step.head))
+    return step.price(seconds, step.standing + kept + max(last.working, step.head))
 
 
-def _memory(step: _Step, first: _Option, last: _Option, suffix: int) -> tuple[int, int, int]:
+def _memory(step: BlockStep, first: _Option, last: _Option, suffix: int) -> tuple[int, int, int]:
     """Bytes (on the device in the head or the last block, in the last block on `first`, on the host)."""
     before, parked = step.depth - suffix, suffix - step.here
     others = ceil((step.passes - 1) * (before * first.kept + suffix * last.kept))
-    prefix = step.fixed + others + before * first.kept
+    prefix = step.standing + others + before * first.kept
     firsts, lasts = first.host if before else 0, last.host if parked else 0
     own = suffix * last.kept + step.here * last.host + SLOTS * (lasts or firsts)
     late = prefix + own + max(last.working, step.head)
@@ -400,7 +384,7 @@ def _memory(step: _Step, first: _Option, last: _Option, suffix: int) -> tuple[in
     return late, early, step.pinned + ceil(step.passes * (before * first.host + parked * last.host))
 
 
-def _suffixes(step: _Step, first: _Option, last: _Option, budget: int, host: int) -> Iterable[int]:
+def _suffixes(step: BlockStep, first: _Option, last: _Option, budget: int, host: int) -> Iterable[int]:
     """Lengths of the suffix among which the best one is.
 
     From 2 on, seconds and bytes are linear in it and the peak is the greater of two lines, so the price is
@@ -423,7 +407,7 @@ def _suffixes(step: _Step, first: _Option, last: _Option, budget: int, host: int
     return sorted({suffix for suffix in (*ends, *beside) if 1 <= suffix < step.depth})
 
 
-def _smallest(step: _Step, config: MemoryConfig, host: int) -> _Plan | None:
+def _smallest(step: BlockStep, config: MemoryConfig, host: int) -> _Plan | None:
     """The plan with the lowest peak within `host`, whatever its time."""
     frugal, smallest = replace(step, worth=1e9), None
     for tile, options in _tables(step, config):
@@ -434,12 +418,12 @@ def _smallest(step: _Step, config: MemoryConfig, host: int) -> _Plan | None:
 # ------------------------------------------------------------------ answers
 
 
-def _policy(step: _Step, plan: _Plan, budget: int) -> Policy:
+def _policy(step: BlockStep, plan: _Plan, budget: int) -> Policy:
     rungs = _rungs(step, plan)
     again = {
         keep: sum(
             one.number * total(block_cost.recomputed(one.shape, keep, one.tokens, one.sequence)).flop
-            for one in step.kinds
+            for one in step.every
         )
         / step.depth
         for keep in {rung.keep for rung in rungs}
@@ -456,7 +440,7 @@ def _policy(step: _Step, plan: _Plan, budget: int) -> Policy:
     )
 
 
-def _rungs(step: _Step, plan: _Plan) -> tuple[Rung, ...]:
+def _rungs(step: BlockStep, plan: _Plan) -> tuple[Rung, ...]:
     own = (plan.first.rung,) * (step.depth - plan.suffix) + (plan.last.rung,) * (plan.suffix - step.here)
     return (*own, Rung(plan.last.rung.keep)) if step.here else own
 
@@ -466,7 +450,7 @@ def _tile(plan: _Plan) -> int | None:
     return None if plan.first.rung.keep == "all" else plan.tile
 
 
-def _does_not_fit(step: _Step, config: MemoryConfig, budget: int, host: int) -> UsageError:
+def _does_not_fit(step: BlockStep, config: MemoryConfig, budget: int, host: int) -> UsageError:
     """What the settings need at least, and what would fit."""
     smallest = _smallest(step, config, host) or _smallest(step, config, UNBOUNDED)
     assert smallest is not None
@@ -479,15 +463,15 @@ def _does_not_fit(step: _Step, config: MemoryConfig, budget: int, host: int) -> 
         remedy = f"{fewer}, or more host memory: {_needs(step, pinned)}"
     else:
         remedy = (
-            f"{fewer}, a model of fewer bytes, or a plan over several devices: {_gib(step.fixed)} hold before"
-            " the first token"
+            f"{fewer}, a model of fewer bytes, or a plan over several devices: {_gib(step.standing)} hold"
+            " before the first token"
         )
-    what = f"a step of {step.tokens:,} tokens does not fit its memory"
+    what = f"a step of {step.own:,} tokens does not fit its memory"
     expected, found = f"at most {_gib(budget)}, host {_gib(host)}", f"at least {_needs(step, smallest)}"
     return UsageError(what, where="memory", expected=expected, found=found, remedy=remedy)
 
 
-def _needs(step: _Step, plan: _Plan) -> str:
+def _needs(step: BlockStep, plan: _Plan) -> str:
     tile = _tile(plan)
     tiled = f", tile {tile}" if tile else ""
     return f"{_gib(plan.peak)}, host {_gib(plan.host)} ({_spans(_rungs(step, plan))}{tiled})"

@@ -23,10 +23,10 @@ from petune.kernels.block.layout import MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
-from petune.kernels.memory.buffers import streamed_host_bytes, waiting_bytes
+from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.outside import fixed_bytes, once, resident_bytes, vocabulary_of
-from petune.kernels.memory.policy import Alike, Policy, choose, least_bytes
+from petune.kernels.memory.policy import Alike, BlockStep, Policy, choose, least_bytes
 from petune.kernels.memory.private_pools import private_bytes
 from petune.kernels.memory.shape import FIRST, BlockShape, ExpertSizes, Ranks
 from petune.log import say
@@ -202,29 +202,27 @@ class Governor:
         rooms = max((_room_bytes(one, shape, tokens) for one in specs), key=sum)
         every = [spec for one in here for other in _fused_stacks(one) for spec in _specs(other)]
         late = late_bytes(self.waiting * (not self.halved), every, len(here), shape, tokens)
-        streamed = self.config.stream != "none"
-        wide, pinned = self.config.stream == "fp32", 0
-        if streamed and self.config.host is None:
-            pinned = len(specs) * streamed_host_bytes(shape, wide)
-        return choose(
+        if (stream := self.config.stream) == "none":
+            fixed = max(fixed_bytes(*here) + rooms[0], self._standing(device)) + rooms[1] + late
+        else:
+            fixed = resident_bytes(model) + sum(rooms)
+        step = BlockStep(
             shape,
             len(specs),
             tokens,
             min(longest, tokens),
-            resident_bytes(model) + sum(rooms)
-            if streamed
-            else max(fixed_bytes(*here) + rooms[0], self._standing(device)) + rooms[1] + late,
             0 if later else max(map(vocabulary_of, here)),
-            int(min(budget, cap - recorded)) - reserved,
-            # what streams is pinned already, and the system no longer calls it free
-            pinnable(self.config) + pinned,
             rates,
-            self.config,
-            streamed=streamed,
-            passes=self.passes,
-            kinds=kinds_of(specs, dtype, tokens, longest, memory),
-            once=once(model, rates, self.pieces) if begins else 0.0,
+            fixed,
+            None if stream == "none" else stream == "fp32",
+            self.passes,
+            kinds_of(specs, dtype, tokens, longest, memory),
+            once(model, rates, self.pieces) if begins else 0.0,
         )
+        host = pinnable(self.config)
+        if self.config.host is None:  # what streams is pinned already, and the system no longer calls it free
+            host += step.pinned
+        return choose(step, self.config, int(min(budget, cap - recorded)) - reserved, host)
 
     def _standing(self, device: torch.device) -> int:
         """Bytes on the device now; without what other passes that are on the way keep."""
@@ -287,7 +285,7 @@ def _least(
     specs = _specs(stack)
     longest, shape_dtype = rounded(longest, 128), specs[0].computes_in(device.type)
     shape = shape_of(typical(specs), shape_dtype, longest)
-    return least_bytes(shape, len(specs), rounded(tokens), longest, vocabulary, rates, config)
+    return least_bytes(BlockStep(shape, len(specs), rounded(tokens), longest, vocabulary, rates), config)
 
 
 def _specs(stack: Stack) -> list[Spec]:

@@ -17,7 +17,7 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory import policy
 from petune.kernels.memory.block_cost import A100, H200
 from petune.kernels.memory.buffers import streamed_host_bytes
-from petune.kernels.memory.policy import GIB, WORTH, Policy, choose
+from petune.kernels.memory.policy import GIB, WORTH, BlockStep, Policy, choose
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.models.exchange import Exchanged
 from tests.kernels.shapes import BERT, LLAMA, VOCABULARY
@@ -37,8 +37,9 @@ def llama(
     **config: Any,
 ) -> Policy:
     """Budget, host and fixed in GiB."""
-    sizes = (int(fixed * GIB), VOCABULARY, int(budget * GIB), int(host * GIB))
-    return choose(shape, 32, tokens, sequence or tokens, *sizes, H200, MemoryConfig(**config), streamed)
+    wide = False if streamed else None
+    step = BlockStep(shape, 32, tokens, sequence or tokens, VOCABULARY, H200, int(fixed * GIB), wide)
+    return choose(step, MemoryConfig(**config), int(budget * GIB), int(host * GIB))
 
 
 # ------------------------------------------------------------------ known plans
@@ -86,10 +87,8 @@ def test_host_memory_stays_unused_where_the_device_has_room() -> None:
 
 def test_offloading_too_little_to_hide_is_avoided() -> None:
     slow = replace(H200, link=H200.link / 50)
-    found = choose(
-        LLAMA, 32, 8192, 2048, int(FIXED * GIB), VOCABULARY, 24 * GIB, 100 * GIB, slow, MemoryConfig()
-    )
-    assert found.host == 0
+    step = BlockStep(LLAMA, 32, 8192, 2048, VOCABULARY, slow, int(FIXED * GIB))
+    assert choose(step, MemoryConfig(), 24 * GIB, 100 * GIB).host == 0
 
 
 def test_full_fine_tuning_streams_blocks_from_host_memory() -> None:
@@ -111,12 +110,12 @@ def test_blocks_of_several_kinds_take_the_time_of_each_and_a_step_what_is_once()
     """A quarter of the blocks have a window of 128; which is typical decides about their bytes alone."""
     attention, mlp = LLAMA.sublayers
     narrow = replace(LLAMA, described=(replace(attention, core=replace(attention.core, window=128)), mlp))
-    given = (8192, 8192, int(FIXED * GIB), 0, 139 * GIB, 0, H200, MemoryConfig())
 
     def found(shape: BlockShape, *numbers: int, once: float = 0.0) -> Policy:
         kinds = zip((LLAMA, narrow), numbers, strict=False)
-        several = [policy.Alike(one, number, 8192, 8192) for one, number in kinds if number]
-        return choose(shape, 32, *given, kinds=several, once=once)
+        several = tuple(policy.Alike(one, number, 8192, 8192) for one, number in kinds if number)
+        step = BlockStep(shape, 32, 8192, 8192, 0, H200, int(FIXED * GIB), kinds=several, once=once)
+        return choose(step, MemoryConfig(), 139 * GIB, 0)
 
     whole, windows = found(LLAMA), found(narrow)
     mixed, typical = found(LLAMA, 24, 8), found(narrow, 24, 8, once=0.5)
@@ -182,11 +181,12 @@ def test_a_policy_reads_as_two_lines() -> None:
 
 
 def test_several_passes_keep_less_each_and_park_the_last_block_too() -> None:
-    sizes = (16384, 2048, int(FIXED * GIB), VOCABULARY, 76 * GIB, 100 * GIB, H200)
-    one, four = (choose(LLAMA, 16, *sizes, MemoryConfig(), passes=passes) for passes in (1, 4))
+    sizes, limits = (16384, 2048, VOCABULARY, H200, int(FIXED * GIB)), (76 * GIB, 100 * GIB)
+    steps = [BlockStep(LLAMA, 16, *sizes, passes=passes) for passes in (1, 4)]
+    one, four = (choose(step, MemoryConfig(), *limits) for step in steps)
     assert one.rungs == (Rung("all"),) * 16
     assert four.rungs != one.rungs and four.peak <= 76 * GIB
-    parked = choose(LLAMA, 16, *sizes, MemoryConfig("input", offload="input"), passes=4)
+    parked = choose(steps[1], MemoryConfig("input", offload="input"), *limits)
     assert parked.rungs == (Rung("input", "input"),) * 16
     assert parked.host == 4 * 16 * 16384 * LLAMA.width * LLAMA.itemsize
 
@@ -204,7 +204,8 @@ def chosen(
     shape: BlockShape, depth: int, tokens: int, budget: int, host: int, **config: Any
 ) -> Policy | None:
     try:
-        return choose(shape, depth, tokens, tokens, GIB, 32000, budget, host, A100, MemoryConfig(**config))
+        step = BlockStep(shape, depth, tokens, tokens, 32000, A100, GIB)
+        return choose(step, MemoryConfig(**config), budget, host)
     except UsageError:
         return None
 
@@ -249,7 +250,7 @@ def test_no_plan_of_two_rungs_is_better(
     """Against every pair of rungs at every length and tile, its peak found block by block; other passes on
     the way keep all that they keep, their last block as the others."""
     config = MemoryConfig() if offload else MemoryConfig(offload="none")
-    step = policy._step(shape, depth, tokens, tokens, GIB, 32000, A100, None, passes)
+    step = BlockStep(shape, depth, tokens, tokens, 32000, A100, GIB, passes=passes)
     best = float("inf")
     for _, options in policy._tables(step, config):
         for first, last in policy._pairs(options):
@@ -268,7 +269,7 @@ def test_no_plan_of_two_rungs_is_better(
                     for size, option, slot in zip(accumulate(kept), blocks, slots, strict=True)
                 ]
                 others = ceil((passes - 1) * sum(option.kept for option in blocks))
-                peak = step.fixed + others + max(*peaks, sum(kept) + step.head + late)
+                peak = step.standing + others + max(*peaks, sum(kept) + step.head + late)
                 if peak <= budget and ceil(passes * sum(pinned)) <= host:
                     seconds = step.other + sum(option.seconds for option in blocks[:-1])
                     seconds += last.alone if alone else last.seconds
@@ -288,7 +289,8 @@ def test_choosing_is_quick_for_many_blocks() -> None:
     for _ in range(5):
         policy._options.cache_clear()  # a step's options are kept
         began = time.process_time()
-        choose(LLAMA, 80, 131072, 131072, 16 * GIB, VOCABULARY, 80 * GIB, 100 * GIB, H200, MemoryConfig())
+        step = BlockStep(LLAMA, 80, 131072, 131072, VOCABULARY, H200, 16 * GIB)
+        choose(step, MemoryConfig(), 80 * GIB, 100 * GIB)
         times.append(time.process_time() - began)
     assert min(times) < 0.1
 
@@ -312,7 +314,7 @@ def test_blocks_compute_on_own_tokens_and_the_head_on_all() -> None:
     assert shape.own(8192) == 2048 and LLAMA.own(8192) == 8192
     cut = replace(shape, described=(shape.sublayers[0], replace(mlp, connection="sequence")))
     assert cut.own(8192) == 8192, "an MLP that is cut by columns is handed all of them"
-    found = policy._step(shape, 4, 8192, 2048, 0, VOCABULARY, H200, None)
-    whole = policy._step(LLAMA, 4, 8192, 2048, 0, VOCABULARY, H200, None)
-    assert found.tokens == 2048 and found.head == whole.head
+    found = BlockStep(shape, 4, 8192, 2048, VOCABULARY, H200)
+    whole = BlockStep(LLAMA, 4, 8192, 2048, VOCABULARY, H200)
+    assert found.own == 2048 and found.head == whole.head
     assert found.roofline - found.other < (whole.roofline - whole.other) / 3

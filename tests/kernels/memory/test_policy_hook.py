@@ -33,7 +33,7 @@ from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.offload import Passing
 from petune.kernels.memory.outside import STATES, fixed_bytes, once
-from petune.kernels.memory.policy import Policy, choose, least_bytes
+from petune.kernels.memory.policy import BlockStep, Policy, choose, least_bytes
 from petune.kernels.memory.policy_hook import Governor, shape_of
 from petune.models import family_of
 from petune.models.sharded import Shards, put_shards
@@ -74,23 +74,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What policies were asked for, by argument."""
-    names = (
-        "shape",
-        "depth",
-        "tokens",
-        "sequence",
-        "fixed",
-        "vocabulary",
-        "budget",
-        "host",
-        "rates",
-        "config",
-    )
     seen: list[dict[str, Any]] = []
 
-    def record(*args: Any, **settings: Any) -> Policy:
-        seen.append(dict(zip(names, args, strict=True)) | settings)
-        return choose(*args, **settings)
+    def record(step: BlockStep, config: MemoryConfig, budget: int, host: int) -> Policy:
+        seen.append(vars(step) | {"config": config, "budget": budget, "host": host})
+        return choose(step, config, budget, host)
 
     monkeypatch.setattr(policy_hook, "choose", record)
     return seen
@@ -388,7 +376,7 @@ def test_of_a_sharded_model_what_is_here_and_what_is_gathered_is_fixed(
     put_shards(model, Shards(own=20 * GIB, trained=GIB, gathered=5 * GIB))
     Planned(Governor(MemoryConfig()), model, []).under(MemoryConfig(host=1)).kept(CUDA, 2048, 512)
     assert asked[0]["fixed"] == fixed_bytes(model) == (25 + STATES) * GIB
-    assert asked[0]["host"] == GIB and not asked[0]["streamed"]
+    assert asked[0]["host"] == GIB and asked[0]["wide"] is None
     # more is lost between pieces that are gathered, freed and gathered again
     assert asked[0]["budget"] == int((60 + 20 - 10) * 0.9 * GIB) + 10 * GIB
 
@@ -654,7 +642,8 @@ def test_where_one_rank_has_no_room_all_of_them_say_so(peers: str, device: Devic
 )
 def test_a_stack_needs_something_whatever_goes_to_the_host(settings: dict[str, Any]) -> None:
     shape = shape_of(governor().specs[0])
-    found = least_bytes(shape, 24, 16384, 512, 0, rates_of("NVIDIA H200"), MemoryConfig(**settings))
+    step = BlockStep(shape, 24, 16384, 512, 0, rates_of("NVIDIA H200"))
+    found = least_bytes(step, MemoryConfig(**settings))
     assert found > 24 * 4096 * shape.width
 
 
