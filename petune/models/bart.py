@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from petune.models.narrowed import narrowing
+from petune.models.by_fields import deep, narrowing, sized
 from petune.models.spec import (
     Attention,
-    Config,
     Family,
     Mlp,
     Norm,
-    Shape,
-    StackName,
     StackRule,
     SubLayer,
     linears,
@@ -41,17 +38,6 @@ ENCODER = (attention("self_attn"), MLP)
 DECODER = (attention("self_attn", causal=True), attention("encoder_attn", memory="key_value_states"), MLP)
 
 
-def shape(config: Config) -> Shape:
-    """Sizes of a BART config, by its encoder; the decoder has the same width."""
-    heads, width = config.encoder_attention_heads, config.d_model
-    return Shape(heads, heads, width // heads, config.encoder_ffn_dim, width)
-
-
-def depth(config: Config) -> dict[StackName, int]:
-    """Blocks of each stack."""
-    return {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
-
-
 FAMILY = Family(
     name="bart",
     kind="encoder-decoder",
@@ -61,9 +47,9 @@ FAMILY = Family(
     },
     heads=("classification_head",),
     unread=("shared.weight",),  # each stack may have a table of its own, and the head too
-    shape=shape,
+    shape=sized("encoder_attention_heads", "d_model", "encoder_ffn_dim"),
     narrow=narrowing("d_model", "encoder_ffn_dim", "decoder_ffn_dim"),
-    depth=depth,
+    depth=deep({"encoder": "encoder_layers", "decoder": "decoder_layers"}),
 )
 
 

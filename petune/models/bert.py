@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from petune.models.narrowed import narrowing
+from petune.models.by_fields import deep, narrowing, sized
 from petune.models.spec import (
     Attention,
-    Config,
     Family,
     Mlp,
     Norm,
-    Shape,
-    StackName,
     StackRule,
     SubLayer,
     linears,
@@ -42,25 +39,14 @@ BLOCK = (
 )
 
 
-def shape(config: Config) -> Shape:
-    """Sizes of a BERT config; every head has its own keys and values."""
-    heads, width = config.num_attention_heads, config.hidden_size
-    return Shape(heads, heads, width // heads, config.intermediate_size, width)
-
-
-def depth(config: Config) -> dict[StackName, int]:
-    """Blocks of the one stack."""
-    return {"encoder": config.num_hidden_layers}
-
-
 FAMILY = Family(
     name="bert",
     kind="encoder",
     stacks={"encoder": StackRule(blocks="encoder.layer", sublayers=BLOCK)},
     heads=("classifier",),
-    shape=shape,
+    shape=sized("num_attention_heads", "hidden_size", "intermediate_size"),
     narrow=narrowing("hidden_size", "intermediate_size"),
-    depth=depth,
+    depth=deep({"encoder": "num_hidden_layers"}),
     caches=False,
     # the second of the head of masked words, whose table of words is the embedding
     fresh=("pooler", "transform"),

@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from petune.models import bert
+from petune.models.by_fields import narrowing
 from petune.models.disentangled import attended, shared
-from petune.models.narrowed import narrowing
 from petune.models.spec import Attention, Config, Norm, Positions, Shape, StackRule, SubLayer, linears
 from petune.rng.dropout import drop_attention
 

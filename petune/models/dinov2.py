@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import vit
-from petune.models.narrowed import narrowing
+from petune.models.by_fields import narrowing
 from petune.models.spec import Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 # in transformers 5.17 its attention is a module of modules, as BERT's is

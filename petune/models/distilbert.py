@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import bert
-from petune.models.narrowed import narrowing
-from petune.models.spec import Attention, Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
+from petune.models.by_fields import narrowing, sized
+from petune.models.spec import Attention, Mlp, Norm, StackRule, SubLayer, linears
 
 ATTENTION = Attention(
     at="attention",
@@ -24,17 +24,12 @@ BLOCK = (
 )
 
 
-def shape(config: Config) -> Shape:
-    """Sizes of a DistilBERT config; every head has its own keys and values."""
-    return Shape(config.n_heads, config.n_heads, config.dim // config.n_heads, config.hidden_dim, config.dim)
-
-
 FAMILY = replace(
     bert.FAMILY,
     name="distilbert",
     stacks={"encoder": StackRule(blocks="transformer.layer", sublayers=BLOCK)},
     heads=("pre_classifier", "classifier"),
-    shape=shape,
+    shape=sized("n_heads", "dim", "hidden_dim"),
     narrow=narrowing("dim", "hidden_dim"),
     # of the head of masked words, whose table of words is the embedding
     fresh=("vocab_transform", "vocab_layer_norm"),

@@ -39,5 +39,5 @@ FAMILY = Family(
     heads=("score", "classifier", "qa_outputs"),
     shape=llama.shape,
     narrow=narrow,
-    depth=llama.depth,
+    depth=llama.FAMILY.depth,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import llama
-from petune.models.narrowed import narrowing
+from petune.models.by_fields import narrowing
 from petune.models.spec import Attention, Config, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 TRANSPOSED = "its linears are Conv1D, whose weights are transposed"

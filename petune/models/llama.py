@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from petune.models.by_fields import deep
 from petune.models.spec import (
     Attention,
     Config,
@@ -17,7 +18,6 @@ from petune.models.spec import (
     Mlp,
     Norm,
     Shape,
-    StackName,
     StackRule,
     SubLayer,
     linears,
@@ -66,11 +66,6 @@ def narrow(config: Config, reduction: int) -> Config:
     return small
 
 
-def depth(config: Config) -> dict[StackName, int]:
-    """Blocks of the one stack."""
-    return {"decoder": config.num_hidden_layers}
-
-
 RULE = StackRule(blocks="layers", sublayers=BLOCK, tail="norm", rotary="rotary_emb")
 FAMILY = Family(
     name="llama",
@@ -79,7 +74,7 @@ FAMILY = Family(
     heads=("score", "classifier", "qa_outputs"),
     shape=shape,
     narrow=narrow,
-    depth=depth,
+    depth=deep({"decoder": "num_hidden_layers"}),
 )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models import bart, llama
-from petune.models.narrowed import narrowing
-from petune.models.spec import Config, Shape, StackRule
+from petune.models.by_fields import narrowing, sized
+from petune.models.spec import StackRule
 
 BLOCK = tuple(
     replace(one, norm_first="do_layer_norm_before")
@@ -17,18 +17,12 @@ BLOCK = tuple(
 )
 
 
-def shape(config: Config) -> Shape:
-    """Sizes of an OPT config; every head has its own keys and values."""
-    heads, width = config.num_attention_heads, config.hidden_size
-    return Shape(heads, heads, width // heads, config.ffn_dim, width)
-
-
 FAMILY = replace(
     llama.FAMILY,
     name="opt",
     stacks={"decoder": StackRule("decoder.layers", BLOCK, tail="final_layer_norm", counted=True)},
     heads=("score",),
-    shape=shape,
+    shape=sized("num_attention_heads", "hidden_size", "ffn_dim"),
     narrow=narrowing("hidden_size", "ffn_dim"),
     packs=False,
 )

@@ -3,7 +3,7 @@ block to block."""
 
 from __future__ import annotations
 
-from petune.models.narrowed import narrowing
+from petune.models.by_fields import narrowing
 from petune.models.spec import (
     Attention,
     Config,
