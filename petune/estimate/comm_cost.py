@@ -68,6 +68,10 @@ class Load:
         """Bytes of hidden states of a stack, whole."""
         return self.rows * self.tokens[stack] * width * self.itemsize
 
+    def back(self, size: int) -> int:
+        """Bytes of `size` that are sent on the way back."""
+        return size * self.backward
+
 
 def transitions(
     plan: ParallelPlan, family: Family, shape: Shape, depth: Mapping[StackName, int], load: Load
@@ -93,11 +97,9 @@ def transitions(
             )
             found += _around(plan, stack, load, shape)
         if plan.cut.vocabulary:
-            size = _reduced(plan.tp, load.hidden(stacks[-1], shape.width))
+            size = summed_over(plan.tp, load.hidden(stacks[-1], shape.width))
             found.append(
-                Transition(
-                    "vocabulary", "all-reduce / all-reduce", 1, size, _if(load.backward, size), "vocabulary"
-                )
+                Transition("vocabulary", "all-reduce / all-reduce", 1, size, load.back(size), "vocabulary")
             )
     found += _between_stages(plan, family, shape, load)
     return tuple(one for one in found if one.forward or one.backward)
@@ -115,7 +117,7 @@ def _of_stack(
     crossed: bool,
 ) -> Iterator[Transition]:
     hidden = load.hidden(stack, shape.width)
-    gathered, summed = _gathered(cut.sequence or (1,) * ranks, hidden), _reduced(ranks, hidden)
+    gathered, summed = _gathered(cut.sequence or (1,) * ranks, hidden), summed_over(ranks, hidden)
     for where, region in regions_of(family, stack, crossed=crossed):
         if cut.layout(region.kind) == "whole":
             continue
@@ -123,18 +125,14 @@ def _of_stack(
         if cut.layout(region.kind) == "sequence":
             yield from _keys_and_values(cut, ranks, region, where, shape, times, stack, load)
         elif cut.connection == "whole":
-            yield Transition(
-                where, "all-reduce / all-reduce", times, summed, _if(load.backward, summed), "ends"
-            )
+            yield Transition(where, "all-reduce / all-reduce", times, summed, load.back(summed), "ends")
         else:
-            sizes = times, gathered, _if(load.backward, gathered)
+            sizes = times, gathered, load.back(gathered)
             yield Transition(where, "all-gather / reduce-scatter", *sizes, "enter")
             yield Transition(where, "reduce-scatter / all-gather", *sizes, "leave")
     if crossed:  # encoder states enter the decoder once, and every rank's share of their gradient is summed
-        states = _reduced(ranks, load.hidden("encoder", shape.width))
-        yield Transition(
-            "decoder, encoder states", "nothing / all-reduce", 1, 0, _if(load.backward, states), "states"
-        )
+        states = load.back(summed_over(ranks, load.hidden("encoder", shape.width)))
+        yield Transition("decoder, encoder states", "nothing / all-reduce", 1, 0, states, "states")
 
 
 def of_experts(
@@ -153,8 +151,8 @@ def of_experts(
             for own, part in zip(group, parts, strict=True)
         )
         most = max(most, *sent)
-    back = _if(load.backward, int(most * each))
-    yield Transition("decoder experts", "all-to-all / all-to-all", mixtures, int(most * each), back, "within")
+    size = int(most * each)
+    yield Transition("decoder experts", "all-to-all / all-to-all", mixtures, size, load.back(size), "within")
 
 
 def regions_of(family: Family, stack: StackName, *, crossed: bool) -> Iterator[tuple[str, Region]]:
@@ -172,7 +170,7 @@ def _around(plan: ParallelPlan, stack: StackName, load: Load, shape: Shape) -> I
         return
     times = sum(stack in stage.blocks for stage in plan.stages) or 1
     size = _gathered(plan.cut.sequence, load.hidden(stack, shape.width))
-    yield Transition(f"{stack} entry", "slice / all-gather", times, 0, _if(load.backward, size), "entry")
+    yield Transition(f"{stack} entry", "slice / all-gather", times, 0, load.back(size), "entry")
     yield Transition(f"{stack} exit", "all-gather / slice", times, size, 0, "exit")
 
 
@@ -187,13 +185,13 @@ def _keys_and_values(
     )
     if cut.exchange == "ulysses":
         size = (2 * queries + 2 * keys) * (ranks - 1) // ranks**2
-        yield Transition(where, "all-to-all / all-to-all", times, size, _if(load.backward, size), "within")
+        yield Transition(where, "all-to-all / all-to-all", times, size, load.back(size), "within")
         return
     size = _gathered(cut.sequence, 2 * keys)
     if cut.exchange == "ring":  # backward, keys and values go round again, and their gradients with them
-        yield Transition(where, "ring / ring", times, size, _if(load.backward, 2 * size), "within")
+        yield Transition(where, "ring / ring", times, size, load.back(2 * size), "within")
         return
-    yield Transition(where, "all-gather / reduce-scatter", times, size, _if(load.backward, size), "within")
+    yield Transition(where, "all-gather / reduce-scatter", times, size, load.back(size), "within")
 
 
 def _between_stages(plan: ParallelPlan, family: Family, shape: Shape, load: Load) -> Iterator[Transition]:
@@ -208,18 +206,7 @@ def _between_stages(plan: ParallelPlan, family: Family, shape: Shape, load: Load
         for stack in on:
             if family.stacks[stack].bias:
                 size += plan.microbatches * shape.heads * load.tokens[stack] ** 2 * load.itemsize
-        yield Transition(
-            f"stage {index} to {index + 1}", "send / send", 1, size, _if(load.backward, back), "stage"
-        )
-
-
-def _if(flows: bool, size: int) -> int:
-    return size if flows else 0
-
-
-def _reduced(ranks: int, size: int) -> int:
-    """Bytes a rank sends to all-reduce `size`."""
-    return 2 * size * (ranks - 1) // ranks
+        yield Transition(f"stage {index} to {index + 1}", "send / send", 1, size, load.back(back), "stage")
 
 
 def _gathered(shares: Sequence[int], size: int) -> int:
@@ -230,12 +217,18 @@ def _gathered(shares: Sequence[int], size: int) -> int:
 
 def summed_over(ranks: int, size: int) -> int:
     """Bytes a rank sends to all-reduce tensors of `size` bytes."""
-    return _reduced(ranks, size)
+    return 2 * size * (ranks - 1) // ranks
 
 
 def messages(operation: str, ranks: int) -> int:
     """Messages one after the other of a collective in a ring."""
     return 2 * (ranks - 1) if operation == SUM else ranks - 1
+
+
+def of_gradients(where: str, ranks: int, size: int) -> Transition:
+    """The sum over `ranks` of gradients of `size` bytes, once a step."""
+    sent = summed_over(ranks, size)
+    return Transition(f"gradients over {where}, once a step", "- / all-reduce", 1, 0, sent, "gradients")
 
 
 # ---------------------------------------------------------------- pipelines

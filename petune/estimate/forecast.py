@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from petune.errors import MachineError, Problem, UsageError
-from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
+from petune.estimate.comm_cost import (
+    Load,
+    Transition,
+    bubble,
+    of_experts,
+    of_gradients,
+    summed_over,
+    transitions,
+)
 from petune.estimate.footprint import (
     Footprint,
     ForwardPass,
@@ -425,24 +433,12 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
         for name, value in module.named_parameters(remove_duplicate=False)
     }
     partial = sum(size for key, size in trained.items() if names.get(key) in held.placed.partial)
-    found.append(
-        Transition(
-            "gradients over the cut, once a step",
-            "- / all-reduce",
-            1,
-            0,
-            summed_over(plan.tp, partial),
-            "gradients",
-        )
-    )
+    found.append(of_gradients("the cut", plan.tp, partial))
     if plan.sharding is None:
         spread = {name for name, cut in held.placed.slices.items() if cut.axis == "ep"}
         own = sum(size for key, size in trained.items() if names.get(key) in spread)
-        whole = summed_over(plan.dp, sum(trained.values()) - own)
-        for where, size in (("replicas", whole), ("replicas, of experts", summed_over(plan.edp, own))):
-            found.append(
-                Transition(f"gradients over {where}, once a step", "- / all-reduce", 1, 0, size, "gradients")
-            )
+        found.append(of_gradients("replicas", plan.dp, sum(trained.values()) - own))
+        found.append(of_gradients("replicas, of experts", plan.edp, own))
     else:
         found += _of_shards(plan, held, sum(trained.values()))
     return tuple(one for one in found if one.forward or one.backward)
@@ -479,35 +475,15 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
 
     whole = sum(value.nbytes for value in held.tensors() if travels(value))
     gathered = whole * (shards - 1) // shards
-    found = [
-        Transition(
-            "shards of weights",
-            "all-gather / all-gather",
-            1,
-            gathered,
-            gathered if sharding.reshard else 0,
-            "weights",
-        ),
-    ]
+    again = gathered * sharding.reshard
+    found = [Transition("shards of weights", "all-gather / all-gather", 1, gathered, again, "weights")]
     if light:
-        summed = summed_over(plan.dp, trained)
-        found.append(
-            Transition("gradients over replicas, once a step", "- / all-reduce", 1, 0, summed, "gradients")
-        )
-        return found
+        return [*found, of_gradients("replicas", plan.dp, trained)]
     own = trained * (shards - 1) // shards
     found.append(Transition("shards of gradients", "- / reduce-scatter", 1, 0, own, "gradients"))
     if sharding.replicas > 1:
-        found.append(
-            Transition(
-                "gradients over copies",
-                "- / all-reduce",
-                1,
-                0,
-                summed_over(sharding.replicas, trained // shards),
-                "gradients",
-            )
-        )
+        copies = summed_over(sharding.replicas, trained // shards)
+        found.append(Transition("gradients over copies", "- / all-reduce", 1, 0, copies, "gradients"))
     return found
 
 
