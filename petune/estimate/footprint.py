@@ -115,7 +115,7 @@ def footprint(
     """What the rank `at` needs for a forward pass `work` of all replicas; `model` is the whole one, `held`
     the rank's part of it."""
     activations = _activations(held, model, family, plan, at, work)
-    activations += _cast_weights(held.tensors(), work.itemsize)
+    activations += cast_bytes(held.tensors(), work.itemsize)
     blocks = (value for block in held_blocks(held) for value in block.parameters() if not value.requires_grad)
     leaving = _bytes(_once(blocks)) if work.leaves else 0
     return replace(standing(held, plan, work.streamed), activations=activations, leaving=leaving)
@@ -277,11 +277,9 @@ def _saved_at(
 
 def _beside(cut: Cut | None) -> Cut | None:
     """How a ladder is cut: never by heads, and by sequence where the connection is."""
-    return (
-        None
-        if cut is None or cut.connection == "whole"
-        else replace(cut, attention="sequence", mlp="sequence")
-    )
+    if cut is None or cut.connection == "whole":
+        return None
+    return replace(cut, attention="sequence", mlp="sequence")
 
 
 def _extent(stack: StackName, plan: ParallelPlan, at: Coordinate, work: ForwardPass, heads: int) -> Extent:
@@ -316,11 +314,9 @@ def first_trained(model: nn.Module, family: Family) -> tuple[int, int] | None:
     return None
 
 
-def _cast_weights(own: list[Tensor], itemsize: int) -> int:
+def cast_bytes(own: Iterable[Tensor], itemsize: int) -> int:
     """Autocast keeps a copy of every float32 matrix that trains, in its own dtype, until the forward pass is
     over."""
-    if itemsize >= 4:
-        return 0
     return sum(
         value.numel() * itemsize
         for value in own

@@ -26,9 +26,9 @@ def share_of(part: WorkPart, cut: Cut | None, index: int, rows: float = 1.0) -> 
         return 1.0
     if part.place == "head":
         own = part.own_tokens and cut.connection == "sequence" and not cut.vocabulary
-        return _fraction(cut.sequence if own else cut.vocabulary, index)
+        return fraction(cut.sequence if own else cut.vocabulary, index)
     if part.place in ("connection", "ladder"):
-        return _fraction(cut.sequence, index) if cut.connection == "sequence" else 1.0
+        return fraction(cut.sequence, index) if cut.connection == "sequence" else 1.0
     of_mlp = part.place in ("mlp", "experts")
     if cut.layout("mlp" if of_mlp else "attention") == "sequence":
         if part.place == "scores" and cut.exchange == "ulysses":
@@ -37,8 +37,8 @@ def share_of(part: WorkPart, cut: Cut | None, index: int, rows: float = 1.0) -> 
             start, whole = sum(cut.sequence[:index]), sum(cut.sequence)
             end = start + cut.sequence[index]
             return pairs_before(end / whole, behind) - pairs_before(start / whole, behind)
-        return _fraction(cut.sequence, index)
-    return _fraction(cut.columns if of_mlp else cut.heads, index)
+        return fraction(cut.sequence, index)
+    return fraction(cut.columns if of_mlp else cut.heads, index)
 
 
 def _behind(part: WorkPart, cut: Cut, rows: float) -> int:
@@ -95,7 +95,7 @@ def held_of(part: WorkPart, cut: Cut | None, index: int) -> float:
     if cut is None or part.place in ("connection", "ladder"):
         return 1.0
     if part.place == "head":
-        return _fraction(cut.vocabulary, index)
+        return fraction(cut.vocabulary, index)
     kind = "mlp" if part.place == "experts" else part.place
     by_sequence = kind in ("attention", "mlp") and cut.layout(kind) == "sequence"
     return 1.0 if by_sequence else share_of(part, cut, index)
@@ -106,7 +106,8 @@ def held_experts(plan: ParallelPlan) -> list[float]:
     return [held / sum(plan.experts) for held in plan.experts] or [1.0]
 
 
-def _fraction(shares: Sequence[int], index: int) -> float:
+def fraction(shares: Sequence[int], index: int) -> float:
+    """A rank's part by a list of shares; all of it where there is no list."""
     return shares[index] / sum(shares) if shares else 1.0
 
 

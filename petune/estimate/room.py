@@ -16,10 +16,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from petune.estimate.activations import Saved
-from petune.estimate.footprint import MOMENTS, ForwardPass, Held, first_trained, held_by, saved_in
+from petune.estimate.footprint import MOMENTS, ForwardPass, Held, cast_bytes, first_trained, held_by, saved_in
 from petune.estimate.forecast import PROCESS, Sketch
 from petune.estimate.fused_room import fused_blocks_of
 from petune.estimate.message_rooms import message_rooms
+from petune.estimate.rank_shares import fraction
 from petune.estimate.slices import Bytes, Need, RankPart, Rest, between, mixed, on_line
 from petune.kernels.block.cores import calls_cores
 from petune.kernels.memory.buffers import head_bytes
@@ -65,9 +66,9 @@ class RankBytes:
             return self._needed(None, (1.0, 1.0, 1.0, 1.0), rest, again)
         lists = cut.heads, cut.columns, cut.sequence
         held = _mean(index, lists[:2], self.weights)
-        tokens = _part(cut.sequence, index) if cut.connection == "sequence" else 1.0
-        table = _part(cut.vocabulary, index) if cut.vocabulary else 1.0
-        return self._needed(cut, (held, _mean(index, lists, self.features), tokens, table), rest, again)
+        tokens = fraction(cut.sequence, index) if cut.connection == "sequence" else 1.0
+        shares = held, _mean(index, lists, self.features), tokens, fraction(cut.vocabulary, index)
+        return self._needed(cut, shares, rest, again)
 
     def of_experts(self, held: float, copies: float, rest: Rest, again: bool) -> float:
         """What a rank needs that holds such a part of all experts. copies: of tokens that these see, for each
@@ -265,48 +266,32 @@ class RankBytes:
                 tensors = [value for one in (block, *beside) for value in one.parameters()]
                 inside |= set(map(id, tensors))
                 blocks.append(self._of(tensors, sum(saves, Saved())))
-        table = [value for value in cast("Any", model).get_input_embeddings().parameters()]
+        table = {id(value) for value in cast("Any", model).get_input_embeddings().parameters()}
         others = [value for value in held.tensors() if id(value) not in inside]
         head = cast("Any", model).get_output_embeddings() if work.vocabulary_head else None
         ends |= {id(value) for value in (() if head is None else head.parameters())}
-        early = [value for value in others if id(value) not in ends or any(value is one for one in table)]
+        early = [value for value in others if id(value) not in ends or id(value) in table]
         late = [value for value in others if id(value) in ends]
-        scores = (
-            list(work.tokens.values())[-1] * len(head.weight) * (work.itemsize + 8) if head is not None else 0
-        )
-        return RankPart(
-            tuple(blocks),
-            self._of(early, Saved()),
-            self._of(late, Saved()),
-            scores,
-        )
+        entries = 0 if head is None else len(head.weight)
+        scores = list(work.tokens.values())[-1] * entries * (work.itemsize + 8)
+        return RankPart(tuple(blocks), self._of(early, Saved()), self._of(late, Saved()), scores)
 
     def _of(self, tensors: Iterable[Tensor], saved: Saved) -> Bytes:
         own = list(tensors)
         tuned = [value for value in own if value.requires_grad]
         size = sum(value.nbytes for value in tuned)
-        itemsize = self.drawn.work.itemsize
-        copies = sum(
-            value.numel() * itemsize
-            for value in tuned
-            if value.dim() == 2 and value.element_size() > itemsize
-        )
         return Bytes(
-            sum(value.nbytes for value in own) - size,
-            size,
-            size + MOMENTS * sum(value.numel() for value in tuned),
-            copies,
-            saved.row,
-            saved.once,
+            frozen=sum(value.nbytes for value in own) - size,
+            tuned=size,
+            trains=size + MOMENTS * sum(value.numel() for value in tuned),
+            copies=cast_bytes(tuned, self.drawn.work.itemsize),
+            row=saved.row,
+            once=saved.once,
         )
 
 
 def _mean(index: int, lists: Sequence[Sequence[int]], weights: Sequence[int]) -> float:
     """A rank's part by several lists that share things out, of which there are so many; a half where there
     are none."""
-    parts = [(_part(one, index), weight) for one, weight in zip(lists, weights, strict=True) if one]
+    parts = [(fraction(one, index), weight) for one, weight in zip(lists, weights, strict=True) if one]
     return sum(part * weight for part, weight in parts) / sum(weight for _, weight in parts) if parts else 0.5
-
-
-def _part(shares: Sequence[int], index: int) -> float:
-    return shares[index] / sum(shares)
