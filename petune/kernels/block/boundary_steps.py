@@ -6,6 +6,7 @@ rank has to keep the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +36,10 @@ class _Crossing(Step):
     def grads(self, shape: BlockShape) -> dict[str, int]:
         return {} if self.connection == "whole" else {self.x: shape.width * shape.itemsize}
 
+    def said(self, run: BlockRun, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a way of the boundary makes of rows: of all as they lie, or of those of each sequence."""
+        return way(x) if self.connection == "whole" else flat(way(batched(run, x)))
+
 
 @dataclass(eq=False)
 class Enter(_Crossing):
@@ -53,17 +58,12 @@ class Enter(_Crossing):
         return back or self.connection != "whole"
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        x = v[self.x]
-        v[self.y] = x if self.connection == "whole" else flat(run.boundaries[self.at].enter(batched(run, x)))
+        whole = self.connection == "whole"
+        v[self.y] = v[self.x] if whole else self.said(run, v[self.x], run.boundaries[self.at].enter)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
-        whole = self.connection == "whole"
-        if whole:
-            dx = boundary.enter_backward(dy, own=True)
-        else:
-            dx = flat(boundary.enter_backward(batched(run, dy), own=True))
-        then(partial(run.give_own, self.x, dx))
+        way = partial(run.boundaries[self.at].enter_backward, own=True)
+        then(partial(run.give_own, self.x, self.said(run, run.grads.pop(self.y), way)))
 
 
 @dataclass(eq=False)
@@ -86,19 +86,12 @@ class Leave(_Crossing):
         return {} if self.over is not None else {self.y: shape.width * shape.itemsize}
 
     def forward(self, run: BlockRun, v: Values) -> None:
-        boundary, x = run.boundaries[self.at], v[self.x]
-        own = not self.held
-        if self.connection == "whole":
-            v[self.y] = boundary.leave(x, own=own)
-        else:
-            v[self.y] = flat(boundary.leave(batched(run, x), own=own))
+        way = partial(run.boundaries[self.at].leave, own=not self.held)
+        v[self.y] = self.said(run, v[self.x], way)
 
     def backward(self, run: BlockRun, v: Values) -> None:
-        boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
-        whole = self.connection == "whole"
-        run.grads[self.x] = (
-            boundary.leave_backward(dy) if whole else flat(boundary.leave_backward(batched(run, dy)))
-        )
+        way = run.boundaries[self.at].leave_backward
+        run.grads[self.x] = self.said(run, run.grads.pop(self.y), way)
 
 
 def batched(run: BlockRun, x: Tensor) -> Tensor:
