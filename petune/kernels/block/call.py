@@ -32,7 +32,6 @@ from petune.models.tuned_parts import TENSORS, BottleneckPart, LowRank
 from petune.rng.context import running
 from petune.rng.dropout import Drop
 
-Where = tuple[nn.Module, str] | None  # an attribute of a module
 FACTORS = 3  # what a group has made in a forward pass: `Group.factors`
 
 

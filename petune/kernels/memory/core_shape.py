@@ -33,12 +33,8 @@ def core_shape(core: CalledCore, itemsize: int, longest: int = 0, *, pairs: bool
         made = sum(ends[role][1] for role in ("q", "k", "v"))
         between = itemsize * (made + inner + core.table.given(inner))
         between += WIDE * (inner + ends["k"][1])
-    tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
-    whole = sum(value.numel() for value in module.parameters())
-    trains = module.get_submodule(core.table.out.removeprefix(at)).weight.requires_grad
     return CoreShape(
-        weights=whole if trains else whole - tuned,
-        tuned=0 if trains else tuned,
+        **_weights(module, module.get_submodule(core.table.out.removeprefix(at))),
         kept=kept + between,
         within=between / (1 + mixes),  # by measurement
         flop=6.0 * module.num_v_heads * module.head_k_dim * module.head_v_dim if mixes else 0.0,
@@ -46,6 +42,13 @@ def core_shape(core: CalledCore, itemsize: int, longest: int = 0, *, pairs: bool
         if mixes
         else (inner // module.head_dim, ends["k"][1] // module.head_dim, module.head_dim),
     )
+
+
+def _weights(module: nn.Module, linear: nn.Module) -> dict[str, int]:
+    """Its numbers, and those of its tuning beside them: none where its own train, as `linear`'s do."""
+    tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
+    tuned = 0 if cast("Any", linear).weight.requires_grad else tuned
+    return {"weights": sum(value.numel() for value in module.parameters()) - tuned, "tuned": tuned}
 
 
 def _of_layer(layer: nn.Linear, itemsize: int) -> float:
@@ -80,12 +83,8 @@ def _scoring(core: CalledCore, positions: Positions, itemsize: int, longest: int
         made += pairs * (1 + 2 * drops) + 5 * longest
     else:
         made += WIDE * heads
-    tuned = sum(value.numel() for value in module.parameters() if value.requires_grad)
-    whole = sum(value.numel() for value in module.parameters())
-    trains = layers["v"].weight.requires_grad
     return CoreShape(
-        weights=whole if trains else whole - tuned,
-        tuned=0 if trains else tuned,
+        **_weights(module, layers["v"]),
         kept=made + sum(_of_layer(layer, itemsize) for layer in layers.values()),
         within=2 * (pairs + of_table) + itemsize * inner if every else 2 * pairs + 4 * of_table,
         # of both terms, a product of each token with each position; 4 ahead, and made again 12 back

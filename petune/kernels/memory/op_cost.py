@@ -1,5 +1,5 @@
-"""What each operation of petune.kernels.reference, and a few beside them, costs: floating-point operations
-and bytes moved.
+"""What each operation of petune.kernels.reference that a step makes, and a few beside them, costs:
+floating-point operations and bytes moved.
 
 Functions have the reference's names. A multiply-add is two FLOP. Matrices are [rows, columns]; itemsize is
 bytes per element; ranks may be 0: no low-rank part.
@@ -129,18 +129,14 @@ def low_rank_update(rows: float, columns: float, rank: float, itemsize: int = 2)
 
 
 def dropped_low(rows: float, columns: float, rank: float, parts: int, itemsize: int = 2) -> Cost:
-    """`low_rank` of a matrix of which each of so many parts drops elements of its own."""
-    return low_rank(rows, columns, rank, itemsize) + (Cost(hashes=parts * rows * columns) if rank else Cost())
-
-
-dropped_low_backward = dropped_low  # the same matrix is read and drops the same elements
+    """`low_rank` of a matrix of which each of so many parts drops elements of its own; the way back costs the
+    same."""
+    return low_rank(rows, columns, rank, itemsize) + Cost(hashes=parts * rows * columns * (rank > 0))
 
 
 def add_dropped_low_(rows: float, columns: float, rank: float, parts: int, itemsize: int = 2) -> Cost:
     """`low_rank_update` by such parts, dx read and written once."""
-    return low_rank_update(rows, columns, rank, itemsize) + (
-        Cost(hashes=parts * rows * columns) if rank else Cost()
-    )
+    return low_rank_update(rows, columns, rank, itemsize) + Cost(hashes=parts * rows * columns * (rank > 0))
 
 
 def rms_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
@@ -238,16 +234,6 @@ def copy(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(0, 2 * itemsize * rows * columns)
 
 
-def mix(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """A ladder's state and what its gate mixes in read, the mixture written."""
-    return Cost(3 * rows * columns, 3 * itemsize * rows * columns)
-
-
-def mix_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """dy, the state and what is mixed in read, the gradients of both written."""
-    return Cost(6 * rows * columns, 5 * itemsize * rows * columns)
-
-
 def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
     """A product in float32 read, its low-rank part added, the sum written."""
     return Cost(
@@ -263,12 +249,6 @@ def over_lengths(rows: float, columns: float, rank: float, itemsize: int = 2) ->
 def unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:
     """dy and y read, dz written."""
     return Cost(4 * rows * columns, 3 * itemsize * rows * columns)
-
-
-def linear_low(rows: float, inner: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
-    """A matmul that writes float32, and `add_low`."""
-    wider = Cost(0, (4 - itemsize) * rows * columns)
-    return matmul(rows, inner, columns, itemsize) + wider + add_low(rows, columns, itemsize, rank)
 
 
 def cross_entropy_(rows: float, vocabulary: int, itemsize: int = 2) -> Cost:

@@ -21,7 +21,11 @@ def test_costs_add_and_scale() -> None:
     assert Cost(1, 2) + 3 * Cost(10, 20) * 2 == Cost(61, 122)
 
 
-def test_every_operation_of_the_reference_has_a_cost() -> None:
+# what is priced as something else: as its product and `add_low`, as `dropped_low`; a ladder's gates by nobody
+UNPRICED = {"linear_low", "dropped_low_backward", "mix", "mix_backward"}
+
+
+def test_every_operation_of_a_step_has_a_cost() -> None:
     functions = [
         value
         for value in vars(reference).values()
@@ -30,9 +34,11 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
     names = {value.__name__ for value in functions if not value.__name__.startswith("_")} - {
         "wide",
         "written",
+        *UNPRICED,
     }
     assert "cross_entropy_" in names
     assert [name for name in names if not hasattr(op_cost, name)] == []
+    assert not any(hasattr(op_cost, name) for name in UNPRICED)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +66,6 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.add_low(10, 8, rank=4), 9 * 80, 6 * 80 + 2 * 4 * 18),
         (op_cost.unscale(10, 8), 4 * 80, 6 * 80),
         (op_cost.over_lengths(10, 8, 4), 10 * 80, 2 * (80 + 4 * 18)),
-        (
-            op_cost.linear_low(10, 3, 8, rank=4),
-            2 * 240 + 9 * 80,
-            2 * (30 + 24 + 80) + 2 * 80 + 6 * 80 + 2 * 4 * 18,
-        ),
         (op_cost.dense_into(10, 8, 0.5), 0, 2.5 * 80),
         (op_cost.cross_entropy_(10, 100), 6000, 3 * 2 * 1000),
         (op_cost.drop(10, 8), 1600, 2 * 2 * 80),
@@ -88,10 +89,9 @@ def test_an_operation_costs_what_a_hand_computes(found: Cost, flop: float, moved
 
 def test_what_drops_out_is_hashed_element_by_element() -> None:
     assert op_cost.drop(10, 8).hashes == 80
-    assert [
-        cost(100, 10, 4, 3).hashes
-        for cost in (op_cost.dropped_low, op_cost.dropped_low_backward, op_cost.add_dropped_low_)
-    ] == [3000] * 3
+    assert [cost(100, 10, 4, 3).hashes for cost in (op_cost.dropped_low, op_cost.add_dropped_low_)] == [
+        3000
+    ] * 2
     assert op_cost.dropped_low(100, 10, 0, 0).hashes == 0
 
 
