@@ -120,6 +120,17 @@ class How:
         )
 
 
+class Attended(NamedTuple):
+    """What a form has attended to and given, of which it makes the gradients; see `backward`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    kept: KeptTensors
+    how: How
+
+
 # ------------------------------------------------------------------ which form
 
 
@@ -312,9 +323,8 @@ def backward(
     """
     if not len(q) or not len(k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    given = (dout, q, k, v, out, kept, how)
     asked = {name: one for name, one in (("dbias", dbias), ("dsinks", dsinks)) if one is not None}
-    return _FORMS[how.backend][1](*given, **asked)
+    return _FORMS[how.backend][1](dout, Attended(q, k, v, out, kept, how), **asked)
 
 
 # ------------------------------------------------------------------ cudnn
@@ -327,9 +337,8 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTenso
     return _by_token(out), (lse, seed, offset)
 
 
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: KeptTensors, how: How
-) -> QkvGradients:
+def _cudnn_backward(dout: Tensor, done: Attended) -> QkvGradients:
+    q, k, v, out, kept, how = done
     rest = (None, None, None, _length(how, q), _length(how, k), 0.0, how.causal)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         *_by_head(how.batch, dout, q, k, v, out), *kept, *rest, scale=how.scale
@@ -367,10 +376,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTenso
     return out.view_as(q), (lse, state, unused)
 
 
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: KeptTensors, how: How
-) -> QkvGradients:
-    lse, state, unused = kept
+def _flash_backward(dout: Tensor, done: Attended) -> QkvGradients:
+    q, k, v, out, (lse, state, unused), how = done
     rest = (*_starts(how, q, k), 0.0, how.causal, state, unused)
     dq, dk, dv = aten._flash_attention_backward(
         *_laid_out(how, dout, q, k, v, out), lse, *rest, scale=how.scale, **_window(how)
@@ -415,18 +422,11 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTens
 
 
 def _triton_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    kept: KeptTensors,
-    how: How,
-    dbias: Tensor | None = None,
-    dsinks: Tensor | None = None,
+    dout: Tensor, done: Attended, dbias: Tensor | None = None, dsinks: Tensor | None = None
 ) -> QkvGradients:
+    q, k, v, out, (lse,), how = done
     sides, more = _more(how, q, k)
-    given = (dout, q, k, v, out, kept[0], *sides, how.causal, how.scale, how.drop, more, dbias, dsinks)
+    given = (dout, q, k, v, out, lse, *sides, how.causal, how.scale, how.drop, more, dbias, dsinks)
     found: QkvGradients = _kernels().backward(*given)
     return found
 
@@ -450,17 +450,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensor
 
 
 def _sdpa_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    kept: KeptTensors,
-    how: How,
-    dbias: Tensor | None = None,
-    dsinks: Tensor | None = None,
+    dout: Tensor, done: Attended, dbias: Tensor | None = None, dsinks: Tensor | None = None
 ) -> QkvGradients:
-    q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves = [x.detach().requires_grad_() for x in done[:3]]
+    how = done.how
     asked = [one for one in (dbias, dsinks) if one is not None]
     if dbias is not None and how.bias is not None:
         how = replace(how, bias=how.bias.detach().requires_grad_())
@@ -558,16 +551,8 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensor
     return _by_token(out).contiguous(), kept
 
 
-def _ring_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    kept: KeptTensors,
-    how: How,
-    dbias: Tensor | None = None,
-) -> QkvGradients:
+def _ring_backward(dout: Tensor, done: Attended, dbias: Tensor | None = None) -> QkvGradients:
+    q, k, v, out, kept, how = done
     dout, out = _by_head(how.batch, dout, out)
     given = (dout, _three(q, k, v, how), how.bias, how.mask, *_hides(how, q), out, kept, dbias)
     dq, dk, dv = _part(how).travelling.attend_backward(*given)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
-from petune.kernels.block.attention import How, KeptTensors, QkvGradients
+from petune.kernels.block.attention import Attended, How, KeptTensors, QkvGradients
 from petune.rng.context import TokenSpan
 
 WORTH = 512  # keys before a piece, from which two calls of cuDNN take less time than one of flash (H100)
@@ -60,7 +60,8 @@ def backward(
         dout_own, q_own, out_own = (_rows(x, how, own) for x in (dout, q, out))
         keys, values = (_rows(x, how, (0, end)) for x in (k, v))
         rest = kept[at * each : (at + 1) * each]
-        grads = _back(dout_own, q_own, keys, values, out_own, rest, one, first, dsinks)
+        done = Attended(q_own, keys, values, out_own, rest, one)
+        grads = _back(dout_own, done, first, dsinks)
         found.append([attending.in_rows(grad, how.batch) for grad in grads])
     (dq_front, *front), (dq_back, *back) = found  # the second piece sees all keys
     for total, part in zip(back, front, strict=True):
@@ -103,20 +104,11 @@ def _ahead(q: Tensor, k: Tensor, v: Tensor, how: How, first: int) -> tuple[Tenso
     return out, (torch.logaddexp(lse, own_lse), *state)
 
 
-def _back(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    kept: KeptTensors,
-    how: How,
-    first: int,
-    dsinks: Tensor | None,
-) -> QkvGradients:
+def _back(dout: Tensor, done: Attended, first: int, dsinks: Tensor | None) -> QkvGradients:
     """`backward` of one piece."""
+    q, k, v, out, kept, how = done
     if how.backend != "cudnn" or not first:
-        return attending.backward(dout, q, k, v, out, kept, how, None, dsinks)
+        return attending.backward(dout, *done, None, dsinks)
     (k, own_k), (v, own_v) = (x.tensor_split([first], 1) for x in (k, v))
     dq, dk, dv = attending.backward(dout, q, k, v, out, kept, replace(how, causal=False))
     own_dq, own_dk, own_dv = attending.backward(dout, q, own_k, own_v, out, kept, how)
