@@ -1,4 +1,4 @@
-"""A dense frozen weight of fused blocks, and its products.
+"""What frozen weights of fused blocks are multiplied by: their products, and those of a dense one.
 
 A weight with room behind it is [W | b], b [n, r] the factor of its low-rank update. Then one product is x W^T
 + s b^T of [x | s], summed in float32 and rounded once, and one product gives dy W and dy b.
@@ -6,9 +6,10 @@ A weight with room behind it is [W | b], b [n, r] the factor of its low-rank upd
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,15 +52,50 @@ def wide_rows(new: Callable[..., Tensor], rows: int, columns: int) -> Tensor:
     return whole[:, :columns]
 
 
+class PackedWeight(ABC):
+    """The frozen weights of linears that share an input, [sum of outputs, k] with their biases, and the
+    products a fused block makes."""
+
+    rate: Literal["matmul", "matmul_fp8"] = "matmul"  # which rate of a device its products run at
+
+    @property
+    def made(self) -> float:
+        """Bytes a number of what is made dense for each product, 0 where nothing is."""
+        return 0
+
+    @abstractmethod
+    def linear(self, x: Tensor) -> Tensor:
+        """x W^T + bias, [m, k] -> [m, sum of outputs]."""
+
+    @abstractmethod
+    def linear32(self, x: Tensor) -> Tensor:
+        """The same as it is summed, before it is rounded: float32, float64 for float64."""
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no
+        use for it."""
+        return None
+
+    @abstractmethod
+    def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
+        """x W^T + bias + low, rounded once. inlet: what `inlet` gave, if x is its left part."""
+
+    @abstractmethod
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """dy W, [m, sum of outputs] -> [m, k]."""
+
+    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """(dy W, dy b) with b [sum of outputs, r]."""
+        return self.dlinear(dy), dy @ b
+
+
 @dataclass(frozen=True)
-class Dense:
-    """Weight [n, k] and bias [n] as they are; a petune.kernels.block.linear.PackedWeight."""
+class Dense(PackedWeight):
+    """Weight [n, k] and bias [n] as they are."""
 
     weight: Tensor
     bias: Tensor | None
     room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b
-    rate: ClassVar[Literal["matmul"]] = "matmul"
-    made: ClassVar[float] = 0
 
     def linear(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -100,6 +136,6 @@ class Dense:
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         outputs, k = self.weight.shape
         if not self._has_room(b.shape[1]) or outputs <= WIDE * k:
-            return dy @ self.weight, dy @ b
+            return super().dlinear_with(dy, b)
         both = dy @ self._with(b)
         return both[:, :k], both[:, k:]

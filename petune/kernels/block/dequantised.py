@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from petune.kernels.block.dense import Dense, wide_rows
+from petune.kernels.block.dense import Dense, PackedWeight, wide_rows
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import LowFactors
 from petune.models.form import Form
 
 
-class PackedForms:
-    """Forms of weights [n, k], one below the other, and their bias or None; see
-    petune.kernels.block.linear.PackedWeight. room: columns for the factors b behind what is made dense."""
-
-    rate: ClassVar[Literal["matmul"]] = "matmul"
+class PackedForms(PackedWeight):
+    """Forms of weights [n, k], one below the other, and their bias or None. room: columns for the factors b
+    behind what is made dense."""
 
     def __init__(self, forms: Sequence[Form], bias: Tensor | None, ops: Ops, room: int = 0) -> None:
         self.forms, self.bias, self.ops, self.room = forms, bias, ops, room

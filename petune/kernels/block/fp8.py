@@ -8,23 +8,21 @@ are rounded with it once; LoRA's own factors, norms, attention and the head stay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from petune.kernels.block.dense import PackedWeight
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import LowFactors
 from petune.models.fp8 import Fp8, product_of_turned
 
 
-class PackedFp8:
-    """Weights in eight bits, one below the other, and their bias [n] or None; see
-    petune.kernels.block.linear.PackedWeight. Activations and gradients are quantised by `ops`, once for all
-    of them."""
+class PackedFp8(PackedWeight):
+    """Weights in eight bits, one below the other, and their bias [n] or None. Activations and gradients are
+    quantised by `ops`, once for all of them."""
 
-    rate: ClassVar[Literal["matmul_fp8"]] = "matmul_fp8"
-    made: ClassVar[float] = 0
+    rate = "matmul_fp8"
 
     def __init__(self, forms: Sequence[Fp8], bias: Tensor | None, ops: Ops) -> None:
         self.forms, self.bias, self.ops = forms, bias, ops
@@ -47,9 +45,6 @@ class PackedFp8:
         y = self._product(x, torch.promote_types(x.dtype, torch.float32))
         return y if self.bias is None else y.add_(self.bias)
 
-    def inlet(self, m: int, rank: int) -> Tensor | None:
-        return None
-
     def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
         product = self._product(x, torch.promote_types(x.dtype, torch.float32))
         y: Tensor = ops.add_low(None if self.bias is None else self.bias.expand_as(product), product, low)
@@ -60,6 +55,3 @@ class PackedFp8:
         factors = [form.factors for form in self.forms]
         quantised = self.ops.quantise(dy, factors[0] if len(factors) == 1 else torch.cat(factors))
         return product_of_turned(quantised, columns, dy.dtype)
-
-    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return self.dlinear(dy), dy @ b

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from petune.kernels.block.dense import Dense, whole_lines
+from petune.kernels.block.dense import Dense, PackedWeight, whole_lines
 from petune.kernels.block.dequantised import PackedForms, TurnedForm
 from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.dispatch import Ops
@@ -22,55 +22,18 @@ from petune.models.frozen_weight import QuantisedWeight, bytes_in
 from petune.models.tuned_parts import LowRank
 
 
-class PackedWeight(Protocol):
-    """The frozen weights of linears that share an input, [sum of outputs, k] with their biases, and the
-    products a fused block makes."""
-
-    @property
-    def rate(self) -> Literal["matmul", "matmul_fp8"]:
-        """Which rate of a device its products run at."""
-
-    @property
-    def made(self) -> float:
-        """Bytes a number of what is made dense for each product, 0 where nothing is."""
-
-    def linear(self, x: Tensor) -> Tensor:
-        """x W^T + bias, [m, k] -> [m, sum of outputs]."""
-
-    def linear32(self, x: Tensor) -> Tensor:
-        """The same as it is summed, before it is rounded: float32, float64 for float64."""
-
-    def inlet(self, m: int, rank: int) -> Tensor | None:
-        """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no
-        use for it."""
-
-    def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """x W^T + bias + low, rounded once. inlet: what `inlet` gave, if x is its left part."""
-
-    def dlinear(self, dy: Tensor) -> Tensor:
-        """dy W, [m, sum of outputs] -> [m, k]."""
-
-    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """(dy W, dy b) with b [sum of outputs, r]."""
-
-
 @dataclass(frozen=True)
-class Apart:
-    """Weights of several forms, or with and without a bias, one product each; a PackedWeight."""
+class Apart(PackedWeight):
+    """Weights of several forms, or with and without a bias, one product each."""
 
     weights: Sequence[PackedWeight]
     widths: Sequence[int]
-    rate: ClassVar[Literal["matmul"]] = "matmul"
-    made: ClassVar[float] = 0
 
     def linear(self, x: Tensor) -> Tensor:
         return torch.cat([weight.linear(x) for weight in self.weights], 1)
 
     def linear32(self, x: Tensor) -> Tensor:
         return torch.cat([weight.linear32(x) for weight in self.weights], 1)
-
-    def inlet(self, m: int, rank: int) -> Tensor | None:
-        return None
 
     def linear_low(self, x: Tensor, low: LowFactors, ops: Ops, inlet: Tensor | None) -> Tensor:
         s, b = low
@@ -83,9 +46,6 @@ class Apart:
             for weight, own in zip(self.weights, dy.split(list(self.widths), 1), strict=True)
         )
         return sum(rest, first)
-
-    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return self.dlinear(dy), dy @ b
 
 
 def packed(part: LowRank, ops: Ops) -> PackedWeight:

@@ -22,8 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from petune.kernels.block.dense import Dense, matmul32
-from petune.kernels.block.linear import PackedWeight
+from petune.kernels.block.dense import Dense, PackedWeight, matmul32
 from petune.kernels.block.rows import LinearInput, Sink
 from petune.kernels.block.scaling import columns_of, over_vector, own_of, scaled_inputs
 from petune.kernels.dispatch import Ops

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from petune.kernels.block.dense import PackedWeight
 from petune.kernels.block.dequantised import PackedForms
 from petune.kernels.block.fp8 import PackedFp8
-from petune.kernels.block.linear import Apart, Bank, PackedWeight, at_hand
+from petune.kernels.block.linear import Apart, Bank, at_hand
 from petune.kernels.dispatch import Ops, reference_ops
 from petune.models.frozen_weight import FORMS, QuantisedWeight
 from petune.models.tuned_parts import LowRank
