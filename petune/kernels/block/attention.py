@@ -120,7 +120,7 @@ class How:
         )
 
 
-class Attended(NamedTuple):
+class AttentionPass(NamedTuple):
     """What a form has attended to and given, of which it makes the gradients; see `backward`."""
 
     q: Tensor
@@ -324,7 +324,7 @@ def backward(
     if not len(q) or not len(k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     asked = {name: one for name, one in (("dbias", dbias), ("dsinks", dsinks)) if one is not None}
-    return _FORMS[how.backend][1](dout, Attended(q, k, v, out, kept, how), **asked)
+    return _FORMS[how.backend][1](dout, AttentionPass(q, k, v, out, kept, how), **asked)
 
 
 # ------------------------------------------------------------------ cudnn
@@ -337,7 +337,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTenso
     return _by_token(out), (lse, seed, offset)
 
 
-def _cudnn_backward(dout: Tensor, done: Attended) -> QkvGradients:
+def _cudnn_backward(dout: Tensor, done: AttentionPass) -> QkvGradients:
     q, k, v, out, kept, how = done
     rest = (None, None, None, _length(how, q), _length(how, k), 0.0, how.causal)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
@@ -376,7 +376,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTenso
     return out.view_as(q), (lse, state, unused)
 
 
-def _flash_backward(dout: Tensor, done: Attended) -> QkvGradients:
+def _flash_backward(dout: Tensor, done: AttentionPass) -> QkvGradients:
     q, k, v, out, (lse, state, unused), how = done
     rest = (*_starts(how, q, k), 0.0, how.causal, state, unused)
     dq, dk, dv = aten._flash_attention_backward(
@@ -422,7 +422,7 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTens
 
 
 def _triton_backward(
-    dout: Tensor, done: Attended, dbias: Tensor | None = None, dsinks: Tensor | None = None
+    dout: Tensor, done: AttentionPass, dbias: Tensor | None = None, dsinks: Tensor | None = None
 ) -> QkvGradients:
     q, k, v, out, (lse,), how = done
     sides, more = _more(how, q, k)
@@ -450,7 +450,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensor
 
 
 def _sdpa_backward(
-    dout: Tensor, done: Attended, dbias: Tensor | None = None, dsinks: Tensor | None = None
+    dout: Tensor, done: AttentionPass, dbias: Tensor | None = None, dsinks: Tensor | None = None
 ) -> QkvGradients:
     q, k, v = leaves = [x.detach().requires_grad_() for x in done[:3]]
     how = done.how
@@ -551,7 +551,7 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensor
     return _by_token(out).contiguous(), kept
 
 
-def _ring_backward(dout: Tensor, done: Attended, dbias: Tensor | None = None) -> QkvGradients:
+def _ring_backward(dout: Tensor, done: AttentionPass, dbias: Tensor | None = None) -> QkvGradients:
     q, k, v, out, kept, how = done
     dout, out = _by_head(how.batch, dout, out)
     given = (dout, _three(q, k, v, how), how.bias, how.mask, *_hides(how, q), out, kept, dbias)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
-from petune.kernels.block.attention import Attended, How, KeptTensors, QkvGradients
+from petune.kernels.block.attention import AttentionPass, How, KeptTensors, QkvGradients
 from petune.rng.context import TokenSpan
 
 WORTH = 512  # keys before a piece, from which two calls of cuDNN take less time than one of flash (H100)
@@ -60,7 +60,7 @@ def backward(
         dout_own, q_own, out_own = (_rows(x, how, own) for x in (dout, q, out))
         keys, values = (_rows(x, how, (0, end)) for x in (k, v))
         rest = kept[at * each : (at + 1) * each]
-        done = Attended(q_own, keys, values, out_own, rest, one)
+        done = AttentionPass(q_own, keys, values, out_own, rest, one)
         grads = _back(dout_own, done, first, dsinks)
         found.append([attending.in_rows(grad, how.batch) for grad in grads])
     (dq_front, *front), (dq_back, *back) = found  # the second piece sees all keys
@@ -104,7 +104,7 @@ def _ahead(q: Tensor, k: Tensor, v: Tensor, how: How, first: int) -> tuple[Tenso
     return out, (torch.logaddexp(lse, own_lse), *state)
 
 
-def _back(dout: Tensor, done: Attended, first: int, dsinks: Tensor | None) -> QkvGradients:
+def _back(dout: Tensor, done: AttentionPass, first: int, dsinks: Tensor | None) -> QkvGradients:
     """`backward` of one piece."""
     q, k, v, out, kept, how = done
     if how.backend != "cudnn" or not first:
