@@ -30,7 +30,7 @@ from petune.models import FAMILIES, family_of
 from petune.models.frozen_weight import FORMS
 from petune.models.quantise import quantise_blocks
 from petune.parallel.configs import CutConfig, DpConfig, EpConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import make_plan
+from petune.parallel.planning import make_plan
 from petune.saving.peft import to_peft
 from petune.saving.peft_experts import warn_of_conversion
 from petune.saving.serve import _refuse as refuse_to_serve

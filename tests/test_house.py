@@ -93,7 +93,7 @@ LONG_FILES = (
     "petune/models/stack.py",
     "petune/parallel/launch/launcher.py",
     "petune/parallel/launch/process_group.py",
-    "petune/parallel/plan.py",
+    "petune/parallel/planning.py",
     "petune/parallel/runner.py",
     "petune/profiling/throughput.py",
     "petune/rng/dropout.py",

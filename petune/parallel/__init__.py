@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from petune.parallel.mesh import Mesh, alone, make_mesh, renew
     from petune.parallel.objective import Batch, Objective, Outputs
     from petune.parallel.placement import ShardPlace, parallelize
-    from petune.parallel.plan import ALONE, ParallelPlan, describe, make_plan
+    from petune.parallel.plan import ALONE, ParallelPlan, describe
+    from petune.parallel.planning import make_plan
     from petune.parallel.runner import Runner
 
 __all__ = [
@@ -42,7 +43,8 @@ __all__ = [
 _FILES = {
     "ParallelConfig": "configs",
     **dict.fromkeys(("Mesh", "alone", "make_mesh", "renew"), "mesh"),
-    **dict.fromkeys(("ALONE", "ParallelPlan", "describe", "make_plan"), "plan"),
+    **dict.fromkeys(("ALONE", "ParallelPlan", "describe"), "plan"),
+    "make_plan": "planning",
     "Runner": "runner",
     **dict.fromkeys(("is_sharded", "local"), "fsdp"),
     **dict.fromkeys(("Batch", "Objective", "Outputs"), "objective"),

@@ -10,7 +10,8 @@ from torch.distributed.pipelining import schedules
 from petune.estimate.comm_cost import Load, Transition, bubble, of_experts, summed_over, transitions
 from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import ParallelPlan, in_flight, make_plan, waiting
+from petune.parallel.plan import ParallelPlan, in_flight, waiting
+from petune.parallel.planning import make_plan
 from tests.methods.zoo import MOE, ZOO
 
 B, S = 4, 64

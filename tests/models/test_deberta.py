@@ -22,7 +22,7 @@ from petune.models.loading import load_model
 from petune.models.source import resolve_model
 from petune.models.stack import own_stacks
 from petune.parallel.configs import CutConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import make_plan
+from petune.parallel.planning import make_plan
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny

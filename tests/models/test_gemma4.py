@@ -18,7 +18,7 @@ from petune.models import FAMILIES
 from petune.models.loading import packs
 from petune.models.stack import own_stacks
 from petune.parallel.configs import CutConfig, EpConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import make_plan
+from petune.parallel.planning import make_plan
 from tests.methods.zoo import (
     GENERATE,
     ZOO,

@@ -19,7 +19,7 @@ from petune.models.gated_delta import gated_delta_rule
 from petune.models.linear_attention import samples_of
 from petune.models.sites import find_sites
 from petune.parallel.configs import CutConfig, ParallelConfig
-from petune.parallel.plan import make_plan
+from petune.parallel.planning import make_plan
 from tests.methods.peft_twins import assert_trains_as_peft
 from tests.methods.zoo import GENERATE as HOW
 from tests.methods.zoo import SETTINGS, batch, gradients, prompt, stir, table, tiny

@@ -16,7 +16,7 @@ from petune.methods import wrap
 from petune.models import FAMILIES, attention
 from petune.models.stack import own_stacks
 from petune.parallel.configs import CutConfig, ParallelConfig
-from petune.parallel.plan import make_plan
+from petune.parallel.planning import make_plan
 from tests.methods.zoo import (
     GENERATE,
     SETTINGS,

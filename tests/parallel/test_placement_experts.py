@@ -15,7 +15,8 @@ from petune.kernels.configs import MemoryConfig
 from petune.models import FAMILIES, experts
 from petune.models.spec import Pieces
 from petune.parallel.configs import CutConfig, ParallelConfig
-from petune.parallel.plan import ParallelPlan, make_plan
+from petune.parallel.plan import ParallelPlan
+from petune.parallel.planning import make_plan
 from petune.parallel.tensor import shard_params
 from tests.methods.zoo import tiny
 from tests.parallel.cells import BY_COLUMNS, EXPERTS, SHORT_WHOLE, WHOLE_EXPERTS, case, in_part, left

@@ -16,21 +16,17 @@ from petune.models import FAMILIES
 from petune.parallel.configs import ROWS, CutConfig, DpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import (
     ALONE,
-    UNSUPPORTED,
     Cut,
     ParallelPlan,
     Sharding,
     Stage,
     apportion,
-    balanced,
     describe,
     grain,
-    head_in_blocks,
     in_grains,
-    make_plan,
     slow_columns,
-    suggested_list,
 )
+from petune.parallel.planning import balanced, head_in_blocks, make_plan, suggested_list
 from tests.methods.zoo import ZOO
 
 
@@ -486,15 +482,9 @@ def test_blocks_may_differ_from_one_another_but_not_be_dropped(config: ParallelC
     assert plan(ParallelConfig(dp=DpConfig()), "qwen2-causal", **mixed).dp == 2
 
 
-def test_every_unsupported_composition_is_refused_with_its_reason() -> None:
-    asked = {
-        "dp.shard with pp.schedule zero-bubble": ParallelConfig(
-            dp=DpConfig(size=2, shard=True), pp=PpConfig(size=2, schedule="zero-bubble")
-        )
-    }
-    assert set(asked) == {one.name for one in UNSUPPORTED}
-    for one in UNSUPPORTED:
-        assert one.why in faults(asked[one.name], num_hidden_layers=4)[one.where]
+def test_gradients_of_weights_that_fsdp_has_freed_are_not_put_off() -> None:
+    asked = ParallelConfig(dp=DpConfig(size=2, shard=True), pp=PpConfig(size=2, schedule="zero-bubble"))
+    assert "when FSDP has freed them" in faults(asked, num_hidden_layers=4)["parallel.pp.schedule"]
 
 
 def test_all_reasons_come_at_once() -> None:

@@ -17,7 +17,8 @@ from petune.models import FAMILIES
 from petune.models.experts import number_of
 from petune.parallel.configs import DpConfig, EpConfig, ParallelConfig
 from petune.parallel.mesh import Coordinate
-from petune.parallel.plan import ParallelPlan, describe, make_plan
+from petune.parallel.plan import ParallelPlan, describe
+from petune.parallel.planning import make_plan
 from petune.parallel.runner import Runner
 from petune.parallel.spread import ExpertRanks, SpreadHook, cut_experts
 from tests.methods.zoo import tiny

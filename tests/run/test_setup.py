@@ -11,7 +11,7 @@ import pytest
 
 from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import make_plan
+from petune.parallel.planning import make_plan
 from petune.run.setup import blocks_of, holding
 from tests.small_runs import run, settings
 
