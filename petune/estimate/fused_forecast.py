@@ -171,10 +171,8 @@ def _lines(found: Forecast, policies: Sequence[Policy], device: str) -> Iterator
         yield from policy.lines()
     rows = sum(rank.rows for rank in found.ranks if rank.at == replace(rank.at, tp=0, pp=0))
     tokens, pieces = rows * list(found.drawn.work.tokens.values())[-1], found.plan.microbatches
-    seconds, roofline = (
-        pieces * max(policy.seconds for policy in policies) / (1 - found.bubble),
-        pieces * max(policy.roofline for policy in policies),
-    )
+    seconds = pieces * max(policy.seconds for policy in policies) / (1 - found.bubble)
+    roofline = pieces * max(policy.roofline for policy in policies)
     predicted = f"{tokens / seconds:,.0f} tokens/s predicted, {tokens / roofline:,.0f} at the roofline"
     yield f"speed    {predicted}; of the devices alone, for the longest rows"
 

@@ -27,16 +27,18 @@ FlopCounts = Mapping[tuple[StepPhase, str], int]  # operations by phase and by n
 aten = torch.ops.aten
 
 
-def _attention(query: Dims, key: Dims, value: Dims, *_: Any, **__: Any) -> int:
+FORWARD, BACKWARD = (1, 1), (3, 2)  # products of queries with keys, and of probabilities with values
+
+
+def _attention(query: Dims, key: Dims, value: Dims, *_: Any, times: Dims = FORWARD, **__: Any) -> int:
     """Of [batch, heads, length, d]. Keys may have fewer heads, each of which serves several: not every torch
     release counts those."""
     batch, heads, length, width = query
-    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+    return 2 * batch * heads * length * key[-2] * (times[0] * width + times[1] * value[-1])
 
 
-def _attention_backward(grad_out: Dims, query: Dims, key: Dims, value: Dims, *_: Any, **__: Any) -> int:
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
+def _attention_backward(grad_out: Dims, *given: Any, **named: Any) -> int:
+    return _attention(*given, **named, times=BACKWARD)
 
 
 def _flash(
@@ -46,22 +48,18 @@ def _flash(
     starts: Tensor | None,
     key_starts: Tensor | None,
     *_: Any,
+    times: Dims = FORWARD,
     **__: Any,
 ) -> int:
     """Of [batch, length, heads, d], or packed: [tokens, heads, d] beside where sequences start."""
-    return 2 * query.shape[-2] * _pairs(query, key, starts, key_starts) * (query.shape[-1] + value.shape[-1])
+    features = times[0] * query.shape[-1] + times[1] * value.shape[-1]
+    return 2 * query.shape[-2] * _pairs(query, key, starts, key_starts) * features
 
 
 def _flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, key_starts: Tensor | None,
-    *_: Any, **__: Any
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any, **named: Any
 ) -> int:  # fmt: skip
-    return (
-        2
-        * query.shape[-2]
-        * _pairs(query, key, starts, key_starts)
-        * (3 * query.shape[-1] + 2 * value.shape[-1])
-    )
+    return _flash(query, key, value, *rest, **named, times=BACKWARD)
 
 
 def _pairs(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor | None) -> int:
