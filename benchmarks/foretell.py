@@ -21,8 +21,9 @@ from petune.estimate.fused_forecast import CARDS
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.block_step import GIB, BlockStep
 from petune.kernels.memory.outside import fixed_bytes, once, vocabulary_of
-from petune.kernels.memory.policy import GIB, BlockStep, choose
+from petune.kernels.memory.policy import choose
 from petune.kernels.memory.policy_hook import kinds_of, rounded, shape_of, typical, usable
 from petune.models.stack import Stack
 

@@ -87,7 +87,6 @@ LONG_FILES = (
     "petune/files/safetensors.py",
     "petune/kernels/block/attention.py",
     "petune/kernels/memory/offloaded_adamw.py",
-    "petune/kernels/memory/policy.py",
     "petune/kernels/reference.py",
     "petune/kernels/triton/attention.py",
     "petune/models/stack.py",

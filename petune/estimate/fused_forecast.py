@@ -23,8 +23,9 @@ from petune.kernels.configs import Level, MemoryConfig, Rung
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.block_step import GIB, Alike, BlockStep
 from petune.kernels.memory.outside import once, resident_bytes, vocabulary_of
-from petune.kernels.memory.policy import GIB, Alike, BlockStep, Policy, choose, levels_of
+from petune.kernels.memory.policy import Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
     kinds_of,
     late_bytes,

@@ -23,8 +23,8 @@ from petune.estimate.message_rooms import message_rooms
 from petune.estimate.rank_shares import fraction
 from petune.estimate.slices import Bytes, Need, RankPart, Rest, between, mixed, on_line
 from petune.kernels.block.cores import calls_cores
+from petune.kernels.memory.block_step import WORKSPACE
 from petune.kernels.memory.buffers import head_bytes
-from petune.kernels.memory.policy import WORKSPACE
 from petune.kernels.memory.policy_hook import rounded
 from petune.models.spec import Family
 from petune.models.stack import Stack

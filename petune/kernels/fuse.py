@@ -32,8 +32,9 @@ from petune.kernels.graphs.beneath import BeneathGraphs
 from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.graphs.ways import way_through
 from petune.kernels.head.hooks import fuse_head, unfuse_head
+from petune.kernels.memory.block_step import GIB
 from petune.kernels.memory.offload import Store
-from petune.kernels.memory.policy_hook import GIB, Governor
+from petune.kernels.memory.policy_hook import Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.frozen_weight import QuantisedWeight, bytes_in

@@ -32,9 +32,10 @@ from petune.estimate.workload import workload
 from petune.kernels.configs import Rung
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.block_step import GIB, BlockStep
 from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.core_shape import core_shape
-from petune.kernels.memory.policy import GIB, LADDER, BlockStep, Policy
+from petune.kernels.memory.policy import LADDER, Policy
 from petune.kernels.memory.policy_hook import rounded
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Stage

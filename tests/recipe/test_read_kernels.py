@@ -294,12 +294,13 @@ def test_a_rule_is_kept_by_one_recipe_and_broken_by_another(name: str, tmp_path:
 )
 def test_what_memory_contradicts_in_itself_is_said_in_the_words_of_the_policy(config: MemoryConfig) -> None:
     from petune.kernels.memory import block_cost, policy
+    from petune.kernels.memory.block_step import BlockStep
     from petune.kernels.memory.shape import BlockShape
 
     # never looked at: the config is judged first
     shape, rates = (object.__new__(kind) for kind in (BlockShape, block_cost.Rates))
     with pytest.raises(UsageError) as caught:
-        policy.choose(policy.BlockStep(shape, 1, 1, 1, 0, rates), config, 0, 0)
+        policy.choose(BlockStep(shape, 1, 1, 1, 0, rates), config, 0, 0)
     (theirs,) = caught.value.problems
     (ours,) = problems_of({**NEEDED, "memory": asdict(config)})
     assert ours.startswith(f"argument  {theirs.where}: {theirs.what}\n")

@@ -23,10 +23,11 @@ from petune.kernels.block.layout import MEMORY, NO_MASK
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
+from petune.kernels.memory.block_step import GIB, Alike, BlockStep
 from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.core_shape import core_shape
 from petune.kernels.memory.outside import fixed_bytes, once, resident_bytes, vocabulary_of
-from petune.kernels.memory.policy import Alike, BlockStep, Policy, choose, least_bytes
+from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.private_pools import private_bytes
 from petune.kernels.memory.shape import FIRST, BlockShape, ExpertSizes, Ranks
 from petune.log import say
@@ -36,7 +37,6 @@ from petune.models.sharded import shards_of
 from petune.models.stack import Arguments, Stack
 from petune.rng.context import running
 
-GIB = 2**30
 ROUND = 1024
 
 

@@ -16,8 +16,9 @@ from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory import policy
 from petune.kernels.memory.block_cost import A100, H200
+from petune.kernels.memory.block_step import GIB, WORTH, Alike, BlockStep
 from petune.kernels.memory.buffers import streamed_host_bytes
-from petune.kernels.memory.policy import GIB, WORTH, BlockStep, Policy, choose
+from petune.kernels.memory.policy import Policy, choose
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.models.exchange import Exchanged
 from tests.kernels.shapes import BERT, LLAMA, VOCABULARY
@@ -113,7 +114,7 @@ def test_blocks_of_several_kinds_take_the_time_of_each_and_a_step_what_is_once()
 
     def found(shape: BlockShape, *numbers: int, once: float = 0.0) -> Policy:
         kinds = zip((LLAMA, narrow), numbers, strict=False)
-        several = tuple(policy.Alike(one, number, 8192, 8192) for one, number in kinds if number)
+        several = tuple(Alike(one, number, 8192, 8192) for one, number in kinds if number)
         step = BlockStep(shape, 32, 8192, 8192, 0, H200, int(FIXED * GIB), kinds=several, once=once)
         return choose(step, MemoryConfig(), 139 * GIB, 0)
 

@@ -30,10 +30,11 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.fuse import fuse_stages
 from petune.kernels.memory import buffers, policy_hook
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.block_step import BlockStep
 from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.offload import Passing
 from petune.kernels.memory.outside import STATES, fixed_bytes, once
-from petune.kernels.memory.policy import BlockStep, Policy, choose, least_bytes
+from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.policy_hook import Governor, shape_of
 from petune.models import family_of
 from petune.models.sharded import Shards, put_shards
