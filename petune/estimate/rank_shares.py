@@ -29,8 +29,8 @@ def share_of(part: WorkPart, cut: Cut | None, index: int, rows: float = 1.0) -> 
         return fraction(cut.sequence if own else cut.vocabulary, index)
     if part.place in ("connection", "ladder"):
         return fraction(cut.sequence, index) if cut.connection == "sequence" else 1.0
-    of_mlp = part.place in ("mlp", "experts")
-    if cut.layout("mlp" if of_mlp else "attention") == "sequence":
+    kind = kind_of(part)
+    if cut.layout(kind) == "sequence":
         if part.place == "scores" and cut.exchange == "ulysses":
             return 1 / len(cut.sequence)
         if behind := _behind(part, cut, rows):
@@ -38,7 +38,12 @@ def share_of(part: WorkPart, cut: Cut | None, index: int, rows: float = 1.0) -> 
             end = start + cut.sequence[index]
             return pairs_before(end / whole, behind) - pairs_before(start / whole, behind)
         return fraction(cut.sequence, index)
-    return fraction(cut.columns if of_mlp else cut.heads, index)
+    return fraction(cut.columns if kind == "mlp" else cut.heads, index)
+
+
+def kind_of(part: WorkPart) -> str:
+    """The kind of the region that a part of one belongs to."""
+    return "mlp" if part.place in ("mlp", "experts") else "attention"
 
 
 def _behind(part: WorkPart, cut: Cut, rows: float) -> int:
@@ -96,8 +101,7 @@ def held_of(part: WorkPart, cut: Cut | None, index: int) -> float:
         return 1.0
     if part.place == "head":
         return fraction(cut.vocabulary, index)
-    kind = "mlp" if part.place == "experts" else part.place
-    by_sequence = kind in ("attention", "mlp") and cut.layout(kind) == "sequence"
+    by_sequence = part.place in ("attention", "mlp", "experts") and cut.layout(kind_of(part)) == "sequence"
     return 1.0 if by_sequence else share_of(part, cut, index)
 
 
@@ -113,9 +117,7 @@ def fraction(shares: Sequence[int], index: int) -> float:
 
 def by_tokens(part: WorkPart, cut: Cut) -> bool:
     """Whether ranks of a cut have a part for tokens of their own."""
-    if part.place in ("connection", "ladder"):
-        return True
-    return cut.layout("mlp" if part.place in ("mlp", "experts") else "attention") == "sequence"
+    return part.place in ("connection", "ladder") or cut.layout(kind_of(part)) == "sequence"
 
 
 def stacked(work: Workload) -> list[Counter[WorkPart]]:

@@ -87,10 +87,7 @@ class RankBytes:
         plan = ParallelPlan(dp=2, shares=(1, 1), ep=2, experts=(1, self.shape.experts - 1))
         held = held_by(self.drawn.model, self.family, plan, Coordinate())
         work = replace(self.drawn.work, rows=4)
-        return (
-            self._sums(held, plan, work),
-            self._sums(held, replace(plan, shares=(1, 3)), work),
-        )
+        return self._sums(held, plan, work), self._sums(held, replace(plan, shares=(1, 3)), work)
 
     def most(self, cut: Cut, rest: Rest, again: bool, memory: float) -> float:
         """The largest share of a cut that so much memory holds, at most 1."""
@@ -98,11 +95,9 @@ class RankBytes:
         shares = [(share, share, share if by_sequence else 1.0, share) for share in (0.5, 1.0)]
         half, whole = (self._needed(cut, own, rest, again).total for own in shares)
         memory -= self.process
-        return (
-            min(1.0, 1.0 - (whole - memory) / (2 * (whole - half)))
-            if whole > half
-            else float(whole <= memory)
-        )
+        if whole <= half:
+            return float(whole <= memory)
+        return min(1.0, 1.0 - (whole - memory) / (2 * (whole - half)))
 
     def _needed(self, cut: Cut | None, shares: tuple[float, ...], rest: Rest, again: bool) -> Need:
         """Of a rank with such parts of the tensors, of the work, of tokens between sub-layers, and of the
@@ -234,10 +229,8 @@ class RankBytes:
 
     def _halved(self, cut: Cut) -> Cut:
         shape = self.shape
-        group, keys = (
-            shape.heads // shape.kv_heads,
-            (shape.kv_heads - shape.kv_heads // 2, shape.kv_heads // 2),
-        )
+        group = shape.heads // shape.kv_heads
+        keys = (shape.kv_heads - shape.kv_heads // 2, shape.kv_heads // 2)
         columns = (shape.columns - shape.columns // 2, shape.columns // 2)
         return replace(
             cut,

@@ -16,7 +16,12 @@ FEW = 4  # kernels of an update in a pass that take no more than their launches
 
 def result_bytes(shape: BlockShape, place: GroupPlace, behind: int | None) -> int:
     """Bytes of a row of what a product gives."""
-    return shape.linears(place)[1] * (shape.itemsize if behind is None else max(4, shape.itemsize))
+    return shape.linears(place)[1] * item_before(shape, behind)
+
+
+def item_before(shape: BlockShape, behind: int | None) -> int:
+    """Bytes of a number of what a sub-layer gives: in float32 where a bottleneck behind it reads that."""
+    return shape.itemsize if behind is None else max(4, shape.itemsize)
 
 
 def bytes_within(shape: BlockShape, place: GroupPlace) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block.mixture import DOWN, DOWN_BIAS, UP, UP_BIAS, added, learn, learn_bias
+from petune.kernels.block.product_cost import item_before
 from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.rows import LinearInput
 from petune.kernels.block.steps import BlockRun, Charge, Step, Values
@@ -159,11 +160,9 @@ class Combined(OfMixture):
             run.grads[self.share] = routes.unsorted(dshare)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        copies, wider = copies_of(shape, self.part), shape.itemsize
-        wider = wider if self.behind is None else max(4, wider)
         return {
-            self.s: copies * shape.routed.down * shape.itemsize,
-            self.d: math.ceil(self.come * shape.width) * wider,
+            self.s: copies_of(shape, self.part) * shape.routed.down * shape.itemsize,
+            self.d: math.ceil(self.come * shape.width) * item_before(shape, self.behind),
         }
 
     def beside(self, shape: BlockShape) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from petune.kernels.block.mixture import MixturePart
+from petune.kernels.block.product_cost import item_before
 from petune.kernels.block.routed_steps import Combined, Dispatched, copies_of
 from petune.kernels.block.router_steps import OfMixture, OwnOf, Route, widened
 from petune.kernels.block.steps import BlockRun, Step, Values
@@ -148,7 +149,7 @@ class Return(_Message, OfMixture):
         run.grads[self.given] = spread_in(run, self.at).there(dd, _way(v[self.way]))
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        return {self.d: shape.width * (shape.itemsize if self.behind is None else max(4, shape.itemsize))}
+        return {self.d: shape.width * item_before(shape, self.behind)}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         return {self.given: _rows(shape, self.traffic.received)}
