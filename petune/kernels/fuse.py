@@ -86,16 +86,15 @@ def fuse(
     family: Family | None,
     kernels: KernelsName = "auto",
     memory: MemoryConfig | None = None,
-    device: torch.device | None = None,
 ) -> Fused:
     """Fuse what can be fused on the device the model computes on: blocks, else single modules, and the loss
     head. Idempotent.
 
-    memory: what blocks keep for the backward pass; None: chosen. device: where it will compute; None: where
-    it is. Raises UsageError where what is asked for cannot be: kernels "triton" without a device for it,
-    either by name where nothing can be fused, memory.stream without all blocks fused.
+    memory: what blocks keep for the backward pass; None: chosen. Raises UsageError where what is asked for
+    cannot be: kernels "triton" without a device for it, either by name where nothing can be fused,
+    memory.stream without all blocks fused.
     """
-    return fuse_stages([model], family, kernels, memory, device)
+    return fuse_stages([model], family, kernels, memory)
 
 
 def fuse_stages(
@@ -108,7 +107,8 @@ def fuse_stages(
     pieces: int = 1,
     waiting: float = 0.0,
 ) -> Fused:
-    """`fuse` for all stages of a pipeline that a process holds, in order; the last three: see Plan."""
+    """`fuse` for all stages of a pipeline that a process holds, in order. device: where they will compute;
+    None: where they are. The last three: see Plan."""
     model = models[-1]
     first, memory = next(model.parameters()), memory or MemoryConfig()
     device = device or first.device
