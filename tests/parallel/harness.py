@@ -41,7 +41,7 @@ from petune.models.copied import copied
 from petune.models.frozen_weight import restore_dense
 from petune.models.quantise import quantise_blocks
 from petune.models.stack import stacks_in
-from petune.parallel.fsdp import local
+from petune.parallel.fsdp import is_sharded, local
 from petune.parallel.mesh import make_mesh
 from petune.parallel.objective import Objective, Outputs
 from petune.parallel.placement import parallelize
@@ -251,10 +251,24 @@ def objective(case: Case) -> Objective:
     )
 
 
-def optimizer(values: Any) -> torch.optim.Optimizer:
-    """AdamW, see the top of this file for its eps."""
-    groups = [{"params": list(values)}]  # of none, on a stage where nothing trains
-    return torch.optim.AdamW(groups, lr=LR, eps=EPS, weight_decay=0.01)
+class Update:
+    """AdamW, see the top of this file for its eps, over what this rank holds of `values`. Of distributed tensors
+    torch asks for every operation and every shape where its result lies, a third of a rank's time; runs over
+    shards (tests/run/test_rank.py) have petune's own optimizer, over these."""
+
+    def __init__(self, values: Any) -> None:
+        self.values: list[nn.Parameter] = list(values)
+        self.held = [nn.Parameter(local(one)) if is_sharded(one) else one for one in self.values]
+        groups = [{"params": self.held}]  # of none, on a stage where nothing trains
+        self.adamw = torch.optim.AdamW(groups, lr=LR, eps=EPS, weight_decay=0.01)
+
+    def step(self) -> None:
+        """Update the values by their gradients, and forget these."""
+        for value, held in zip(self.values, self.held, strict=True):
+            held.grad = None if value.grad is None else local(value.grad)
+        self.adamw.step()
+        for value, held in zip(self.values, self.held, strict=True):
+            value.grad = held.grad = None
 
 
 # ------------------------------------------------------------------ the steps
@@ -288,7 +302,7 @@ def oracle(case: Case) -> Trace:
     with torch.no_grad():
         trace.logits = logits_of(model.eval(), collate(rows(case, 0)[0], case))
     model.train()
-    adamw = optimizer(tuned.values())
+    update = Update(tuned.values())
     for step in range(case.steps):
         whole = total(case, step)
         loss = 0.0
@@ -307,8 +321,7 @@ def oracle(case: Case) -> Trace:
             float(torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients.values()])))
         )
         torch.nn.utils.clip_grad_norm_(tuned.values(), trace.norms[0] / 2)
-        adamw.step()
-        adamw.zero_grad()
+        update.step()
     trace.tuned = {name: value.detach().clone() for name, value in tuned.items()}
     return trace
 
@@ -351,7 +364,7 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
     trace.logits = runner.logits(collate(rows(case, 0)[0], case))
     for module in runner.modules:
         module.train()
-    adamw = optimizer(runner.tuned.values())
+    update = Update(runner.tuned.values())
     for step in range(case.steps):
         batches = [collate(mine, case) for chosen in rows(case, step) if (mine := runner.share(chosen))]
         trace.losses.append(
@@ -361,8 +374,7 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
             trace.gradients = runner.whole({name: gradient(value) for name, value in runner.tuned.items()})
         limit = limit if limit is not None else runner.clip(None) / 2
         trace.norms.append(runner.clip(limit))
-        adamw.step()
-        adamw.zero_grad()
+        update.step()
     trace.tuned = runner.whole(runner.tuned)
     blocks = [block for module in runner.modules for block in fused_blocks(module)]
     whole = [

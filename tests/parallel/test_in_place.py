@@ -132,15 +132,14 @@ def test_a_frozen_shard_that_changes_after_the_first_pass_is_refused(name: str) 
 def losses(case: Case, evaluated: bool) -> list[float]:
     """Of two steps, before each of which the model is evaluated, or not."""
     runner, found = harness.place(case, case.plan), []
-    adamw = harness.optimizer(runner.tuned.values())
+    update = harness.Update(runner.tuned.values())
     for step in range(2):
         if evaluated:
             with torch.no_grad():
                 runner.logits(collate(rows(case, step)[0], case))
             runner.model.train()
         found.append(pass_of(case, runner, step))
-        adamw.step()
-        adamw.zero_grad()
+        update.step()
     return found
 
 
