@@ -8,6 +8,7 @@ tests/test_mutations.py, in its own long part.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -22,6 +23,7 @@ from petune.models import fp8
 from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan, Sharding
 from tests.methods.zoo import FOUR
+from tests.parallel import harness
 from tests.parallel.cells import (
     APART,
     CELLS,
@@ -44,10 +46,27 @@ from tests.parallel.cells import (
 )
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLAPPED, VOCABULARY, pp
+from tests.pool import Standing
 
 long = pytest.mark.long
 # Masks and angles differ from block to block: one method under each plan in the short part.
 MIXED = [(backend, METHODS[at % 4], "gemma3-causal") for at, backend in enumerate(BACKENDS)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Standing]:
+    """Ranks that stay to the end of this file."""
+    made = Standing()
+    yield made
+    made.end()
+
+
+@pytest.fixture(autouse=True)
+def _standing(request: pytest.FixtureRequest, ranks: Standing) -> Iterator[None]:
+    """They run the cases, but for those of a test that patches something, which they would not see."""
+    harness.standing = None if "monkeypatch" in request.fixturenames else ranks
+    yield
+    harness.standing = None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.pool import RankError, run
+from tests.pool import RankError, Standing, run
 
 
 def _sum(start: torch.Tensor) -> dict[str, Any]:
@@ -101,6 +101,24 @@ def test_no_rank_outlives_its_call() -> None:
     run(2, _sum, torch.ones(1))
     with pytest.raises(AssertionError):
         run(3, _fail_on_one, AssertionError)
+    assert not multiprocessing.active_children()
+
+
+def _who() -> tuple[int, float]:
+    value = torch.ones(())
+    dist.all_reduce(value)
+    return os.getpid(), float(value)
+
+
+def test_ranks_that_stay_are_the_same_for_every_call_until_one_fails() -> None:
+    standing = Standing()
+    first, again, others = (standing.run(world, _who) for world in (2, 2, 3))
+    assert first == again and [value for _, value in others] == [3, 3, 3]
+    with pytest.raises(AssertionError, match="rank 1: "):
+        standing.run(2, _fail_on_one, AssertionError)
+    anew = standing.run(2, _who)
+    assert not {*anew} & {*first} and standing.run(3, _who) == others
+    standing.end()
     assert not multiprocessing.active_children()
 
 

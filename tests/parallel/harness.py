@@ -52,7 +52,7 @@ from petune.run.objective import objective_of
 from petune.tasks import TASKS, loss_sum
 from petune.tasks.loss import count, trained_positions
 from tests.methods.zoo import SETTINGS, VOCAB, signalled, stir, table, tiny, writes_beside
-from tests.pool import run
+from tests.pool import Standing, run
 
 Batch = dict[str, Tensor]
 Row = dict[str, Any]
@@ -60,6 +60,7 @@ PASSES = (5, 3)  # rows of the forward passes of a step
 LR, EPS = 1e-3, 1e-4
 EOS = 2  # what BART's and T5's classifiers look for, once in each row
 CPU = torch.device("cpu")
+standing: Standing | None = None  # where a module of tests has ranks that stay, they run its cases
 DROPOUTS = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "bart": ("dropout", "attention_dropout", "activation_dropout"),
@@ -252,9 +253,9 @@ def objective(case: Case) -> Objective:
 
 
 class Update:
-    """AdamW, see the top of this file for its eps, over what this rank holds of `values`. Of distributed tensors
-    torch asks for every operation and every shape where its result lies, a third of a rank's time; runs over
-    shards (tests/run/test_rank.py) have petune's own optimizer, over these."""
+    """AdamW, see the top of this file for its eps, over what this rank holds of `values`. Of distributed
+    tensors torch asks for every operation and every shape where its result lies, a third of a rank's time;
+    runs over shards (tests/run/test_rank.py) have petune's own optimizer, over these."""
 
     def __init__(self, values: Any) -> None:
         self.values: list[nn.Parameter] = list(values)
@@ -435,13 +436,16 @@ def on_other_rows(case: Case) -> Case | None:
 
 def _check(case: Case, timeout: float) -> float:
     expected = oracle(case)
-    found = run(case.plan.world, _steps, case, expected.norms[0] / 2, timeout=timeout)
+    called: Any = (case.plan.world, _steps, case, expected.norms[0] / 2)
+    found = run(*called, timeout=timeout) if standing is None else standing.run(*called, timeout=timeout)
     return compare([Trace(**part) for part in found], expected, case)
 
 
 def _steps(case: Case, limit: float) -> dict[str, Any]:
     # a fork has the model for itself, and copying one takes a fifth of a rank's time
-    return dict(vars(steps(case, case.plan, limit, _built(case))))
+    trace = steps(case, case.plan, limit, _built(case))
+    _built.cache_clear()  # a rank that stays has cut it
+    return dict(vars(trace))
 
 
 def compare(found: list[Trace], expected: Trace, case: Case) -> float:
