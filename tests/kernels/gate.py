@@ -58,8 +58,8 @@ def gate(names: list[str] | None = None, path: Path = ROOT, part: Part = "all") 
     """Every variant of the modules, compiled in a process of its own: the interpreter is chosen at import.
 
     part: "all" compiles each for every architecture; "crossed" compiles so many that every dtype, constant
-    and number of warps of a kernel is in one (tests/crossings.py), for the architectures in turn, the first
-    of a kernel for all."""
+    and number of warps of a kernel is in one (tests/crossings.py), for the architectures in turn, each of
+    which so compiles every kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given = os.environ.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(path), given)))
@@ -108,8 +108,9 @@ def _architectures(variants: list[Any], part: Part) -> list[list[int]]:
     for place, (kernel, *_) in enumerate(variants):
         places[kernel.__name__].append(place)
     for own in places.values():
-        for turn, at in enumerate(sorted(cover([_cell(*variants[place]) for place in own], 1))):
-            found[own[at]] = [every[turn % len(every)]] if turn else every
+        chosen = sorted(cover([_cell(*variants[place]) for place in own], 1))
+        for turn, at in enumerate(chosen):
+            found[own[at]] = [every[turn % len(every)]] if len(chosen) > 1 else every
     return found
 
 
