@@ -54,7 +54,7 @@ MIXED = [(backend, METHODS[at % 4], "gemma3-causal") for at, backend in enumerat
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Standing]:
+def that_stay() -> Iterator[Standing]:
     """Ranks that stay to the end of this file."""
     made = Standing()
     yield made
@@ -62,9 +62,9 @@ def ranks() -> Iterator[Standing]:
 
 
 @pytest.fixture(autouse=True)
-def _standing(request: pytest.FixtureRequest, ranks: Standing) -> Iterator[None]:
+def _standing(request: pytest.FixtureRequest, that_stay: Standing) -> Iterator[None]:
     """They run the cases, but for those of a test that patches something, which they would not see."""
-    harness.standing = None if "monkeypatch" in request.fixturenames else ranks
+    harness.standing = None if "monkeypatch" in request.fixturenames else that_stay
     yield
     harness.standing = None
 
