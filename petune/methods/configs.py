@@ -24,6 +24,12 @@ ACTIVATIONS = (
 ADAPTERHUB = {"swish": "silu", "leakyrelu": "leaky_relu"}  # its words for two of them
 ALSO_TRAIN = "modules trained whole beside the method; auto: the task head of the family"
 
+# Usual rates are those of models WIDTH wide. LoRA's are published as 1e-4 to 2e-4 there, 4e-4 at 1,024 and
+# 5e-4 at 768 (Hu et al. 2021), and as falling with width to the power of 0.78 in Llamas and 0.08 in Qwen
+# (Thinking Machines' Tinker, 2025). MiniLM, 384 wide, learns at 5e-4 and falls apart at 1e-3. Full
+# fine-tuning's, 1e-5 to 5e-5, are published alike from 384 to 8,192.
+WIDTH, LR_POWER = 4096, 0.4
+
 ROOM = 0.5  # of a GPU's free memory, which an activation cache may take where nobody says more or less
 
 
@@ -268,8 +274,8 @@ class Method:
 
     config: type[MethodConfig]
     module: str  # defines apply(model, family, config, also_train), which rewrites a model in place
-    # for large pretrained models; small ones want more, so the shipped recipes set lr themselves
-    usual_lr: float
+    usual_lr: float  # of pretrained models that are WIDTH wide
+    lr_power: float = LR_POWER  # of WIDTH / width, by which it grows
     files: FileLayout = "petune"
     needs_family: bool = False  # it finds its places by the family's table alone
     trains_base: bool = False  # every parameter trains, and nothing is left of the base
@@ -279,6 +285,10 @@ class Method:
     ladder: bool = False  # a network of its own climbs beside the blocks
     # its blocks give the same in every step, and have a forward pass alone
     still: bool = False
+
+    def lr_at(self, width: int | None) -> float:
+        """The usual learning rate of a model `width` wide, to two digits; None: WIDTH."""
+        return float(f"{self.usual_lr * (WIDTH / (width or WIDTH)) ** self.lr_power:.1e}")
 
     @property
     def head_alone(self) -> bool:
@@ -293,7 +303,7 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "full": Method(
-        FullConfig, "petune.methods.full", 2e-5, files="transformers", trains_base=True, mergeable=True
+        FullConfig, "petune.methods.full", 2e-5, 0.0, "transformers", trains_base=True, mergeable=True
     ),
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from petune.methods.configs import METHODS, method_of
-from petune.recipe import Recipe
+from petune.recipe import Recipe, usual_rate
 from petune.recipe.yaml_lines import write_scalar
 from petune.run.build import Prepared
 
@@ -48,7 +48,7 @@ def draft(prepared: Prepared, file: Path) -> str:
         "",
         "# how",
         *_method(recipe, values["method"]),
-        _line("lr", recipe.learning_rate, _why_rate(recipe)),
+        _line("lr", recipe.learning_rate, _why_rate(prepared)),
         _line(
             "epochs",
             int(recipe.epochs) if recipe.epochs.is_integer() else recipe.epochs,
@@ -102,11 +102,10 @@ def _method(recipe: Recipe, values: dict[str, Any]) -> Iterator[str]:
     yield from (_line(key, values[key], indent="  ") for key in values if key in given - {"name", *_WORDS})
 
 
-def _why_rate(recipe: Recipe) -> str:
-    name, usual = recipe.method_name, method_of(recipe.method).usual_lr
-    if recipe.lr is not None:
+def _why_rate(prepared: Prepared) -> str:
+    recipe = prepared.recipe
+    name, usual = recipe.method_name, usual_rate(recipe, prepared.config)
+    if recipe.lr != usual:
         return f"given; usual for {name}: {usual:g}"
-    if "r" not in recipe.resolved()["method"]:
-        return f"usual for {name}"
-    full = METHODS["full"].usual_lr
-    return f"usual for {name}, whatever the rank: {usual / full:g} times full's {full:g}"
+    how = " at this width" if method_of(recipe.method).lr_power else ""
+    return f"usual for {name}{how}" + (", whatever the rank" if hasattr(recipe.method, "r") else "")

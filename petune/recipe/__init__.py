@@ -7,7 +7,7 @@ run may not change, `resolved` whether the settings of a run are what it wrote. 
 pydantic; checking a recipe needs no torch.
 """
 
-from petune.recipe.neutral import far_from_known
+from petune.recipe.neutral import far_from_known, usual_rate, with_rate
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
 from petune.recipe.resolved import is_sealed, load_resolved, sealed_settings
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
@@ -29,4 +29,6 @@ __all__ = [
     "sealed_settings",
     "settings_text",
     "shipped_recipes",
+    "usual_rate",
+    "with_rate",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from petune.methods.configs import method_of
+from petune.methods.configs import WIDTH, method_of
 from petune.recipe.raw import Written, as_mapping
 from petune.recipe.schema import Recipe
 
@@ -37,10 +37,22 @@ def neutral_note(recipe: Recipe) -> str:
     """One line: the settings a run without a recipe has."""
     rank = f" with r {recipe.method.r}" if hasattr(recipe.method, "r") else ""
     task = recipe.task or "by data and model"
+    rate = "lr by the model's width" if recipe.lr is None else f"lr {recipe.lr:g}"
     return (
-        f"no recipe was given, so the defaults hold: {recipe.method_name}{rank}, lr {recipe.learning_rate:g},"
+        f"no recipe was given, so the defaults hold: {recipe.method_name}{rank}, {rate},"
         f" {recipe.epochs:g} epochs, task {task}; petune init writes a recipe to edit"
     )
+
+
+def usual_rate(recipe: Recipe, config: Any) -> float:
+    """The usual learning rate of the method for a model of this config in transformers."""
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    return method_of(recipe.method).lr_at(width)
+
+
+def with_rate(recipe: Recipe, config: Any) -> Recipe:
+    """The recipe with the usual learning rate for its model where it sets none."""
+    return recipe.model_copy(update={"lr": usual_rate(recipe, config)}) if recipe.lr is None else recipe
 
 
 def demo_note(
@@ -57,12 +69,14 @@ def demo_note(
     replaced = [key for key in ("model", "data") if _source(key, before) != _source(key, written.tree)]
     replaced += ["method"] if name != recipe.method_name else []
     usual = {key: Recipe.model_fields[key].default for key in _CHOSEN_FOR_DEMO} | neutral_settings()
-    usual["lr"] = method_of(recipe.method).usual_lr
+    method = method_of(recipe.method)
+    usual["lr"] = method.usual_lr
+    rate = f"{method.usual_lr:g}" + (f" at a width of {WIDTH:,}" if method.lr_power else "")
     kept = [key for key in _CHOSEN_FOR_DEMO if key not in fresh and before.get(key, usual[key]) != usual[key]]
     if not replaced or not set(kept) & set(_DECIDE):
         return None
     said = [
-        f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {usual[key]:g})" if key == "lr" else "")
+        f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {rate})" if key == "lr" else "")
         for key in kept
     ]
     nulls = " ".join(
@@ -79,24 +93,26 @@ def _source(key: str, tree: Mapping[str, Any]) -> Any:
     return (as_mapping((key,), tree.get(key)) or {}).get("path") if key == "data" else tree.get(key)
 
 
-def far_from_known(recipe: Recipe, trainable: int, trained_tokens: int | None, steps: int) -> Iterator[str]:
+def far_from_known(
+    recipe: Recipe, config: Any, trainable: int, trained_tokens: int | None, steps: int
+) -> Iterator[str]:
     """Lines about a learning rate, a rank or a number of steps that is far from what is known to work.
 
-    `trainable`: parameters that train. `trained_tokens`: of the rows, each counted once; None where rows are
-    trained, not tokens. Of rate and rank nothing is said for the demo models, which are far smaller than
-    those the evidence is about.
+    `config`: of its model, in transformers. `trainable`: parameters that train. `trained_tokens`: of the
+    rows, each counted once; None where rows are trained, not tokens. Of rate and rank nothing is said for the
+    demo models, which are far smaller than those the evidence is about.
     """
     if steps < FEW_STEPS and recipe.max_steps is None:
         yield f"{steps} steps are few to learn from: raise epochs, or lower batch_size"
     if recipe.model.startswith("demo:"):
         return
-    usual = method_of(recipe.method).usual_lr
+    usual = usual_rate(recipe, config)
     times = recipe.learning_rate / usual
     if times >= FAR or times <= 1 / FAR:
         ratio = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
         yield (
             f"lr {recipe.learning_rate:g} is {ratio} the usual {usual:g} of {recipe.method_name} for"
-            " pretrained models"
+            " models of this width"
         )
     rank = getattr(recipe.method, "r", None)
     if rank and trained_tokens and trained_tokens * BITS_OF_TOKEN > trainable * BITS_OF_PARAMETER:

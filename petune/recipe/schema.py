@@ -88,7 +88,7 @@ class Recipe(BaseModel):
         None, description="batch_size of evaluation; null: the same"
     )
     lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
-        None, description="peak learning rate; null: the method's usual one"
+        None, description="peak learning rate; null: the method's usual one, by the model's width"
     )
     schedule: Literal["linear", "cosine", "constant"] = Field(
         "linear", description="lr after the warm-up; linear and cosine end at 0"
@@ -269,7 +269,7 @@ class Recipe(BaseModel):
 
     @property
     def learning_rate(self) -> float:
-        """`lr`, or the method's usual one when the recipe sets none."""
+        """`lr`; the method's usual one of a wide model where none is set and the model was not looked at."""
         return method_of(self.method).usual_lr if self.lr is None else self.lr
 
     def where(self, key: str) -> str:
@@ -301,8 +301,7 @@ class Recipe(BaseModel):
         return found
 
     def resolved(self) -> dict[str, Any]:
-        """Every value as plain data: the learning rate filled in, inputs that lie on this machine as absolute
-        paths."""
+        """Every value as plain data: inputs that lie on this machine as absolute paths."""
         values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         values["data"] = _as_dict(self.data)
         values["method"] = {"name": self.method_name, **_as_dict(self.method)}
@@ -310,7 +309,6 @@ class Recipe(BaseModel):
         values["parallel"] = {name: _as_dict(axis) for name, axis in self.parallel.axes.items()} or (
             AUTO if self.parallel.auto else "none"
         )
-        values["lr"] = self.learning_rate
         for path in INPUTS:
             holder = values["data"] if path[0] == "data" else values
             if isinstance(holder.get(path[-1]), str):

@@ -43,7 +43,7 @@ from petune.models.source import ModelSource, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.parallel.placement import Placement, parts_of
 from petune.parallel.tensor.shard_params import refuse_cut_form
-from petune.recipe import Recipe
+from petune.recipe import Recipe, with_rate
 from petune.run.balance import balance_in
 from petune.run.fisher import weigh_by_rows
 from petune.run.fusing import fuse
@@ -163,7 +163,7 @@ def prepare(
     """
     base = base or Base(recipe, objects)
     source, config = base.source, base.config
-    kind = kind_of(config)
+    recipe, kind = with_rate(recipe, config), kind_of(config)
     name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder, objects.data), kind)
     check_fit(name, kind, recipe.data.packing, packs(config), reads(config))
     refuse_settings(recipe.data, reads(config))

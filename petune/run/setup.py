@@ -28,7 +28,7 @@ from petune.tasks.examples import MASKED
 def setup(step: OptimizerStep, metric: Metric, run_id: str) -> dict[str, Any]:
     """The facts of a run that is set up, as JSON has them."""
     prepared, (method, (trained, total)) = step.prepared, step.described
-    recipe, rows = prepared.recipe, prepared.rows
+    recipe, rows, tokens = prepared.recipe, prepared.rows, prepared.encoded.report.trained
     return {
         "run_id": run_id,
         "began": round(time.time(), 1),
@@ -44,7 +44,7 @@ def setup(step: OptimizerStep, metric: Metric, run_id: str) -> dict[str, Any]:
         "steps": _steps(step.steps, packed=prepared.encoded.packed),
         "data": data_facts(prepared),
         "plan": _plan(step),
-        "warnings": list(far_from_known(recipe, trained, prepared.encoded.report.trained, step.steps.total)),
+        "warnings": list(far_from_known(recipe, prepared.config, trained, tokens, step.steps.total)),
     }
 
 

@@ -41,7 +41,7 @@ def header_lines(
     recipe, rows = prepared.recipe, prepared.rows
     method, (trained, total) = described
     units = "packed sequences" if recipe.data.packing else "rows"
-    far = far_from_known(recipe, trained, prepared.encoded.report.trained, steps.total)
+    far = far_from_known(recipe, prepared.config, trained, prepared.encoded.report.trained, steps.total)
     return [
         *(f"recipe   {note}" for note in recipe.notes),
         f"model    {prepared.source.note}",

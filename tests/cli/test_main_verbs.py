@@ -180,7 +180,7 @@ def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
     )
     text = (tmp_path / "mine.yaml").read_text()
     assert (
-        "lr: 0.0002" in text
+        "lr: 0.0008" in text  # that of its width
         and "task: causal" in text
         and "max_steps: 2" in text
         and "# usual for lora" in text

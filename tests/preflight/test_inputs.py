@@ -204,8 +204,9 @@ def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) 
     written = load_recipe("own.yaml")
     assert check_inputs(written).distant == () and written.notes == ()
     different = {key for key, value in written.resolved().items() if value != asked.resolved()[key]}
-    assert different == {"name", "task", "data", "out"}
-    assert (written.task, written.lr, written.out) == ("classify", METHODS["lora"].usual_lr, "runs/own")
+    assert different == {"name", "task", "lr", "data", "out"}
+    width = prepare(asked).config.hidden_size
+    assert (written.task, written.lr, written.out) == ("classify", METHODS["lora"].lr_at(width), "runs/own")
     assert (written.data.max_length, written.data.split, written.data.path) == (64, 0.2, "rows.csv")
 
 
