@@ -19,6 +19,7 @@ import pytest
 
 import petune.run.train
 from petune.errors import FileError, MachineError, PetuneError, RecipeError, Stopped, UsageError
+from petune.methods.configs import method_of
 from petune.run.evaluate import outputs_of
 from petune.run.train import Run
 from petune.saving import checkpoint
@@ -482,10 +483,15 @@ def test_changed_sizes_are_refused_even_when_the_change_is_allowed(tmp_path: Pat
 
 
 def test_a_finished_run_resumed_says_so_and_returns(tmp_path: Path):
-    finished = run(settings(tmp_path, max_steps=3))
+    recipe = settings(tmp_path, max_steps=3, lr=None, warmup=0, schedule="constant")
+    finished = run(recipe)
+    width = json.loads((Path(finished.recipe.model) / "config.json").read_text())["hidden_size"]
+    usual = method_of(finished.recipe.method).lr_at(width)
+    used = {record["lr"] for record in numbers(finished.folder) if "loss" in record}
+    assert used == {finished.recipe.lr} == {usual} != {method_of(finished.recipe.method).usual_lr}
     before = snapshot(finished.folder)
     listener = Listener()
-    again = run(settings(tmp_path, max_steps=3), listener, resume=True)
+    again = run(recipe, listener, resume=True)
     assert any("is finished" in note for note in listener.notes)
     assert not listener.steps
     assert again.summary == finished.summary
