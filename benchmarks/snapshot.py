@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import petune
+from petune.files.safetensors import read_tensors, write_json, write_tensors
 from petune.log import human
 from petune.methods import tuned_parameters
 from petune.rng.generators import rng_state
 from petune.run.snapshot import Snapshots
-from petune.saving import checkpoint
 from petune.saving.optimizer_state import OptimizerPacker
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -129,8 +129,8 @@ class Trainer:
 
 def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """As `petune.run.state.write_packed`."""
-    checkpoint.write_tensors(folder / "state.safetensors", tensors)
-    checkpoint.write_json(folder / "state.json", state)
+    write_tensors(folder / "state.safetensors", tensors)
+    write_json(folder / "state.json", state)
 
 
 def forget(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ def is_exact(trainer: Trainer, snapshots: Snapshots, root: Path) -> bool:
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
     snapshots.drain()
-    found = checkpoint.read_tensors(root / "snapshots" / f"step-{trainer.steps}" / "state.safetensors")
+    found = read_tensors(root / "snapshots" / f"step-{trainer.steps}" / "state.safetensors")
     moved = any(
         not torch.equal(value.detach().cpu(), found[f"tuned/{name}"]) for name, value in trainer.tuned.items()
     )

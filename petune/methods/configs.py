@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Literal, cast
 
-from petune.errors import Problem, UsageError, nearest
+from petune.errors import Problem, UsageError, did_you_mean
 
 # of a bottleneck: what transformers' ACT2FN names but for those with parameters, and AdapterHub's leakyrelu
 ACTIVATIONS = (
@@ -333,7 +333,7 @@ def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
     """
     if not isinstance(method, str) or method not in METHODS:
         near = (
-            _did_you_mean(method, METHODS) if isinstance(method, str) else "give its name, and settings apart"
+            did_you_mean(method, METHODS) if isinstance(method, str) else "give its name, and settings apart"
         )
         raise UsageError(f"no method named {method!r}", expected=", ".join(METHODS), remedy=near)
     known = {entry.name: entry for entry in fields(METHODS[method].config)}
@@ -341,7 +341,7 @@ def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
         Problem(
             f"{name} is not a setting of {method}",
             expected=", ".join(known) or "no settings",
-            remedy=_did_you_mean(name, known),
+            remedy=did_you_mean(name, known),
         )
         for name in settings
         if name not in known
@@ -392,8 +392,3 @@ def _violations(value: Any, kind: str, rules: Mapping[str, Any]) -> list[str]:
     }
     broken = [rule for rule, (_, holds) in limits.items() if rule in rules and not holds(rules[rule])]
     return [limits[rule][0].format(rules[rule]) for rule in broken]
-
-
-def _did_you_mean(name: str, valid: Any) -> str | None:
-    near = nearest(name, valid)
-    return f"did you mean {near[0]}?" if near else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -107,13 +107,14 @@ def seed_of(rounding: str, seed: int | None, own: int) -> int | None:
     return None
 
 
-class RoundingCost(NamedTuple):
+@dataclass(frozen=True)
+class RoundingCost:
     """What rounding costs, over all merged layers together; 0 without any.
 
     update: norm of the updates. ulps: root mean square of an update's entry over the spacing of numbers at
-    the weights' own root mean square. lost: norm of what rounding changed, over that of the updates. kept:
-    what is written of the updates, projected on them, over their norm. nearest: `kept` of rounding to
-    nearest.
+    the weights' own root mean square: below 1, most entries move to a neighbour or not at all. lost: norm of
+    what rounding changed, over that of the updates. kept: what is written of the updates, projected on them,
+    over their norm. nearest: `kept` of rounding to nearest.
     """
 
     update: float

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from petune.errors import FileError, PetuneError, UsageError
 from petune.files.given import path_of
 from petune.files.hashes import FileHashes
+from petune.files.safetensors import write_json
 from petune.methods import without_tuning
 from petune.methods.configs import method_of
 from petune.methods.rounding import seed_of
@@ -32,7 +33,7 @@ from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
 from petune.run.readers import Processors, inputs_of
 from petune.run.references import referred
-from petune.saving import checkpoint, export
+from petune.saving import export
 from petune.saving.load import load_recorded
 from petune.saving.serve import write_for
 from petune.saving.servers import ALIASES, SERVERS
@@ -232,7 +233,7 @@ class Run:
         notes = [*self.dense_base, *([] if same else self.trained_head), *undecided(found)]
         said = {"warnings": shortcomings(found), "notes": notes}
         scores = {"base": before, "tuned": after, "rows": rows, **said}
-        checkpoint.write_json(self.folder / "eval.json", scores)
+        write_json(self.folder / "eval.json", scores)
         return scores
 
     @property

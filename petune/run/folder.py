@@ -28,7 +28,7 @@ from petune.errors import FileError, MachineError
 from petune.files.atomic import LEFTOVER, sweep
 from petune.files.json_fields import sealed
 from petune.files.lock import RunLock
-from petune.files.safetensors import sync_folder, write_file, writing
+from petune.files.safetensors import sync_folder, write_file, write_json, writing
 from petune.recipe import Recipe, load_resolved, sealed_settings
 from petune.report import page
 from petune.report.files import RunFiles
@@ -212,7 +212,7 @@ class RunFolder:
             if replacing or not (self.path / "recipe.yaml").exists():
                 write_file(self.path / "recipe.yaml", [written])
             (self.path / _REPLACING).unlink(missing_ok=True)
-            checkpoint.write_json(self.path / "env.json", {"run_id": run_id, **environment()})
+            write_json(self.path / "env.json", {"run_id": run_id, **environment()})
 
     def _clear(self) -> None:
         """Delete the run that is here but for its recipe. The mark comes first: killed meanwhile, a start
@@ -258,9 +258,7 @@ class RunFolder:
         """Write what is known before the first step; when it began stays what it was when a run goes on."""
         known = RunFiles(self.path).setup
         same = known.get("run_id") == facts["run_id"] and "began" in known
-        checkpoint.write_json(
-            self.path / "setup.json", {**facts, **({"began": known["began"]} if same else {})}
-        )
+        write_json(self.path / "setup.json", {**facts, **({"began": known["began"]} if same else {})})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write loss.png (with the plot extra), README.md, the page about the run and, last, summary.json,
@@ -269,7 +267,7 @@ class RunFolder:
         write_file(self.path / "README.md", [readme(self.recipe, self.path, summary).encode()])
         if self.recipe.report:
             page.write_report([RunFiles(self.path, ending=summary)], self.report)
-        checkpoint.write_json(self.path / _SUMMARY, sealed(summary), sync=True)
+        write_json(self.path / _SUMMARY, sealed(summary), sync=True)
 
     def beside(self) -> RunFolder:
         """A new, empty folder next to this one, or where none can be made there in the working directory,

@@ -26,6 +26,7 @@ from petune.files.safetensors import writing
 from petune.log import human
 from petune.run.host_copy import BufferLayout, HostCopy
 from petune.saving import checkpoint
+from petune.saving.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +44,7 @@ def age(manifest: checkpoint.Manifest, path: Path) -> str:
         return ""
     step = said.get("run_step") if isinstance(said, dict) else None
     if type(step) is not int:
-        where = f"{path / checkpoint.MANIFEST}  facts.snapshot.run_step"
+        where = f"{path / MANIFEST}  facts.snapshot.run_step"
         raise FileError(
             "is not a step",
             where=where,

@@ -27,7 +27,16 @@ from petune.files.json_fields import (
 )
 from petune.files.range_writer import RangeWriter
 from petune.files.ranges import RangeReader, sources
-from petune.files.safetensors import check_dtypes, is_finite, read_header, tensor_kinds
+from petune.files.safetensors import (
+    check_dtypes,
+    is_finite,
+    read_header,
+    read_json,
+    read_tensors,
+    tensor_kinds,
+    write_json,
+    write_tensors,
+)
 from petune.models.decay import decays
 from petune.parallel import Runner, ShardPlace, is_sharded, local
 from petune.recipe import Recipe
@@ -106,8 +115,8 @@ def pack_state(
 def write_packed(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write what `pack_state` gave, or copies of it, into `folder`; of what is on the meta device the
     room."""
-    checkpoint.write_tensors(folder / TENSORS, tensors)
-    checkpoint.write_json(folder / FACTS, facts)
+    write_tensors(folder / TENSORS, tensors)
+    write_json(folder / FACTS, facts)
 
 
 # ---------------------------------------------------------------- the parts of a rank
@@ -180,7 +189,7 @@ def _whole_on_meta(runner: Runner, make: Make) -> tuple[dict[str, nn.Parameter],
 def restore_parts(folder: Path, runner: Runner, optimizer: torch.optim.Optimizer, make: Make) -> None:
     """Put what this rank holds of the state in `folder` back, bit for bit. Raises FileError, before anything
     is filled, when that is of other tensors than these."""
-    facts, saved = checkpoint.read_json(folder / FACTS), tensor_kinds(folder / TENSORS)
+    facts, saved = read_json(folder / FACTS), tensor_kinds(folder / TENSORS)
     check_fields(facts, _STATE, folder / FACTS)
     tuned, made = (runner.tuned, optimizer) if runner.uncut else _whole_on_meta(runner, make)
     _keep_options(facts["optimizer"], made)
@@ -188,13 +197,13 @@ def restore_parts(folder: Path, runner: Runner, optimizer: torch.optim.Optimizer
     check_optimizer(made, tuned, saved, facts["optimizer"], str(folder))
     read_tuned(folder, runner)
     if runner.uncut:
-        moments = checkpoint.read_tensors(folder / TENSORS, under="optimizer/")
+        moments = read_tensors(folder / TENSORS, under="optimizer/")
         restore_optimizer(optimizer, tuned, moments, facts["optimizer"], str(folder))
     else:
         _read_moments(folder, runner, optimizer, facts["optimizer"]["state"])
         first = facts["optimizer"]["groups"][0]["options"]
         set_rate(optimizer, first["lr"] / first.get("lr_ratio", 1.0))
-    set_rng_state(checkpoint.read_tensors(folder / TENSORS, under="rng/"), facts["rng"], str(folder))
+    set_rng_state(read_tensors(folder / TENSORS, under="rng/"), facts["rng"], str(folder))
 
 
 def _keep_options(facts: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:

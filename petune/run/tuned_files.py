@@ -82,15 +82,15 @@ class TunedFiles:
                 crew.tell()
 
         with phase("writing tuned/"):
-            export.save_shared(
+            export.save(
                 model,
                 folder,
-                share,
                 tokenizer=processor,
                 base_name=name,
                 base_sha256=whole,
                 base_files=self.base_files,
                 overwrite=True,
+                share=share,
             )
 
     def take_part(self) -> None:

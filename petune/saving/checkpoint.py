@@ -28,19 +28,14 @@ from petune.errors import FileError, MachineError, PetuneError, Problem, UsageEr
 from petune.files.range_writer import ALONE, Crew
 from petune.files.safetensors import (
     open_regular,
-    read_json,
-    read_tensors,
     reading,
     sync_folder,
     write_file,
-    write_json,
-    write_tensors,
     writing,
 )
 from petune.log import human, warn
 from petune.saving.manifest import (
     COMMITTED,
-    MANIFEST,
     Manifest,
     compare,
     contents,
@@ -52,20 +47,15 @@ from petune.saving.manifest import (
 )
 
 __all__ = [
-    "MANIFEST",
     "Manifest",
     "candidates",
     "commit",
     "newest_good",
-    "read_json",
-    "read_tensors",
     "require_free",
     "rotate",
     "set_aside",
     "sweep",
     "verify",
-    "write_json",
-    "write_tensors",
 ]
 
 POINTER = "latest"

@@ -77,6 +77,11 @@ Share = Callable[[Path, Rooms], None]
 # ---------------------------------------------------------------- saving
 
 
+def _refuse_rooms(work: Path, rooms: Rooms) -> None:
+    if rooms:
+        raise PetuneError("tensors of this model are nowhere; this is a fault of petune", where=str(work))
+
+
 def save(
     model: nn.Module,
     folder: str | Path,
@@ -86,6 +91,7 @@ def save(
     base_sha256: str | None = None,
     base_files: Mapping[str, Mapping[str, Any]] | None = None,
     overwrite: bool = False,
+    share: Share = _refuse_rooms,
 ) -> Path:
     """Write what was tuned, and the tokenizer (or image processor) if given, as `folder`, which appears whole
     or not at all. Returns its path. Tensors are written as `tuned_state` has them, in their dtypes: LoRA's
@@ -96,35 +102,12 @@ def save(
 
     `base_name` (default: where the model was loaded from) is stored, and for `load` to compare `base_files`,
     {name: {"size", "sha256"}} of the base's files, or `base_sha256`, the SHA-256 of its tensors from
-    `full_hash`, for `verify_base` alone. Raises UsageError for a model that is not wrapped, is inside
+    `full_hash`, for `verify_base` alone. `share` is for a full tuning that has left tensors on the meta
+    device: it is told the folder that is being written, and there, by file and name, the rooms of model
+    tensors by name, and fills them. Raises UsageError for a model that is not wrapped, is inside
     merged_weights, an occupied folder without `overwrite`, or the base's own; TrainingFault for a NaN or
     infinity; MachineError.
     """
-    return save_shared(
-        model,
-        folder,
-        _refuse_rooms,
-        tokenizer=tokenizer,
-        base_name=base_name,
-        base_sha256=base_sha256,
-        base_files=base_files,
-        overwrite=overwrite,
-    )
-
-
-def save_shared(
-    model: nn.Module,
-    folder: str | Path,
-    share: Share,
-    *,
-    tokenizer: Processor | None,
-    base_name: str | None,
-    base_sha256: str | None,
-    base_files: Mapping[str, Mapping[str, Any]] | None,
-    overwrite: bool,
-) -> Path:
-    """`save` of a model of which full tuning has left tensors on the meta device: `share` is told the folder
-    that is being written, and there, by file and name, the rooms of model tensors by name, and fills them."""
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
@@ -148,11 +131,6 @@ def save_shared(
 
     fill_all = partial(save_each, model, fill=fill) if record.adapters else fill
     return commit_folder(folder, fill_all, overwrite, OURS)
-
-
-def _refuse_rooms(work: Path, rooms: Rooms) -> None:
-    if rooms:
-        raise PetuneError("tensors of this model are nowhere; this is a fault of petune", where=str(work))
 
 
 def in_peft() -> str:
@@ -325,28 +303,17 @@ def verify(folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class MergeReport:
-    """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning and
-    for a head alone, which have nothing to merge.
+class MergeReport(RoundingCost):
+    """What merging did, and what rounding cost; everything is 0 for a full tuning and for a head alone, which
+    have nothing to merge.
 
-    `dtype`: that was written. `update`: norm of the updates. `ulps`: root mean square of an update's entry
-    over the spacing of numbers at the weights' own root mean square: below 1, most entries move to a
-    neighbour or not at all. `lost`: share of the update that rounding to the dtype changed; the rest
-    survives. `kept`: how much of the update, in its own direction, survives; `nearest`: the same if rounded
-    to nearest; `noise`: what rounding adds in other directions, over the update. `logits`: greatest absolute
-    difference of logits before and after on the batch that was given, else None. `seed`: of stochastic
-    rounding, else None.
+    `dtype`: that was written. `layers`: how many were merged. `logits`: greatest absolute difference of
+    logits before and after on the batch that was given, else None. `seed`: of stochastic rounding, else None.
     """
 
     folder: Path
     dtype: str
     layers: int
-    update: float
-    ulps: float
-    lost: float
-    kept: float
-    nearest: float
-    noise: float
     logits: float | None
     seed: int | None = None
 
@@ -482,15 +449,10 @@ def _report(
 ) -> MergeReport:
     """The report of a merge; warns where rounding took much of the update."""
     report = MergeReport(
+        **vars(cost),
         folder=place,
         dtype=str(dtype).removeprefix("torch."),
         layers=layers,
-        update=cost.update,
-        ulps=cost.ulps,
-        lost=cost.lost,
-        kept=cost.kept,
-        nearest=cost.nearest,
-        noise=cost.noise,
         logits=logits,
         seed=seed,
     )

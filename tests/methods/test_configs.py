@@ -60,7 +60,7 @@ def test_an_unknown_setting_is_named_with_the_nearest_and_the_valid_ones() -> No
         wrap(tiny("bert-classify"), "lora", dropuot=0.1)
     text = str(caught.value)
     assert "dropuot is not a setting of lora" in text
-    assert "did you mean dropout?" in text
+    assert "did you mean: dropout" in text
     assert "targets" in text
 
 
@@ -70,7 +70,7 @@ def test_an_unknown_method_is_named_with_the_valid_ones() -> None:
     text = str(caught.value)
     assert "no method named 'laro'" in text
     assert "full, lora, dora, ia3, miss, adapter, side" in text
-    assert "did you mean lora?" in text
+    assert "did you mean: lora" in text
 
 
 @pytest.mark.parametrize("method", [None, 5, {"name": "lora"}])

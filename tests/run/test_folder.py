@@ -20,6 +20,7 @@ from petune.errors import FileError, MachineError, PetuneError, UsageError
 from petune.files.atomic import commit_folder, sweep
 from petune.files.lock import RunLock
 from petune.files.manifest import MANIFEST, check_folder
+from petune.files.safetensors import write_json
 from petune.recipe import load_recipe
 from petune.run.checkup import check_up
 from petune.run.entrance import entered
@@ -85,7 +86,7 @@ def save(folder: RunFolder, step: int, run_id: str = OLD) -> None:
     """What the loop does at a save: commit, point, rotate."""
 
     def write(work: Path) -> None:
-        checkpoint.write_json(work / "state.json", {"step": step, "run": run_id})
+        write_json(work / "state.json", {"step": step, "run": run_id})
 
     checkpoint.commit(folder.checkpoints, step, write, run_id=run_id, facts={})
     folder.point_best(step, "loss", 0.5)

@@ -26,22 +26,18 @@ import torch
 
 from petune.errors import FileError, MachineError, UsageError
 from petune.files.range_writer import Crew, RangeWriter
+from petune.files.safetensors import read_json, read_tensors, write_json, write_tensors
 from petune.saving.checkpoint import (
-    MANIFEST,
     candidates,
     commit,
     newest_good,
-    read_json,
-    read_tensors,
     require_free,
     rotate,
     set_aside,
     sweep,
     verify,
-    write_json,
-    write_tensors,
 )
-from petune.saving.manifest import render
+from petune.saving.manifest import MANIFEST, render
 
 
 def filler(mark: int) -> Callable[[Path], None]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import FileError
+from petune.files.safetensors import read_json, read_tensors, write_json, write_tensors
 from petune.rng.generators import rng_state, set_rng_state
-from petune.saving.checkpoint import commit, read_json, read_tensors, verify, write_json, write_tensors
+from petune.saving.checkpoint import commit, verify
 from petune.saving.optimizer_state import OptimizerPacker, pack_optimizer, restore_optimizer
 
 
