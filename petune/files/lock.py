@@ -9,9 +9,8 @@ import re
 import socket
 import time
 import weakref
-from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from petune.errors import MachineError
 from petune.files.safetensors import writing
@@ -20,7 +19,33 @@ from petune.log import warn
 WAIT_S = 0.1  # between two looks at a lock that is waited for
 
 
-class RunLock:
+class FileLock:
+    """A file that this process locks until the block ends; a forked child (a data worker) lets it go."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    def _keep(self, fd: int) -> None:
+        self._fd = fd
+        _held.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            try:
+                # while it is still locked: nobody can have taken this very file
+                self.path.unlink(missing_ok=True)
+            except OSError as refused:
+                warn(f"{self.path} could not be removed: {refused}")
+            os.close(self._fd)
+            self._fd = None
+            _held.discard(self)
+
+
+class RunLock(FileLock):
     """One run at a time in a folder: `with RunLock(folder): ...`. The file names process and host.
 
     The kernel holds the lock (flock) and drops it when the process ends, however it ends, so a killed run's
@@ -29,10 +54,9 @@ class RunLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
-        self._fd: int | None = None
+        super().__init__(folder / ".lock")
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> Self:
         with writing(self.path):
             while self._fd is None:
                 fd = os.open(
@@ -79,8 +103,7 @@ class RunLock:
             warn(f"the run of {owner} in {self.path.parent} ended without saying so: taking over")
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        self._fd = fd
-        _held.add(self)
+        self._keep(fd)
 
     def _refuse(self, owner: str) -> NoReturn:
         remedy = f"wait for it, end it, or give another `out`; if it cannot be running, delete {self.path}"
@@ -90,28 +113,13 @@ class RunLock:
             remedy=remedy,
         )
 
-    def __exit__(self, *_: object) -> None:
-        if self._fd is not None:
-            try:
-                # while it is still locked: nobody can have taken this very file
-                self.path.unlink(missing_ok=True)
-            except OSError as refused:
-                warn(f"{self.path} could not be removed: {refused}")
-            os.close(self._fd)
-            self._fd = None
-            _held.discard(self)
 
-
-class WaitingLock:
+class WaitingLock(FileLock):
     """A lock that whoever comes later waits for: `take` it or `wait`, then `with lock: ...`. The kernel drops
     it when the process ends.
 
     On a file system without flock nobody waits. Raises MachineError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd: int | None = None
 
     def take(self) -> bool:
         """Take the lock if nobody holds it; whether it is ours now."""
@@ -128,25 +136,13 @@ class WaitingLock:
             if not _is_at(fd, self.path):
                 os.close(fd)  # whoever held it has removed it meanwhile
                 return False
-        self._fd = fd
-        _held.add(self)
+        self._keep(fd)
         return True
 
     def wait(self) -> None:
         """Take the lock as soon as it is free. Signals are heard meanwhile."""
         while not self.take():
             time.sleep(WAIT_S)
-
-    def __enter__(self) -> WaitingLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd is not None:
-            with suppress(OSError):
-                self.path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = None
-            _held.discard(self)
 
 
 def _locked(fd: int) -> bool:
@@ -166,7 +162,7 @@ def _is_at(fd: int, path: Path) -> bool:
     return os.path.lexists(path) and os.path.samestat(os.fstat(fd), os.lstat(path))
 
 
-_held: weakref.WeakSet[RunLock | WaitingLock] = weakref.WeakSet()
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _let_go() -> None:
