@@ -28,6 +28,12 @@ from petune.tasks.rerank_loss import passage_scores, ranking_losses
 DPO = PreferConfig()
 
 
+def _positions(task: str, outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits and labels of real rows that count for a task."""
+    kept, rows = real_rows(outputs.logits, batch)
+    return trained_positions(kept, rows["labels"], task)
+
+
 def prefer_objective(
     config: PreferConfig, balance: Balance | None = None, mesh: Mesh | None = None
 ) -> Objective:
@@ -41,9 +47,6 @@ def prefer_objective(
         all_sum_([found], mesh.groups["dp"])
         return found[0] / found[1]
 
-    def ask(model: nn.Module, batch: Batch) -> Outputs:
-        return outputs_of(model, batch)
-
     def finish(losses: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         _, rows = real_rows(batch["labels"], batch)
         found = judged(losses, rows, config, mean).loss
@@ -51,10 +54,6 @@ def prefer_objective(
 
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         return finish(token_losses(*real_rows(outputs.logits, batch)), outputs, batch)
-
-    def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        kept, rows = real_rows(outputs.logits, batch)
-        return trained_positions(kept, rows["labels"], "prefer")
 
     def of_tokens(table: Tensor, batch: Batch) -> Tensor:
         kept, rows = real_rows(table, batch)
@@ -65,12 +64,12 @@ def prefer_objective(
         if balance is not None or not has_fused_head(model):
             return None
         finish = partial(of_tokens, batch=batch)
-        return head_loss(model, batch, ask, shift=True, trained=trained, finish=finish)
+        return head_loss(model, batch, outputs_of, shift=True, trained=trained, finish=finish)
 
     return Objective(
-        ask,
+        outputs_of,
         loss,
-        select,
+        partial(_positions, "prefer"),
         finish,
         texts=2,
         fused_loss=fused_loss,
@@ -82,9 +81,6 @@ def prefer_objective(
 def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
     """What a runner needs to know of embeddings of examples of so many texts, as `objective_of`: candidates
     are gathered over the replicas of `mesh`."""
-
-    def ask(model: nn.Module, batch: Batch) -> Outputs:
-        return outputs_of(model, batch)
 
     def meet(rows: Tensor) -> tuple[Tensor, int]:
         group = mesh.groups["dp"]
@@ -103,20 +99,17 @@ def embed_objective(config: EmbedConfig, texts: int, mesh: Mesh) -> Objective:
         return compare(give(outputs, batch), batch)
 
     pieces = None if config.cached is None else RowChunks(config.cached * texts, give, compare)
-    return Objective(ask, loss, texts=texts, pieces=pieces, tuned=tuned_parameters, meets=True)
+    return Objective(outputs_of, loss, texts=texts, pieces=pieces, tuned=tuned_parameters, meets=True)
 
 
 def rerank_objective(config: RerankConfig, texts: int) -> Objective:
     """What a runner needs to know of queries with so many passages each, as `objective_of`."""
 
-    def ask(model: nn.Module, batch: Batch) -> Outputs:
-        return outputs_of(model, batch)
-
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         kept, rows = real_rows(outputs.logits, batch)
         return ranking_losses(passage_scores(kept), rows["labels"], texts, config).sum()
 
-    return Objective(ask, loss, texts=texts, tuned=tuned_parameters)
+    return Objective(outputs_of, loss, texts=texts, tuned=tuned_parameters)
 
 
 def idle_tensors(model: nn.Module, task: Task, rerank: RerankConfig) -> frozenset[str]:
@@ -151,9 +144,6 @@ def objective_of(
     if task.name == "prefer":
         return prefer_objective(prefer, balance, mesh)
 
-    def ask(model: nn.Module, batch: Batch) -> Outputs:
-        return outputs_of(model, batch)
-
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         logits, rows = real_rows(outputs.logits, batch)
         found = cross_entropy_sum(logits, rows, task.name, weights)
@@ -162,14 +152,18 @@ def objective_of(
     def finish(losses: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         return losses.sum() + (0 if balance is None else balance(outputs, batch, len(losses)))
 
-    def select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        kept, rows = real_rows(outputs.logits, batch)
-        return trained_positions(kept, rows["labels"], task.name)
-
     def fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
         if balance is not None or not task.over_vocabulary or not has_fused_head(model):
             return None
-        return head_loss(model, batch, ask, shift=task.shifts, trained=trained)
+        return head_loss(model, batch, outputs_of, shift=task.shifts, trained=trained)
 
     meets = balance is not None
-    return Objective(ask, loss, select, finish, fused_loss=fused_loss, tuned=tuned_parameters, meets=meets)
+    return Objective(
+        outputs_of,
+        loss,
+        partial(_positions, task.name),
+        finish,
+        fused_loss=fused_loss,
+        tuned=tuned_parameters,
+        meets=meets,
+    )
