@@ -4,7 +4,6 @@ shows of a run."""
 from __future__ import annotations
 
 import html
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 from petune.files.safetensors import writing
 from petune.log import printable
+from petune.report.curves import Point, curve, smoothed
 from petune.report.files import RunFiles
 from petune.report.results import read_metrics
 
-Points = list[tuple[int, float]]
+Points = tuple[Point, ...]
 # of the SVG, in pixels; the last two are the margins that hold the labels
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 56, 28
 
@@ -47,9 +47,8 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
         color="tab:blue",
         label="training loss, each step",
     )
-    axes.plot(
-        *zip(*_smoothed(steps), strict=True), linewidth=1.8, color="tab:blue", label="training loss, smoothed"
-    )
+    smooth = zip(*_smoothed(records), strict=True)
+    axes.plot(*smooth, linewidth=1.8, color="tab:blue", label="training loss, smoothed")
     if scores:
         axes.plot(*zip(*scores, strict=True), marker="o", color="tab:orange", label="evaluation loss")
     axes.set(ylabel="loss (nats)")
@@ -106,7 +105,7 @@ def loss_svg(records: Sequence[Mapping[str, Any]]) -> str:
             ),
             f'<path fill="none" stroke="#999" d="M{LEFT},8V{floor}H{WIDTH - 8}"/>',
             line(steps, 'stroke="#1f77b4" stroke-opacity="0.35"')
-            + line(_smoothed(steps), 'stroke="#1f77b4" stroke-width="2"'),
+            + line(_smoothed(records), 'stroke="#1f77b4" stroke-width="2"'),
             line(scores, 'stroke="#ff7f0e"') + dots if scores else "",
             "".join(f'<text fill="#777" x="{x}" y="{y}">{text}</text>' for x, y, text in words),
             "</svg>",
@@ -130,15 +129,10 @@ def _scores(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> Points:
-    return [
-        (record["step"], record[key]) for record in records if key in record and math.isfinite(record[key])
-    ]
+    return curve(records, key, key).points
 
 
-def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    window = max(1, len(points) // 20)
-    values = [value for _, value in points]
-    return [
-        (step, sum(values[max(0, at - window) : at + 1]) / (at + 1 - max(0, at - window)))
-        for at, (step, _) in enumerate(points)
-    ]
+def _smoothed(records: Sequence[Mapping[str, Any]]) -> Points:
+    """The training loss, as smooth as pages of the run draw it, at each of its steps."""
+    loss = curve(records, "loss", "loss")
+    return smoothed(loss, len(loss.points)).points
