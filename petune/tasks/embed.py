@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from petune.errors import DataError
+from petune.tasks.classify import pair_example
 from petune.tasks.configs import EmbedConfig
 from petune.tasks.examples import Coder, Example, cut_on
 from petune.tasks.rows import Anchored, Row
@@ -22,7 +23,10 @@ def encode_embed(rows: Sequence[Row], coder: Coder) -> list[Example]:
     refuse_uneven(found)
     with cut_on(coder.tokenizer, coder.config.truncation):
         examples = [
-            [_example(text, row, coder) for text in (row.anchor, row.positive, *row.negatives)]
+            [
+                pair_example(text, None, 0, row.where, coder)
+                for text in (row.anchor, row.positive, *row.negatives)
+            ]
             for row in found
         ]
     return [replace(first, others=tuple(others)) for first, *others in examples]
@@ -38,15 +42,6 @@ def refuse_uneven(rows: Sequence[Anchored]) -> None:
             raise DataError(
                 what, where=row.where, expected=expected, found=str(len(row.negatives)), remedy=remedy
             )
-
-
-def _example(text: str, row: Anchored, coder: Coder) -> Example:
-    whole = coder.tokenizer(text, verbose=False)
-    length = len(whole["input_ids"])
-    if length > coder.limit:
-        whole = coder.tokenizer(text, truncation=True, max_length=coder.limit, verbose=False)
-    types = whole.get("token_type_ids") if coder.segments else None
-    return Example(list(whole["input_ids"]), 0, row.where, length, types)
 
 
 def sentence_files(config: EmbedConfig, width: int, limit: int) -> dict[str, Any]:

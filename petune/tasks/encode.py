@@ -133,15 +133,7 @@ def _pictures(rows: Rows, reader: Reader) -> Encoded:
         p95=reader.tokens,
         longest=reader.tokens,
         limit=reader.tokens,
-        truncated=0,
-        dropped=0,
-        eval_dropped=0,
         tokens=len(train) * reader.tokens,
-        trained=None,
-        target_p50=None,
-        target_longest=None,
-        bins=None,
-        truncation=None,
         notes=(f"every picture becomes {size}, which the model reads as {reader.tokens} tokens",),
     )
     return Encoded(train, held_out, report, packed=False)
@@ -316,7 +308,6 @@ def _report(train: _Side, held_out: _Side, coder: Coder, task: str) -> DataRepor
         trained=None if task in ("classify", "mlm", "embed", "rerank") else sum(train.targets),
         target_p50=percentile(targets, 0.5) if targets else None,
         target_longest=max(targets) if targets else None,
-        bins=None,
         truncation=coder.config.truncation,
         notes=(*_answers(train.left, task), *_notes(coder.tokenizer)),
         lengths=histogram(train.lengths),

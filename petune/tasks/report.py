@@ -30,15 +30,15 @@ class DataReport:
     p95: int
     longest: int
     limit: int
-    truncated: int
-    dropped: int
-    eval_dropped: int
     tokens: int
-    trained: int | None
-    target_p50: int | None
-    target_longest: int | None
-    bins: int | None
-    truncation: str | None
+    truncated: int = 0
+    dropped: int = 0
+    eval_dropped: int = 0
+    trained: int | None = None
+    target_p50: int | None = None
+    target_longest: int | None = None
+    bins: int | None = None
+    truncation: str | None = None
     notes: tuple[str, ...] = ()
     lengths: tuple[tuple[int, int, int], ...] = ()
 
