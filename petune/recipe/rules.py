@@ -297,7 +297,7 @@ RULES = (
     *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if other != asking),
     *STREAMED,
     *CACHED,
-    *(Rule(*row) for row in STREAM_RULES),
+    *STREAM_RULES,
     Rule(
         ("base_dtype", "parallel"),
         lambda recipe: (

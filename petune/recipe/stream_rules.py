@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from petune.recipe.schema import Recipe
+from petune.recipe.task_rules import Rule
 from petune.tasks.configs import DataConfig
 
-_Row = tuple[tuple[str, ...], Callable[[Recipe], bool], str, str]
 _OFF = "or data.stream: false"
 
 
@@ -17,11 +16,11 @@ def _data(recipe: Recipe, name: str) -> Any:
     return getattr(recipe.data, name, getattr(DataConfig, name, None))
 
 
-def _never(name: str, why: str, remedy: str) -> _Row:
+def _never(name: str, why: str, remedy: str) -> Rule:
     """`data.name` must have its default in a stream."""
     default = getattr(DataConfig, name)
     key = f"data.{name}"
-    return (
+    return Rule(
         (key, "data.stream"),
         lambda recipe: not _data(recipe, "stream") or _data(recipe, name) == default,
         why,
@@ -29,10 +28,10 @@ def _never(name: str, why: str, remedy: str) -> _Row:
     )
 
 
-def _only(name: str) -> _Row:
+def _only(name: str) -> Rule:
     """`data.name` must have its default where nothing is streamed."""
     default = getattr(DataConfig, name)
-    return (
+    return Rule(
         (f"data.{name}", "data.stream"),
         lambda recipe: _data(recipe, "stream") or _data(recipe, name) == default,
         "it is about a stream, and data.stream is off",
@@ -40,38 +39,38 @@ def _only(name: str) -> _Row:
     )
 
 
-STREAM_RULES: tuple[_Row, ...] = (
-    (
+STREAM_RULES: tuple[Rule, ...] = (
+    Rule(
         ("data.stream", "task"),
         lambda recipe: not _data(recipe, "stream") or recipe.task not in ("prefer", "embed", "rerank"),
         "rows of several texts are not streamed yet",
         "set data.stream: false",
     ),
-    (
+    Rule(
         ("data.stream", "max_steps"),
         lambda recipe: not _data(recipe, "stream") or recipe.max_steps is not None,
         "a stream has no known end",
         f"set max_steps, {_OFF}",
     ),
-    (
+    Rule(
         ("epochs", "data.stream"),
         lambda recipe: not _data(recipe, "stream") or recipe.epochs == Recipe.model_fields["epochs"].default,
         "how many rows an epoch of a stream has is not known",
         f"remove epochs and set max_steps, {_OFF}",
     ),
-    (
+    Rule(
         ("data.held_out", "data.eval"),
         lambda recipe: _data(recipe, "held_out") is None or _data(recipe, "eval") is None,
         "data.eval gives the held-out rows already",
         "remove one of the two",
     ),
-    (
+    Rule(
         ("task", "data.stream"),
         lambda recipe: not _data(recipe, "stream") or recipe.task not in ("classify", "tokens"),
         "its classes must be known before the first step, and a stream is read later",
         "set data.stream: false",
     ),
-    (
+    Rule(
         ("cache", "data.stream"),
         lambda recipe: not _data(recipe, "stream") or not recipe.cache,
         "it keeps what blocks give for rows that come again, and those of a stream may not",
