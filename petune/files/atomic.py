@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +63,7 @@ def commit_folder(
             with _errors_of_rust():
                 fill(work)
             seal_folder(work)
-            _flush(work)
+            flush(work)
             if occupied:
                 os.rename(folder, old)
             os.rename(work, folder)
@@ -109,21 +110,28 @@ def sweep(parent: Path, names: Collection[str], *, alone: bool = False) -> list[
         leftover, place = parent / name, parent / match[1]
         if match[2] == "old" and not os.path.lexists(place):
             os.rename(leftover, place)
-        elif leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
         else:
-            leftover.unlink()
+            remove(leftover)
         found.append(name)
     return found
 
 
-def _flush(work: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a folder, file or link; never what a link points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush(work: Path) -> None:
     """Every file to the disk, readable as the umask allows (safetensors makes its files private), then the
     folders' names."""
     mode = work.stat().st_mode & 0o666
     for place, _, names in os.walk(work, topdown=False):
         for name in names:
             with open_regular(Path(place, name)) as file:
-                os.fchmod(file.fileno(), mode)
+                if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o666 != mode:
+                    os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
         sync_folder(Path(place))

@@ -18,21 +18,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from petune.errors import FileError, MachineError, PetuneError, Problem, UsageError
+from petune.files.atomic import flush, remove
 from petune.files.range_writer import ALONE, Crew
-from petune.files.safetensors import (
-    open_regular,
-    reading,
-    sync_folder,
-    write_file,
-    writing,
-)
+from petune.files.safetensors import reading, sync_folder, write_file, writing
 from petune.log import human, warn
 from petune.saving.manifest import (
     COMMITTED,
@@ -110,7 +104,7 @@ def commit(
             _undo(work, old, final)
             raise
     try:
-        _remove(old)
+        remove(old)
         write_file(root / POINTER, [f"{final.name}\n".encode()], sync=True)
     except (OSError, MachineError) as error:
         warn(f"step {step} is saved, but tidying up after it failed: {error}")
@@ -121,7 +115,7 @@ def _prepare(root: Path, work: Path, old: Path, final: Path) -> None:
     if not root.exists():
         root.mkdir()  # where its parent is gone, so is the run's folder, which must not be made anew
         sync_folder(root.parent)
-    _remove(work)
+    remove(work)
     _settle(old, final)
     work.mkdir()
 
@@ -141,29 +135,15 @@ def _flush(work: Path) -> dict[str, int]:
     problems += [Problem(fault, where=str(work / name)) for name in names if (fault := path_fault(name))]
     if problems:
         raise FileError(problems)
-    mode = work.stat().st_mode & 0o666  # as the umask allows: safetensors makes its files 0600
-    sizes = {name: _flush_file(work / name, mode) for name in names}
-    for folder in sorted(
-        {parent for name in names for parent in (work / name).parents if parent.is_relative_to(work)},
-        reverse=True,
-    ):
-        sync_folder(folder)
-    return sizes
-
-
-def _flush_file(path: Path, mode: int) -> int:
-    with open_regular(path) as file:
-        if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o666 != mode:
-            os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size
+    flush(work)
+    return {name: (work / name).stat().st_size for name in names}
 
 
 def _undo(work: Path, old: Path, final: Path) -> None:
     """Leave nothing of a failed save. Errors here stay unsaid: the one that brought us here is the cause, and
     `sweep` comes later."""
     with suppress(OSError):
-        _remove(work)
+        remove(work)
     with suppress(OSError):
         if not os.path.lexists(final):
             _settle(old, final)
@@ -175,17 +155,9 @@ def _settle(old: Path, final: Path) -> None:
     if not os.path.lexists(old):
         return
     if os.path.lexists(final):
-        _remove(old)
+        remove(old)
     else:
         os.rename(old, final)
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder, file or link; never what a link points to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- finding
@@ -270,7 +242,7 @@ def sweep(root: Path) -> list[str]:
             if match and match[2] == "old":
                 _settle(path, path.with_name(f"step-{match[1]}"))
             else:
-                _remove(path)
+                remove(path)
     return found
 
 
@@ -299,9 +271,9 @@ def rotate(root: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
         elif COMMITTED.fullmatch(path.name) and not path.is_symlink() and path.resolve() not in safe:
             gone = root / f"{path.name}.gone-{os.getpid()}"
             with writing(path):
-                _remove(gone)
+                remove(gone)
                 os.rename(path, gone)  # half a deletion must not look like a checkpoint
-                _remove(gone)
+                remove(gone)
             deleted.append(path)
     return deleted
 
@@ -326,7 +298,7 @@ def set_aside(root: Path, after: int) -> list[Path]:
         if match and int(match[1]) > after:
             target = path.with_name(f"aside-step-{match[1]}")
             with writing(path):
-                _remove(target)
+                remove(target)
                 os.rename(path, target)
             moved.append(target)
     return moved

@@ -243,7 +243,7 @@ def test_an_occupied_folder_is_kept_unless_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", ["export.write_tensors", "export.write_json", "folders._flush", "folders.sync_folder"]
+    "stage", ["export.write_tensors", "export.write_json", "folders.flush", "folders.sync_folder"]
 )
 def test_a_save_that_fails_leaves_the_old_folder_whole(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
