@@ -17,8 +17,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from petune.errors import FileError
-from petune.files.ranges import PORTION, bytes_of, runs, sources
-from petune.files.safetensors import read_header, refuse_not_finite, writing
+from petune.files.ranges import PORTION, runs, sources
+from petune.files.safetensors import bytes_of, read_header, refuse_not_finite, writing
 
 
 def _alone(text: str) -> list[str]:

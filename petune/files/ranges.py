@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from petune.errors import FileError
-from petune.files.safetensors import Header, open_regular, reading
+from petune.files.safetensors import Header, bytes_of, open_regular, reading
 
 PORTION = 4 << 20  # bytes that are read at once where they cannot go where they belong
 LONG_RUN = 16 << 10  # bytes of a row from which on a read for each row costs less than whole rows
@@ -242,11 +242,6 @@ class RangeReader:
 def _put(out: Tensor, held: Tensor, by: torch.dtype | None) -> None:
     """Copy `held` into `out`, rounded to `by` on the way."""
     out.copy_(held if by is None else held.to(by))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor that is not empty."""
-    return memoryview(cast("Any", tensor.view(torch.uint8).numpy()))
 
 
 def _changed(path: Path, what: str) -> FileError:

@@ -349,7 +349,7 @@ def write_tensors(
             here = tensor.detach().cpu().contiguous()
             if finite:
                 refuse_not_finite(here, f"{path}  {name}")
-            yield _bytes(here)
+            yield bytes_of(here)
 
     write_file(path, chunks(), sync=sync)
 
@@ -400,7 +400,7 @@ def read_tensors(
                 file.seek(entry.end - entry.begin, os.SEEK_CUR)
                 continue
             tensors[name] = tensor = _empty(entry, f"{path}  {name}")
-            _fill(_bytes(tensor), file, path)
+            _fill(bytes_of(tensor), file, path)
             if entry.dtype is torch.bool and tensor.view(torch.uint8).gt(1).any():
                 raise FileError(
                     "a truth value is neither 0 nor 1",
@@ -553,7 +553,7 @@ def _empty(entry: Entry, where: str) -> Tensor:
         ) from error
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """A contiguous CPU tensor's own memory."""
     if not tensor.numel():
         return memoryview(b"")
