@@ -113,15 +113,7 @@ def apply(model: nn.Module, family: Family | None, config: Ia3Config, also_train
     for name, layer in layers.items():
         if type(layer) is not nn.Linear:
             raise UsageError(f"ia3 tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
-    put(model, {name: name in inputs for name in layers})
-
-
-def put(model: nn.Module, places: Mapping[str, bool], saved: Mapping[str, Tensor] | None = None) -> None:
-    """Scale the linears of these names: True for their inputs. saved: their scales, by name of the linear."""
-    for name, of_inputs in places.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        model.set_submodule(name, Ia3Linear.around(layer, of_inputs, None if saved is None else saved[name]))
+        model.set_submodule(name, Ia3Linear.around(layer, name in inputs))
 
 
 def in_full(config: Ia3Config, places: Mapping[str, bool], also_train: tuple[str, ...]) -> Ia3Config:

@@ -160,6 +160,11 @@ class LoraLayer(TunedLinear):
         x = F.dropout(x, self.dropout, self.training)
         return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map plus the update."""
+        y = cast("Tensor", super().forward(x))
+        return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
+
 
 class LoraLinear(LoraLayer, nn.Linear):
     """nn.Linear with a LoRA update. x [..., in] -> [..., out], dtype of the base layer's output."""
@@ -174,8 +179,7 @@ class LoraLinear(LoraLayer, nn.Linear):
         other = other or type(self).update is not LoraLayer.update  # a subclass' own mathematics
         if not other and weight is not None and a is not None and b is not None and fits(x, weight, bias, a):
             return lora_linear(x, weight, bias, a, b, self.scale)
-        y = F.linear(x, self.weight, self.bias)
-        return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
+        return super().forward(x)
 
     def low_rank(self) -> LowRank:
         """Weight, bias and both factors."""
@@ -201,11 +205,6 @@ class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says 
     def delta(self) -> Tensor:
         """The update in Conv1D's transposed layout, [in, out]."""
         return super().delta().T
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The base map plus the update."""
-        y: Tensor = Conv1D.forward(self, x)
-        return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
 
     def low_rank(self) -> LowRank:
         """Weight as it is stored, bias and both factors."""
@@ -249,11 +248,6 @@ class LoraConv2d(LoraLayer, nn.Conv2d):
         """scale * B A dropout(x), in the factors' dtype."""
         x = F.dropout(x.to(self.lora_A.dtype), self.dropout, self.training)
         return F.conv2d(F.conv2d(x, self.lora_A, None, self.stride, self.padding), self.lora_B) * self.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The base map plus the update."""
-        y: Tensor = nn.Conv2d.forward(self, x)
-        return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
 
 
 # the form of each class of layer that can be tuned; Experts: of a weight of experts

@@ -120,8 +120,11 @@ class LoraParts(NamedFactors, TunedLinear):
         """Whether the base layer's own forward, with the weight as it is, is all there is to compute."""
         return self.merged or not self.active
 
-    def updated(self, x: Tensor, y: Tensor) -> Tensor:
-        """y [..., out] with what the parts add for x [..., in], in the dtype of y."""
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map plus what the parts add, x [..., in] -> [..., out], in the base layer's dtype."""
+        y = cast("Tensor", super().forward(x))
+        if self.passes_by():
+            return y
         pieces, read = [], self._read(x)
         for (role, _), own in zip(self.lengths.items(), y.split([*self.lengths.values()], -1), strict=True):
             if role in self.scales:
@@ -162,11 +165,6 @@ class LoraPartsLinear(LoraParts, nn.Linear):
             parts.append(part)
         return whole._replace(parts=tuple(parts))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The base map plus the updates."""
-        y = F.linear(x, self.weight, self.bias)
-        return y if self.passes_by() else self.updated(x, y)
-
 
 class LoraPartsConv1D(LoraParts, Conv1D):  # type: ignore[misc]  # as LoraConv1D
     """transformers' Conv1D, whose weight is stored [in, out], with LoRA by parts."""
@@ -176,11 +174,6 @@ class LoraPartsConv1D(LoraParts, Conv1D):  # type: ignore[misc]  # as LoraConv1D
     def delta(self) -> Tensor:
         """The update in Conv1D's transposed layout, [in, out]."""
         return super().delta().T
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The base map plus the updates."""
-        y: Tensor = Conv1D.forward(self, x)
-        return y if self.passes_by() else self.updated(x, y)
 
     __repr__ = nn.Module.__repr__  # as LoraConv1D
 
