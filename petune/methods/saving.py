@@ -10,7 +10,7 @@ these two methods: its checkpoints need no callback that could be forgotten.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from petune.errors import FileError, Problem, UsageError, nearest
 from petune.files.safetensors import check_dtypes, read_json, write_json, write_tensors
 from petune.methods.configs import method_of
 from petune.methods.pissa import started
+from petune.methods.targets import within
 from petune.methods.trainable import (
     frozen_tensors,
     mark_only_trainable,
@@ -113,22 +114,12 @@ class TunedModel(nn.Module):
         tuned = tuned_names(self)
         if tuned.keys().isdisjoint(state_dict) or not frozen_tensors(self).keys().isdisjoint(state_dict):
             return super().load_state_dict(state_dict, strict, assign)
-        problems = [Problem("is missing", name) for name in tuned if name not in state_dict]
-        problems += [
-            Problem("is not tuned here", name, found=", ".join(nearest(name, tuned, 1)) or None)
-            for name in state_dict
-            if name not in tuned
-        ]
-        for name, value in state_dict.items():
-            if name in tuned and value.shape != tuned[name].shape:
-                problems.append(
-                    Problem("has another shape", name, str(list(tuned[name].shape)), str(list(value.shape)))
-                )
-        if problems:
-            first = Problem(
-                "this state is of another tuning", remedy="wrap the model as it was when it was saved"
-            )
-            raise FileError([first, *problems[:10]])
+        check_tensors(
+            shapes_of(tuned),
+            state_dict,
+            "load_state_dict",
+            remedy="wrap the model as it was when it was saved",
+        )
         check_dtypes(state_dict, {name: value.dtype for name, value in tuned.items()}, "load_state_dict")
         super().load_state_dict(state_dict, strict=False, assign=assign)
         return _IncompatibleKeys([], [])
@@ -177,3 +168,39 @@ def plain_class(model: nn.Module) -> Any:
     """The class the model had before it was wrapped, whatever class others (FSDP) have put over it since."""
     order = type(model).__mro__
     return order[order.index(TunedModel) + 1] if TunedModel in order else order[0]
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor."""
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Tensor],
+    where: str,
+    heads: Iterable[str] = (),
+    remedy: str | None = None,
+) -> None:
+    """Raise FileError naming the first ten `tensors` that are missing, unexpected or mis-shaped.
+
+    heads: of the model, trained whole; remedy: for all of them.
+    """
+    found = shapes_of(tensors)
+    missing = [name for name in expected if name not in found]
+    surplus = [name for name in found if name not in expected]
+    wrong = [name for name in expected if name in found and expected[name] != found[name]]
+    problems = [
+        Problem("is missing", name, found=", ".join(nearest(name, surplus, 1)) or None) for name in missing
+    ]
+    problems += [Problem("is unexpected: it belongs to nothing in this model", name) for name in surplus]
+    for name in wrong:
+        more = "load the base with the same number of labels (num_labels)" if within(name, heads) else None
+        sides = str(list(expected[name])), str(list(found[name]))
+        problems.append(Problem("has another shape", name, *sides, more))
+    if problems:
+        summary = (
+            f"{len(missing)} missing, {len(surplus)} unexpected, {len(wrong)} mis-shaped, of {len(expected)}"
+        )
+        first = Problem("these tensors do not fit this model", where, found=summary, remedy=remedy)
+        raise FileError([first, *problems[:10]])

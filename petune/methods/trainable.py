@@ -236,14 +236,14 @@ def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
     biases = _biases_here(model, record.biases)
     trained = {name: value.detach().clone() for name, value in biases.items()}
     try:
-        _put(biases, {**record.biases, **record.held})
+        fill(biases, {**record.biases, **record.held})
         for layer in layers:
             layer.active = False
         for stack in stacks:
             stack.climbs = False
         yield model
     finally:
-        _put(biases, trained)
+        fill(biases, trained)
         for layer, active in zip(layers, before[0], strict=True):
             layer.active = active
         for stack, climbs in zip(stacks, before[1], strict=True):
@@ -257,7 +257,8 @@ def hold_biases(model: nn.Module) -> None:
     cast("Any", model).petune_tuning = replace(record, held=held)
 
 
-def _put(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Overwrite these parameters with values of the same names."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(values[name])

@@ -24,12 +24,13 @@ from petune.files.safetensors import check_dtypes, read_json, read_tensors
 from petune.log import say, warn
 from petune.methods import tuned_names, tuning
 from petune.methods.configs import ACTIVATIONS, ADAPTERHUB, AdapterConfig
-from petune.methods.saving import remember
+from petune.methods.saving import check_tensors, remember, shapes_of
 from petune.methods.targets import within
+from petune.methods.trainable import fill
 from petune.models import family_of
 from petune.models.spec import Attention, Family, RoutedMlp, stack_paths
 from petune.saving.fingerprint import MOST, plain_name
-from petune.saving.peft import check_tensors, refuse_untied, repeats, shapes_of
+from petune.saving.peft import refuse_untied, repeats
 
 CONFIG, TENSORS = "adapter_config.json", "adapter.safetensors"
 HEAD_CONFIG, HEAD_TENSORS = "head_config.json", "model_head.safetensors"
@@ -309,11 +310,9 @@ def load_adapters(model: nn.Module, fields: Mapping[str, Any], folder: Path) -> 
     if kind == "houlsby" and not own.get("cross_adapter"):  # here they begin by adding nothing
         across = [place.own for place in _bottlenecks(model) if place.crosses]
         state |= {key: wanted[key] for key in wanted if within(key, across) and key not in state}
-    check_tensors(shapes_of(wanted), state, folder / TENSORS, heads)
+    check_tensors(shapes_of(wanted), state, str(folder / TENSORS), heads)
     check_dtypes(state, {key: value.dtype for key, value in wanted.items()}, str(folder / TENSORS))
-    with torch.no_grad():
-        for key, value in wanted.items():
-            value.copy_(state[key])
+    fill(wanted, state)
 
 
 def refuse_pickle(folder: Path) -> None:

@@ -24,8 +24,8 @@ from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, token_rows, tuned_names, tuning
 from petune.methods.configs import METHODS, LoraConfig, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
-from petune.methods.saving import plain_class, remember
-from petune.methods.trainable import base_biases, widen
+from petune.methods.saving import check_tensors, plain_class, remember, shapes_of
+from petune.methods.trainable import base_biases, fill, widen
 from petune.methods.wrapped import refuse_no_model
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
@@ -33,7 +33,7 @@ from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters
 from petune.saving.fingerprint import bare, plain_name
 from petune.saving.multimodal import in_text
 from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
-from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft, shapes_of
+from petune.saving.peft import CONFIG, TENSORS, check_config, from_peft
 from petune.saving.peft_parts import in_parts, parts_named
 from petune.saving.several import holds_several, load_each
 from petune.saving.tuning_record import Record, family_name, origin_files, read_record
@@ -211,7 +211,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None, wide: bool
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     if record is not None:
-        check_tensors(record.shapes, adapter.state, folder / TENSORS, record.also_train)
+        check_tensors(record.shapes, adapter.state, str(folder / TENSORS), record.also_train)
         parts = parts_named(model, record.config, also_train)
         adapter = in_parts(model, adapter, parts, str(folder / TENSORS))
     state = adapter.state
@@ -243,7 +243,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None, wide: bool
         name: value.to(kinds[plain_name(name)]) for name, value in found.items()
     }  # as the base has them
     remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
-    _fill(heads, state)
+    fill(heads, state)
 
 
 def _widen(model: nn.Module, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -272,29 +272,23 @@ def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
     return {plain_name(f"{head}.{own}"): value for own, value in model.get_submodule(head).named_parameters()}
 
 
-def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[name])
-
-
 def _load_tuned(model: nn.Module, folder: Path, record: Record, wide: bool) -> None:
     """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned
     tensor."""
     state = read_tensors(folder / TUNED)
-    check_tensors(record.shapes, state, folder / TUNED, record.also_train)
+    check_tensors(record.shapes, state, str(folder / TUNED), record.also_train)
     # before the model is changed
     check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))
     devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         methods.tune(model, replace(cast("Any", record.config.filled), also_train=record.also_train))
     wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
-    check_tensors(shapes_of(wanted), state, folder / TUNED, record.also_train)
+    check_tensors(shapes_of(wanted), state, str(folder / TUNED), record.also_train)
     if wide:
         _widen(model, wanted, state)
     _check_dtypes(state, {name: value.dtype for name, value in wanted.items()}, folder / TUNED)
     remember(model, replace(tuning(model), config=record.config))
-    _fill(wanted, state)
+    fill(wanted, state)
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -316,7 +310,7 @@ def _load_full(model: nn.Module, folder: Path, record: Record, wide: bool) -> No
     alone = (folder / TUNED).is_file()
     files = [folder / TUNED] if alone else _weights(folder)
     state = {name: value for file in files for name, value in read_tensors(file, links=not alone).items()}
-    check_tensors(record.shapes, state, folder)
+    check_tensors(record.shapes, state, str(folder))
     if isinstance(model, PreTrainedModel) and any(a != b for a, b in names_in_model(model, state).items()):
         with quiet():  # experts, say, which files have one by one
             state = dict(plain_class(model).from_pretrained(folder, dtype="auto").state_dict(keep_vars=True))
@@ -324,9 +318,9 @@ def _load_full(model: nn.Module, folder: Path, record: Record, wide: bool) -> No
     given = {id(own[name]) for name in state if name in own}
     # written once, under its other name
     tied = {name for name, value in own.items() if name not in state and id(value) in given}
-    check_tensors(shapes_of({name: own[name] for name in own if name not in tied}), state, folder)
+    check_tensors(shapes_of({name: own[name] for name in own if name not in tied}), state, str(folder))
     if wide:
         _widen(model, own, state)
     _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
-    _fill({name: own[name] for name in state}, state)
+    fill({name: own[name] for name in state}, state)
     remember(model, Tuning(record.method, record.config, family_name(model), ()))

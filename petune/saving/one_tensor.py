@@ -32,9 +32,9 @@ from petune.methods import Tuning, ia3, tuning
 from petune.methods.configs import Ia3Config, MethodConfig, MissConfig
 from petune.methods.ia3 import SCALE, Ia3Linear
 from petune.methods.miss import BLOCK, MissLinear
-from petune.methods.saving import remember
+from petune.methods.saving import remember, shapes_of
 from petune.methods.targets import within
-from petune.methods.trainable import refuse_tied_heads
+from petune.methods.trainable import fill, refuse_tied_heads
 from petune.models import family_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
@@ -48,7 +48,6 @@ from petune.saving.peft import (
     is_saved_whole,
     is_target,
     saved_whole,
-    shapes_of,
     shortest,
     strip_wrappers,
     task_type,
@@ -262,9 +261,7 @@ def load_one_tensor(
     for name, layer in linears.items():
         made = layout.put(name, layer, config, given[f"{name}.{layout.tensor}"])
         model.set_submodule(full[name], made)
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(given[name])
+    fill(own, given)
     family, trained = family_of(model), tuple(full[head] for head in heads)
     settings = replace(cast("Any", layout.settings(linears, config)), also_train=heads)
     remember(model, Tuning(method, settings, family.name if family else None, trained))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from petune.errors import FileError, Problem, nearest
+from petune.errors import FileError, Problem
 from petune.files.json_fields import (
     Fields,
     IntegerValue,
@@ -41,6 +41,7 @@ from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.lora_experts import LoraExperts
 from petune.methods.lora_parts import LoraParts, in_one_form
+from petune.methods.saving import check_tensors
 from petune.methods.targets import within
 from petune.methods.token_rows import ROWS, holders, table_of
 from petune.methods.trainable import refuse_tied_heads
@@ -536,43 +537,9 @@ def fitting(
     found = {
         key: value for key, value in given.items() if key in shapes or not repeats(key, value, own, given)
     }
-    check_tensors(shapes, found, folder / TENSORS, heads)
+    check_tensors(shapes, found, str(folder / TENSORS), heads)
     refuse_untied(base, heads, found, folder)
     return found
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor."""
-    return {name: tuple(value.shape) for name, value in tensors.items()}
-
-
-def check_tensors(
-    expected: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, Tensor],
-    file: Path,
-    heads: Iterable[str] = (),
-) -> None:
-    """Raise FileError naming the first ten tensors that are missing, unexpected or mis-shaped in `file`."""
-    found = shapes_of(tensors)
-    missing = [name for name in expected if name not in found]
-    surplus = [name for name in found if name not in expected]
-    wrong = [name for name in expected if name in found and expected[name] != found[name]]
-    problems = [
-        Problem("is missing", name, found=", ".join(nearest(name, surplus, 1)) or None) for name in missing
-    ]
-    problems += [Problem("is unexpected: it belongs to nothing in this model", name) for name in surplus]
-    for name in wrong:
-        remedy = "load the base with the same number of labels (num_labels)" if within(name, heads) else None
-        problems.append(
-            Problem("has another shape", name, str(list(expected[name])), str(list(found[name])), remedy)
-        )
-    if problems:
-        summary = (
-            f"{len(missing)} missing, {len(surplus)} unexpected, {len(wrong)} mis-shaped, of {len(expected)}"
-        )
-        raise FileError(
-            [Problem("these tensors do not fit this model", str(file), found=summary), *problems[:MOST]]
-        )
 
 
 def strip_wrappers(
