@@ -7,14 +7,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from petune.errors import DataError
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
 from petune.tasks.formats import DEMO, NEEDS, TASK_FORMATS, detect
 from petune.tasks.media import FORMAT_OF, refuse_other_format
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.rows import Row
-from petune.tasks.sources import find_source, held_out_of
+from petune.tasks.sources import find_source, first_record, held_out_of
 
 FIRST_ROWS = 100
 FEW_ROWS = 10  # of these what costs more is asked
@@ -54,10 +53,7 @@ def check_first_rows(
             continue
         faults = Faults(skip=config.on_bad_line == "skip")
         records = itertools.islice(source.records(side, faults, whole=config.chunk), FIRST_ROWS)
-        first = next(records, None)
-        if first is None:
-            faults.settle(0)
-            raise DataError("there are no rows", where=source.name)
+        first = first_record(records, source.name, faults)
         layout = layout or detect(first, config.format, config.columns, task)
         if reads is not None:
             refuse_other_format(layout.format, reads)

@@ -19,7 +19,7 @@ from petune.tasks.lines import RowRecord
 from petune.tasks.objects import DataObject
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.rows import Labelled, Pictured, Row, Rows, Tagged, fingerprint
-from petune.tasks.sources import DataSource, find_source, held_out_of
+from petune.tasks.sources import DataSource, find_source, first_record, held_out_of
 from petune.tasks.splits import Split, keep_apart, sample, split_documents, split_off
 
 WITH_LABELS = ("classify", "tokens")
@@ -103,7 +103,7 @@ def detect_format(config: DataConfig, folder: Path, objects: Mapping[str, DataOb
         return source.demo
     faults = Faults(skip=config.on_bad_line == "skip")
     records = source.records("train", faults, whole=config.chunk)
-    first = _first(records, source.name, faults)
+    first = first_record(records, source.name, faults)
     layout = detect(first, config.format, config.columns, None)
     if layout.format == "text" and config.format == "auto" and not config.chunk:
         refuse_left_label(layout, [first, *itertools.islice(records, LABEL_ROWS)])
@@ -179,15 +179,6 @@ def load_rows(
     )
 
 
-def _first(records: Iterator[RowRecord], name: str, faults: Faults) -> RowRecord:
-    first = next(records, None)
-    if first is None:
-        faults.settle(0)
-        why = f"only {faults.blanks} blank lines" if faults.blanks else "the file is empty"
-        raise DataError(f"there are no rows: {why}", where=name)
-    return first
-
-
 def _read(
     source: DataSource,
     side: str,
@@ -203,7 +194,7 @@ def _read(
     records = source.records(side, faults, whole=config.chunk)
     if demo and task in DERIVED:
         records = DERIVED[task](records)
-    first = _first(records, source.name, faults)
+    first = first_record(records, source.name, faults)
     columns: Mapping[str, str] = DEMO[task] if demo else config.columns
     make = RowMaker(
         layout or detect(first, config.format, columns, task),

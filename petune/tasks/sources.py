@@ -298,3 +298,13 @@ def _hub_load(name: str, config: str | None, split: str | None) -> Any:
         raise DataError(
             f"cannot load the data set {name!r}: {error}", remedy="write it as NAME:CONFIG@SPLIT"
         ) from error
+
+
+def first_record(records: Iterator[RowRecord], name: str, faults: Faults) -> RowRecord:
+    """The first record of a source of this name. Raises DataError where there is none."""
+    first = next(records, None)
+    if first is None:
+        faults.settle(0)
+        why = f"only {faults.blanks} blank lines" if faults.blanks else "the file is empty"
+        raise DataError(f"there are no rows: {why}", where=name)
+    return first

@@ -31,7 +31,7 @@ from petune.tasks.lines import shown
 from petune.tasks.objects import DataObject
 from petune.tasks.registry import find_task
 from petune.tasks.rows import Row, RowFacts, Rows, fingerprint, identity
-from petune.tasks.sources import DataSource, find_source, held_out_of
+from petune.tasks.sources import DataSource, find_source, first_record, held_out_of
 from petune.tasks.stream_place import START, Mark, StreamReading
 from petune.tasks.stream_place import fingerprint as fingerprint_of
 
@@ -241,10 +241,7 @@ def _refuse(task: str, source: DataSource) -> None:
 
 def _layout_of(source: DataSource, config: DataConfig, task: str) -> ColumnLayout:
     faults = Faults(skip=config.on_bad_line == "skip")
-    first = next(source.records("train", faults), None)
-    if first is None:
-        faults.settle(0)
-        raise DataError("there are no rows", where=source.name)
+    first = first_record(source.records("train", faults), source.name, faults)
     return detect(first, config.format, config.columns, task)
 
 
