@@ -105,9 +105,7 @@ class ListOf:
             yield "", "a list", value
             return
         for at, item in enumerate(value):
-            yield from (
-                (f"[{at}]{path}", expected, found) for path, expected, found in self.kind.faults(item)
-            )
+            yield from _below(f"[{at}]", self.kind, item)
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class TupleValue:
             yield "", f"a list of {len(self.kinds)}", value
             return
         for at, (kind, item) in enumerate(zip(self.kinds, value, strict=True)):
-            yield from ((f"[{at}]{path}", expected, found) for path, expected, found in kind.faults(item))
+            yield from _below(f"[{at}]", kind, item)
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,7 @@ class MapOf:
         if self.numbered and value.keys() != {str(at) for at in range(len(value))}:
             yield "", f"the names 0 to {len(value) - 1}", value
         for name, item in value.items():
-            yield from (
-                (f".{name}{path}", expected, found) for path, expected, found in self.kind.faults(item)
-            )
+            yield from _below(f".{name}", self.kind, item)
 
 
 @dataclass(frozen=True)
@@ -192,11 +188,13 @@ class Fields:
         for name, item in value.items():
             kind = self.fields.get(name) or self.optional.get(name)
             if kind is not None:
-                yield from (
-                    (f".{name}{path}", expected, found) for path, expected, found in kind.faults(item)
-                )
+                yield from _below(f".{name}", kind, item)
             elif not self.others:
                 yield f".{name}", "no such field", item
+
+
+def _below(place: str, kind: Kind, item: Any) -> Iterator[tuple[str, str, Any]]:
+    return ((f"{place}{path}", expected, found) for path, expected, found in kind.faults(item))
 
 
 class _Absent:
