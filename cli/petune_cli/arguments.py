@@ -198,3 +198,10 @@ def _exists(word: str) -> bool:
         return Path(word).exists()
     except OSError:  # longer than any name
         return False
+
+
+def refuse_no_folder(folder: Path, remedy: str) -> None:
+    """Raise UsageError where this is no folder that may hold runs."""
+    if not folder.is_dir():
+        what = "this is a file, not a folder of runs" if folder.exists() else "there is no such folder"
+        raise UsageError(what, where=str(folder), remedy=remedy)

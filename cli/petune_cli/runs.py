@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from petune.errors import UsageError
-from petune_cli.arguments import Json
+from petune_cli.arguments import Json, refuse_no_folder
 from petune_cli.display import show_json, show_table
 from petune_cli.echo import echo
 
@@ -31,9 +31,7 @@ def runs(
         raise UsageError(
             "there is no such column", where="--sort", expected=", ".join(listing.KEYS), found=sort
         )
-    if not folder.is_dir():
-        what = "this is a file, not a folder of runs" if folder.exists() else "there is no such folder"
-        raise UsageError(what, where=str(folder), remedy="petune runs FOLDER")
+    refuse_no_folder(folder, "petune runs FOLDER")
     found = listing.rows(find_runs(folder), folder)
     if verify:
         found = [one | {"folder": _verdict(Path(one["path"]))} for one in found]

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from petune.errors import MachineError, UsageError
+from petune.errors import MachineError
+from petune_cli.arguments import refuse_no_folder
 from petune_cli.echo import echo
 
 
@@ -18,9 +19,7 @@ def watch(
     """Watch runs in progress in a browser on this machine."""
     from petune.report.watch import Watch
 
-    if not folder.is_dir():
-        wrong = "this is a file, not a folder of runs" if folder.exists() else "there is no such folder"
-        raise UsageError(wrong, where=str(folder), remedy="petune watch FOLDER")
+    refuse_no_folder(folder, "petune watch FOLDER")
     try:
         server = Watch(folder, port)
     except OSError as error:
