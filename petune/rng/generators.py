@@ -28,14 +28,10 @@ def seed_others(seed: int) -> None:
 def seeded(text: str) -> Iterator[None]:
     """Let torch's generator of the CPU begin from a text, for as long as the block lasts; then it goes on
     where it was."""
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(
-        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-    )
-    try:
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
         yield
-    finally:
-        torch.set_rng_state(before)
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

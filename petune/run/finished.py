@@ -281,13 +281,12 @@ class Run:
         place = self._place(out, "merged")
         speaker = self.speaker
         model = cast("PreTrainedModel", speaker.model)
-        written = None if dtype is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         report = export.save_merged(
             model,
             place,
             Processors(speaker.words, speaker.reader),
             batch=export.probe(model),
-            dtype=written,
+            dtype=None if dtype is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
             seed=seed,
             overwrite=overwrite,
             beside=self._sentence_files() if speaker.task.name == "embed" else {},
