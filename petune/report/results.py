@@ -81,13 +81,14 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def records_in(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The records among lines: JSON objects with a whole `step`."""
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            records.append(record)
-    return records
+    """The records among lines."""
+    return [record for line in lines if (record := record_of(line)) is not None]
+
+
+def record_of(line: str | bytes) -> dict[str, Any] | None:
+    """What a line says where it is a record: a JSON object with a whole `step`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None

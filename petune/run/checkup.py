@@ -3,7 +3,6 @@ what a start would do."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from petune.errors import FileError, PetuneError, Problem, told_apart
 from petune.files.safetensors import read_json
 from petune.log import human
 from petune.recipe import is_sealed, load_recipe, load_resolved
+from petune.report.results import record_of
 from petune.run.entrance import refuse_links
 from petune.run.folder import SHIPPED, FolderState, RunFolder
 from petune.saving import checkpoint, export
@@ -143,7 +143,7 @@ def _records(found: Checkup, folder: RunFolder, state: FolderState) -> None:
         elif state == "finished":
             found.problems.append(Problem("is missing, though the run has finished", str(path)))
     lines = folder.metrics.read_bytes().split(b"\n") if folder.metrics.is_file() else []
-    bad = [at for at, line in enumerate(lines, 1) if line and not _is_record(line)]
+    bad = [at for at, line in enumerate(lines, 1) if line and record_of(line) is None]
     if bad and (bad != [len(lines)] or state == "finished"):
         found.problems.append(
             Problem("is not a record", f"{folder.metrics}:{bad[0]}", "a JSON object with a step")
@@ -170,10 +170,3 @@ def _refuse_other_tuned(folder: RunFolder) -> None:
             found=found,
             remedy="use another copy of the run",
         )
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line)["step"], int)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False

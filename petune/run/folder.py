@@ -11,7 +11,6 @@ left half-made.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -32,6 +31,7 @@ from petune.files.safetensors import sync_folder, write_file, write_json, writin
 from petune.recipe import Recipe, load_resolved, sealed_settings
 from petune.report import page
 from petune.report.files import RunFiles
+from petune.report.results import record_of
 from petune.run.plot import draw_loss
 from petune.run.readme import readme
 from petune.saving import checkpoint
@@ -248,11 +248,11 @@ class RunFolder:
         if not self.metrics.exists():
             return step
         lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        steps = [_step_of(line) for line in lines]
-        kept = [line for line, own in zip(lines, steps, strict=True) if own <= step]
+        whole = [(line, int(record["step"])) for line in lines if (record := record_of(line)) is not None]
+        kept = [line for line, own in whole if own <= step]
         if len(kept) < len(lines):
             write_file(self.metrics, ["".join(f"{line}\n" for line in kept).encode()])
-        return max([step, *(own for own in steps if own < _CUT_OFF)])
+        return max([step, *(own for _, own in whole)])
 
     def note_setup(self, facts: Mapping[str, Any]) -> None:
         """Write what is known before the first step; when it began stays what it was when a run goes on."""
@@ -299,16 +299,6 @@ def is_beginning(name: str) -> bool:
     such names alone is free."""
     match = LEFTOVER.fullmatch(name)
     return name in (".lock", RANK_LOGS, _REPLACING) or bool(match and match[1] in (*FILES, *FOLDERS))
-
-
-_CUT_OFF = 2**62  # the step of a line that a crash cut off
-
-
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return _CUT_OFF
 
 
 @cache
