@@ -9,8 +9,6 @@ base's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
@@ -114,9 +112,3 @@ def apply(model: nn.Module, family: Family | None, config: Ia3Config, also_train
         if type(layer) is not nn.Linear:
             raise UsageError(f"ia3 tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
         model.set_submodule(name, Ia3Linear.around(layer, name in inputs))
-
-
-def in_full(config: Ia3Config, places: Mapping[str, bool], also_train: tuple[str, ...]) -> Ia3Config:
-    """`config` with every linear named in full."""
-    inputs = tuple(name for name, of_inputs in places.items() if of_inputs)
-    return replace(config, targets=tuple(places), inputs=inputs, also_train=also_train)

@@ -28,7 +28,7 @@ from petune.files.json_fields import (
     check_fields,
 )
 from petune.files.safetensors import check_dtypes
-from petune.methods import Tuning, ia3, tuning
+from petune.methods import Tuning, tuning
 from petune.methods.configs import Ia3Config, MethodConfig, MissConfig
 from petune.methods.ia3 import SCALE, Ia3Linear
 from petune.methods.miss import BLOCK, MissLinear
@@ -110,7 +110,8 @@ def _fields_of_ia3(layers: Mapping[str, Any], targets: list[str]) -> dict[str, A
 
 
 def _settings_of_ia3(linears: Linears, config: Mapping[str, Any]) -> MethodConfig:
-    return ia3.in_full(Ia3Config(), {name: _scales_inputs(name, config) for name in linears}, ())
+    inputs = tuple(name for name in linears if _scales_inputs(name, config))
+    return Ia3Config(targets=tuple(linears), inputs=inputs)
 
 
 _IA3 = PeftLayout(
