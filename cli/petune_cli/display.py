@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,8 +141,11 @@ class Live:
             )
 
 
-def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn on a terminal, columns of plain text elsewhere."""
+def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, without: Collection[str] = ()) -> None:
+    """Print a table: drawn on a terminal, columns of plain text elsewhere. without: the heads of columns that
+    are left out."""
+    shown = [at for at, head in enumerate(heads) if head not in without]
+    heads, *rows = ([row[at] for at in shown] for row in (heads, *rows))
     if not sys.stdout.isatty():
         echo("\n".join(columns([heads, *rows])))
         return

@@ -197,9 +197,7 @@ def _show(seen: Outlook) -> None:
     idle = [] if any(rank.memory.gathered for rank in found.ranks) else ["gathered"]
     idle += [] if found.plan.experts else ["experts"]
     idle += [] if any(rank.held for rank in found.ranks) else ["rows at most"]
-    shown = [at for at, head in enumerate(_HEADS) if head not in idle]
-    rows = [_row(rank) for rank in found.ranks]
-    show_table([_HEADS[at] for at in shown], [[row[at] for at in shown] for row in rows])
+    show_table(_HEADS, [_row(rank) for rank in found.ranks], without=idle)
     if found.transitions:
         echo("")
         rows = [

@@ -94,7 +94,6 @@ def _show(found: Profile, depth: int) -> None:
     ):
         echo(line)
     echo("")
-    again = found.flop("recompute") > 0
     heads = (
         "module",
         "kind",
@@ -109,7 +108,7 @@ def _show(found: Profile, depth: int) -> None:
     )
     rows = [_cells(part, level) for model in found.models for part, level in _down_to(model, depth)]
     rows += [_cells(found.outside, 0), _sums(found)]
-    show_table(*_without("recomputed", heads, rows) if not again else (heads, rows))
+    show_table(heads, rows, without=() if found.flop("recompute") > 0 else ("recomputed",))
     echo("")
     for line in _closing(found):
         echo(line)
@@ -121,14 +120,6 @@ def _show(found: Profile, depth: int) -> None:
     show_table(
         (f"the longest {SHOWN}", "calls", "time", "share"), [_timed(one) for one in found.operations[:SHOWN]]
     )
-
-
-def _without(
-    head: str, heads: tuple[str, ...], rows: list[tuple[str, ...]]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A table less one column."""
-    at = heads.index(head)
-    return heads[:at] + heads[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
 
 
 def _down_to(part: ProfiledModule, depth: int, level: int = 0) -> Iterator[tuple[ProfiledModule, int]]:

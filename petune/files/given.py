@@ -20,6 +20,11 @@ def home_known(text: str) -> bool:
     return not in_home(text).removeprefix("config:").startswith("~")
 
 
+def own_cache() -> Path:
+    """Where petune keeps for its user what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "petune")
+
+
 def path_of(folder: str | os.PathLike[str]) -> Path:
     """The path that an argument `folder` names, with ~ for a home. Raises UsageError for what names none."""
     if not isinstance(folder, str | os.PathLike):

@@ -20,6 +20,7 @@ from threading import Event, Lock
 from typing import Any
 
 from petune.errors import FileError, PetuneError
+from petune.files.given import own_cache
 from petune.files.safetensors import read_json, reading, write_json
 
 REMEMBERED = 32 << 20  # bytes; a smaller file is read each time, in some hundredths of a second
@@ -183,12 +184,12 @@ class _Cache:
             new, self._read_from = dict(self._known), None
             self._read()  # what other processes have found meanwhile
             self._known = dict([*(self._known | new).items()][-_MOST:])
-            place = _cache_file()
+            place = own_cache() / "file_hashes.json"
             place.parent.mkdir(parents=True, exist_ok=True)
             write_json(place, {path: [*seen, value] for path, (seen, value) in self._known.items()})
 
     def _read(self) -> None:
-        place = _cache_file()
+        place = own_cache() / "file_hashes.json"
         if place == self._read_from:
             return
         self._read_from, self._known = place, {}
@@ -196,12 +197,6 @@ class _Cache:
             for path, row in read_json(place).items():
                 *seen, value = row
                 self._known[path] = tuple(map(int, seen)), str(value)
-
-
-def _cache_file() -> Path:
-    return Path(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "petune", "file_hashes.json"
-    )
 
 
 _cache = _Cache()

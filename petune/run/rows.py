@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from petune.files.given import own_cache
 from petune.models.loading import kind_of
 from petune.recipe import Recipe
 from petune.run.objects import Objects
@@ -63,8 +63,7 @@ def shelf_of(recipe: Recipe) -> Shelf | None:
         return None
     if said != "auto":
         return Shelf(Path(said), most, all=True)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return Shelf(home / "petune" / "rows", most)
+    return Shelf(own_cache() / "rows", most)
 
 
 def texts_of(
