@@ -64,10 +64,6 @@ class Ia3Linear(TunedLinear, nn.Linear):
             return {"weight": 0, "bias": 0, SCALE: None if self.of_inputs else own}
         return {"weight": 1, "bias": "owner", SCALE: own if self.of_inputs else None}
 
-    def after_sum(self) -> nn.Module:
-        """The layer itself: a scaled sum is the sum of scaled terms."""
-        return self
-
     def kept_features(self) -> KeptFeatures:
         """What is scaled: the input, and then its scaled form as well; or every output."""
         if self.of_inputs:

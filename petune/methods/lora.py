@@ -128,10 +128,6 @@ class LoraLayer(TunedLinear):
         start = dict(zip(pissa.START, (a, b), strict=True)) if pissa.has_start(self) else {}
         return base | {"lora_A": a, "lora_B": b} | start
 
-    def after_sum(self) -> nn.Module:
-        """The layer itself: an update is linear."""
-        return self
-
     def kept_features(self) -> KeptFeatures:
         """The input, which A reads, and what it makes of it, r features."""
         return KeptFeatures(input=True, inner=self.lora_A.shape[0])

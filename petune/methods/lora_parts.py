@@ -93,10 +93,6 @@ class LoraParts(NamedFactors, TunedLinear):
     def cut_to(self, outputs: Sequence[int]) -> None:
         self.lengths = dict(zip(self.lengths, outputs, strict=True))
 
-    def after_sum(self) -> nn.Module:
-        """The layer itself: updates are linear."""
-        return self
-
     def kept_features(self) -> KeptFeatures:
         """The input, one for every A but with dropout, which each draws for itself, and what they make of
         it."""

@@ -63,10 +63,6 @@ class MissLinear(TunedLinear, nn.Linear):
             )
         return {"weight": 0, "bias": 0, BLOCK: 1}
 
-    def after_sum(self) -> nn.Module:
-        """The layer itself: an update is linear."""
-        return self
-
     def kept_features(self) -> KeptFeatures:
         """The sum of the input's shards, r features."""
         return KeptFeatures(inner=len(self.miss_block))

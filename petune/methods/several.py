@@ -116,10 +116,6 @@ class SeveralLayer(TunedLinear):
             "several adapters on one base have no parallel plan", remedy="train each in a run of its own"
         )
 
-    def after_sum(self) -> nn.Module:
-        """The layer itself: updates are linear."""
-        return self
-
     def kept_features(self) -> KeptFeatures:
         """The input, and what the A of every adapter makes of it."""
         ranks = [len(cast("Update", update).lora_A) for update in self.updates.values()]

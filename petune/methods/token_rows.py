@@ -51,10 +51,6 @@ class RowLayer(TunedLinear):
         """Raises UsageError: a rank without a row could not train it."""
         raise UsageError("token_rows cannot be cut across ranks", remedy="set vocabulary: false")
 
-    def after_sum(self) -> nn.Module:
-        """The layer itself."""
-        return self
-
     def kept_features(self) -> KeptFeatures:
         """Nothing beyond what the layer itself keeps, which is outside the blocks."""
         return KeptFeatures()

@@ -113,9 +113,11 @@ class TunedLayer(TunedModule):
         return None
 
     def after_sum(self) -> nn.Module:
-        """The module whose output ranks that share the layer must sum before anything else acts on it.
+        """The module whose output ranks that share the layer, or hold a cut of it by rows, must sum before
+        anything else acts on it.
 
-        It is the layer itself where nothing does, else a child that passes on what `plain()` computes.
+        It is the layer itself where nothing does, as where it is linear, else a child that passes on what
+        `plain()` computes.
         """
         return self
 
@@ -226,13 +228,6 @@ class TunedLinear(TunedLayer):
 
     def cut_to(self, outputs: Sequence[int]) -> None:
         """Hear what a cut by columns has left of its outputs: of each part, where it is several."""
-
-    @abstractmethod
-    def after_sum(self) -> nn.Module:
-        """The module whose output a cut by rows must sum before anything else acts on it.
-
-        It is the layer itself where the layer is linear, else a child that passes on what `plain()` computes.
-        """
 
     @abstractmethod
     def delta(self) -> Tensor:
