@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from petune.errors import FileError
-from petune.files.safetensors import Header, bytes_of, open_regular, reading
+from petune.files.safetensors import Header, bytes_of, open_regular, reading, refuse_no_truths
 
 PORTION = 4 << 20  # bytes that are read at once where they cannot go where they belong
 LONG_RUN = 16 << 10  # bytes of a row from which on a read for each row costs less than whole rows
@@ -221,12 +221,8 @@ class RangeReader:
                 if not count:
                     raise _changed(source.path, "became shorter while it was read")
                 rest, begin = rest[count:], begin + count
-        if source.dtype is torch.bool and torch.frombuffer(flags, dtype=torch.uint8).gt(1).any():
-            raise FileError(
-                "a truth value is neither 0 nor 1",
-                where=f"{source.path}  {name}",
-                remedy="the file is damaged: use another copy",
-            )
+        if source.dtype is torch.bool:
+            refuse_no_truths(torch.frombuffer(flags, dtype=torch.uint8), f"{source.path}  {name}")
 
     def _file(self, path: Path) -> FileIO:
         if path not in self._files:

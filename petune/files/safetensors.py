@@ -361,6 +361,20 @@ def refuse_not_finite(tensor: Tensor, where: str) -> None:
         raise TrainingFault("holds a NaN or an infinity: not written", where=where, remedy=remedy)
 
 
+def refuse_failed(tensor: Tensor, where: str) -> None:
+    """Raise FileError for a NaN or an infinity in what was read."""
+    if not is_finite(tensor):
+        remedy = "its training had failed: use an earlier one"
+        raise FileError("holds a NaN or an infinity", where=where, remedy=remedy)
+
+
+def refuse_no_truths(values: Tensor, where: str) -> None:
+    """Raise FileError for bytes that were read as truth values, and are none."""
+    if values.gt(1).any():
+        remedy = "the file is damaged: use another copy"
+        raise FileError("a truth value is neither 0 nor 1", where=where, remedy=remedy)
+
+
 def header_bytes(header: Mapping[str, Any]) -> bytes:
     """What a safetensors file begins with: the length of its header, and the header, padded to 8 bytes."""
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -401,18 +415,10 @@ def read_tensors(
                 continue
             tensors[name] = tensor = _empty(entry, f"{path}  {name}")
             _fill(bytes_of(tensor), file, path)
-            if entry.dtype is torch.bool and tensor.view(torch.uint8).gt(1).any():
-                raise FileError(
-                    "a truth value is neither 0 nor 1",
-                    where=f"{path}  {name}",
-                    remedy="the file is damaged: use another copy",
-                )
-            if finite and not is_finite(tensor):
-                raise FileError(
-                    "holds a NaN or an infinity",
-                    where=f"{path}  {name}",
-                    remedy="its training had failed: use an earlier one",
-                )
+            if entry.dtype is torch.bool:
+                refuse_no_truths(tensor.view(torch.uint8), f"{path}  {name}")
+            if finite:
+                refuse_failed(tensor, f"{path}  {name}")
     return tensors
 
 

@@ -29,10 +29,10 @@ from petune.files.range_writer import RangeWriter
 from petune.files.ranges import RangeReader, sources
 from petune.files.safetensors import (
     check_dtypes,
-    is_finite,
     read_header,
     read_json,
     read_tensors,
+    refuse_failed,
     tensor_kinds,
     write_json,
     write_tensors,
@@ -276,12 +276,7 @@ def _reader(folder: Path) -> RangeReader:
 def _read(reader: RangeReader, name: str, out: Tensor, place: ShardPlace) -> None:
     for box, start in place.boxes(out):
         reader.read(name, box, start)
-    if not is_finite(out):
-        raise FileError(
-            "holds a NaN or an infinity",
-            where=f"{reader.sources[name].path}  {name}",
-            remedy="its training had failed: use an earlier one",
-        )
+    refuse_failed(out, f"{reader.sources[name].path}  {name}")
 
 
 # ---------------------------------------------------------------- what fits
