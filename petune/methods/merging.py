@@ -52,6 +52,7 @@ def merge(model: Model, name: str | None = None) -> Model:
     if name is not None:
         settle(model, name)
     refuse_unmergeable(model)
+    refuse_merged(model)
     _refuse_absent(model)
     warn_of_quantised(model)
     unfuse(model)
@@ -61,10 +62,6 @@ def merge(model: Model, name: str | None = None) -> Model:
     layers, dtype, whole = list(tuned_layers(model)), base_dtype(model), trained_whole(model)
     made: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
     for name, layer in layers:
-        if layer.merged:
-            raise UsageError(
-                "this model is inside merged_weights()", where=name, remedy="leave the block first"
-            )
         if (key := tuned_together(layer)) not in made:
             _untie(model, layer)
             made[key] = _parameters(layer.merged_tensors())
@@ -197,6 +194,15 @@ def _refuse_training(model: nn.Module, args: Any) -> None:
             "this model's weights are merged, so training it would change nothing",
             remedy="leave merged_weights() first",
         )
+
+
+def refuse_merged(model: nn.Module) -> None:
+    """Raise UsageError inside `merged_weights`, where the base's weights are not the base's."""
+    for name, layer in tuned_layers(model):
+        if layer.merged:
+            raise UsageError(
+                "this model is inside merged_weights()", where=name, remedy="leave the block first"
+            )
 
 
 def refuse_unmergeable(model: nn.Module) -> None:

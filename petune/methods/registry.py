@@ -27,7 +27,7 @@ from petune.methods.settings import (
 )
 from petune.methods.targets import head_modules
 from petune.methods.trainable import base_biases, describe, refuse_tied_heads, untouched
-from petune.methods.wrapped import Tuning, is_wrapped, refuse_no_model, tuning
+from petune.methods.wrapped import Tuning, refuse_no_model, refuse_wrapped
 from petune.models import FAMILIES, family_of
 from petune.models.linear_attention import tell_samples
 from petune.models.multimodal import refuse_whole
@@ -161,11 +161,7 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
 def refuse_tuned(model: nn.Module) -> None:
     """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or
     that has nothing to tune."""
-    if is_wrapped(model):
-        raise UsageError(
-            f"this model is wrapped already, with {tuning(model).method}",
-            remedy="merge it, or load the base model again",
-        )
+    refuse_wrapped(model)
     for name, module in tuned_modules(model):
         raise UsageError(
             f"a part of this model is tuned already: {type(module).__name__}",

@@ -56,6 +56,15 @@ def is_wrapped(model: nn.Module) -> bool:
     return isinstance(getattr(model, "petune_tuning", None), Tuning)
 
 
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise UsageError for a wrapped model."""
+    if is_wrapped(model):
+        raise UsageError(
+            f"this model is wrapped already, with {tuning(model).method}",
+            remedy="merge it, or load the base model again",
+        )
+
+
 def sole_tuning(model: nn.Module) -> Tuning:
     """`tuning` of a model with one. Raises UsageError too for several adapters on one base."""
     record = tuning(model)

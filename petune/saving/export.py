@@ -30,7 +30,13 @@ from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.log import warn
 from petune.methods import merged_weights, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
-from petune.methods.merging import refuse_unmergeable, rounded_whole, tuned_together, warn_of_quantised
+from petune.methods.merging import (
+    refuse_merged,
+    refuse_unmergeable,
+    rounded_whole,
+    tuned_together,
+    warn_of_quantised,
+)
 from petune.methods.rounding import RoundingCost, cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
 from petune.methods.trainable import base_dtype, bias_changes, refuse_tied_heads
@@ -42,7 +48,7 @@ from petune.models.multimodal import whole_of
 from petune.models.read_plan import names_in_model, plan_reads
 from petune.models.tuned_linear import TunedLayer, tuned_layers
 from petune.saving.adapters import to_adapters
-from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
+from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name
 from petune.saving.load import TUNED, kinds_of
 from petune.saving.multimodal import in_whole, read_again, refuse_apart, refuse_part, write_whole
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor

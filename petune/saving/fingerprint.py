@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods import is_wrapped, pissa, tuned_parameters, tuning
 from petune.methods.configs import method_of
+from petune.methods.merging import refuse_merged
 from petune.models.contents import contents_of
 from petune.models.damage import refuse_absent
 from petune.models.frozen_weight import QuantisedWeight, sampled
@@ -47,15 +48,6 @@ def bare(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
-
-
-def refuse_merged(model: nn.Module) -> None:
-    """Raise UsageError inside `merged_weights`, where the base's weights are not the base's."""
-    for name, layer in tuned_layers(model):
-        if layer.merged:
-            raise UsageError(
-                "this model is inside merged_weights()", where=name, remedy="leave the block first"
-            )
 
 
 def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:

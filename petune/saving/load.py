@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from petune import methods
-from petune.errors import FileError, UsageError
+from petune.errors import FileError
 from petune.files.given import path_of
 from petune.files.manifest import RECORD, check_folder
 from petune.files.safetensors import check_dtypes, read_json, read_tensors, tensor_kinds
 from petune.log import warn
-from petune.methods import Tuning, is_wrapped, lora, token_rows, tuned_names, tuning
+from petune.methods import Tuning, lora, token_rows, tuned_names, tuning
 from petune.methods.configs import METHODS, LoraConfig, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import check_tensors, plain_class, remember, shapes_of
 from petune.methods.trainable import base_biases, fill, widen
-from petune.methods.wrapped import refuse_no_model
+from petune.methods.wrapped import refuse_no_model, refuse_wrapped
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
 from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters, refuse_pickle
@@ -71,7 +71,7 @@ def load(
     """
     refuse_no_model(base_model)
     folder, model = _tuned_folder(path_of(folder)), bare(base_model)
-    _refuse_wrapped(model)
+    refuse_wrapped(model)
     if holds_several(folder):
         load_each(model, folder, verify_base=verify_base, base_files=base_files)
         return base_model
@@ -94,17 +94,9 @@ def load_recorded(
 ) -> Model:
     """`load`, wide, of the folder whose `record` was read already; its files are compared with their hashes
     once more. Raises as `load`."""
-    _refuse_wrapped(bare(base_model))
+    refuse_wrapped(bare(base_model))
     record.check_again()
     return _load_recorded(base_model, record, verify_base, base_files, wide=True)
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    if is_wrapped(model):
-        raise UsageError(
-            f"this model is wrapped already, with {tuning(model).method}",
-            remedy="merge it, or load the base model again",
-        )
 
 
 def _load_recorded(

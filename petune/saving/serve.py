@@ -30,13 +30,14 @@ from petune.log import say
 from petune.methods import tuning
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.lora import LoraEmbedding
+from petune.methods.merging import refuse_merged
 from petune.methods.saving import plain_class
 from petune.methods.targets import within
 from petune.methods.wrapped import sole_tuning
 from petune.models.experts import weights_of
 from petune.models.multimodal import name_in_whole, whole_of
 from petune.saving.export import logits_of, probe
-from petune.saving.fingerprint import bare, plain_name, refuse_merged
+from petune.saving.fingerprint import bare, plain_name
 from petune.saving.gguf import ADAPTER, need_gguf, write_gguf
 from petune.saving.modelfile import MODELFILE, write_modelfile
 from petune.saving.peft import (
