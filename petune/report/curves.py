@@ -10,6 +10,7 @@ from typing import Any
 from petune.report.words import figure, is_number
 
 Point = tuple[int, float]
+STEPS_SAID = 5  # of several; of others the number is said
 _LAST_STEP = 2**53
 
 
@@ -87,8 +88,8 @@ def _value(points: Sequence[Point]) -> Any:
     return lambda at: points[at][1]
 
 
-def steps_said(steps: Sequence[int], most: int = 5) -> str:
+def steps_said(steps: Sequence[int]) -> str:
     """Steps as words: the first few of them and how many more."""
-    shown = ", ".join(f"{step:,}" for step in steps[:most])
-    more = f" and {len(steps) - most:,} more" if len(steps) > most else ""
+    shown = ", ".join(f"{step:,}" for step in steps[:STEPS_SAID])
+    more = f" and {len(steps) - STEPS_SAID:,} more" if len(steps) > STEPS_SAID else ""
     return f"step{'s' * (len(steps) > 1)} {shown}{more}"

@@ -75,9 +75,9 @@ def table(
     return element("div", element("table", *said, *head, body), class_="wide")
 
 
-def folded(title: str, *inside: str, open_: bool = False) -> Markup:
+def folded(title: str, *inside: str) -> Markup:
     """A part that is shut until it is asked for; in print it is open."""
-    return element("details", element("summary", title), *inside, open=open_)
+    return element("details", element("summary", title), *inside)
 
 
 def section(title: str, *inside: str) -> Markup:

@@ -20,8 +20,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return abs(value) < 1e300  # false of NaN too
 
 
-def figure(value: object, digits: int = 4) -> str:
-    """A measured number: `digits` after the point below 100, small and large ones with a power of ten."""
+def figure(value: object) -> str:
+    """A measured number: 4 digits after the point below 100, small and large ones with a power of ten."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) < 1e15 else f"{value:.3e}" if is_number(value) else "beyond measure"
     if isinstance(value, float):
@@ -31,7 +31,7 @@ def figure(value: object, digits: int = 4) -> str:
             return "infinite"
         if value and not 1e-3 <= abs(value) < 1e6:
             return f"{value:.2e}"
-        return f"{value:,.{digits}f}" if abs(value) < 100 else f"{value:,.1f}"
+        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.1f}"
     return NONE if value is None else str(value)
 
 

@@ -31,21 +31,20 @@ def count(batch: Mapping[str, Tensor], class_weights: Tensor | None = None, text
     return float((labels != MASKED).sum())
 
 
-def loss_sum(
-    logits: Tensor, batch: Mapping[str, Tensor], task: str, class_weights: Tensor | None = None
-) -> tuple[Tensor, float]:
+def loss_sum(logits: Tensor, batch: Mapping[str, Tensor], task: str) -> tuple[Tensor, float]:
     """The summed cross-entropy in nats (a scalar, fp32 or wider) and its `count`.
 
     logits: [batch, classes] (classify) or [batch, sequence, vocabulary]; a decoder's are shifted here.
-    class_weights: [classes]. A batch without a trained label gives 0 with gradients of 0.
+    A batch without a trained label gives 0 with gradients of 0.
     """
-    return cross_entropy_sum(logits, batch, task, class_weights), count(batch, class_weights)
+    return cross_entropy_sum(logits, batch, task), count(batch)
 
 
 def cross_entropy_sum(
     logits: Tensor, batch: Mapping[str, Tensor], task: str, class_weights: Tensor | None = None
 ) -> Tensor:
-    """The sum of `loss_sum`, without the count, for which a host may have to wait."""
+    """The sum of `loss_sum`, without the count, for which a host may have to wait. class_weights:
+    [classes]."""
     trained, gold = trained_positions(logits, batch["labels"].to(logits.device), task)
     wide = trained if trained.dtype == torch.float64 else trained.float()
     weights = None if class_weights is None else class_weights.to(device=wide.device, dtype=wide.dtype)

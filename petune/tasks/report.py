@@ -13,6 +13,8 @@ from petune.tasks.examples import MASKED, Example
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BARS = 12  # of a histogram, at most
+
 
 @dataclass(frozen=True)
 class DataReport:
@@ -94,12 +96,12 @@ def percentile(values: Sequence[int], share: float) -> int:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else 0
 
 
-def histogram(values: Sequence[int], most: int = 12) -> tuple[tuple[int, int, int], ...]:
-    """How many of the values lie in each of at most `most` stretches of equal width: (first, last, count)."""
+def histogram(values: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """How many of the values lie in each of at most BARS stretches of equal width: (first, last, count)."""
     if not values:
         return ()
     low, high = min(values), max(values)
-    width = -(-(high - low + 1) // most)
+    width = -(-(high - low + 1) // BARS)
     found = Counter((value - low) // width for value in values)
     return tuple(
         (at, min(at + width - 1, high), found[(at - low) // width]) for at in range(low, high + 1, width)
