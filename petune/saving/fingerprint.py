@@ -12,12 +12,13 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from petune.errors import FileError, Problem, UsageError, nearest
+from petune.files.safetensors import bytes_of
 from petune.methods import is_wrapped, pissa, tuned_parameters, tuning
 from petune.methods.configs import method_of
 from petune.methods.merging import refuse_merged
@@ -239,7 +240,5 @@ def full_hash(model: nn.Module, heads: Collection[str] = ()) -> str:
     for name, value in sorted(tensors.items()):
         dtype, shape = _build(value)
         digest.update(f"{name} {dtype} {shape}\n".encode())
-        if value.numel():
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(memoryview(cast("Any", flat.numpy())))
+        digest.update(bytes_of(value.detach().cpu().contiguous()))
     return digest.hexdigest()
