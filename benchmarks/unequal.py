@@ -12,10 +12,10 @@ promises of it.
 The devices of a CPU are two processes of one thread, each on a core of its own, that talk through gloo. The
 second is slowed by a child on the same core: every millisecond it stops its parent (SIGSTOP), uses the core
 twice as long as the parent has just done, and lets it go on. So the parent's computing takes three times as
-much, on a busy machine too, and its waiting does not; the ranks meet every 20 ms or more. A GPU is slowed by
-a second program that multiplies matrices on it all the time, so that each of them has half of it. With
---twice work is run twice instead (benchmarks/twice.py): all but Triton's kernels, what is written in place,
-and what is sent. How much slower a device is, is measured.
+much, on a busy machine too, and its waiting does not; the ranks meet every 20 ms or more. A GPU, and a CPU
+with --twice, runs its work twice instead (benchmarks/twice.py): operations and kernels, forward and backward,
+but for what torch writes in place and what is sent; --slow 3 runs it three times. How much slower a device
+is, is measured.
 
 With --link what ranks say is slowed as well (benchmarks/slow_link.py): every message takes its latency and
 its bytes, beside what gloo needs for it, in what measures the link as in the steps.
@@ -44,10 +44,8 @@ import os
 import platform
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -112,6 +110,7 @@ MEMORY = (
 TICK_S = 1e-3  # between two looks at what the slowed process has used
 WARM = {"cpu": 1, "cuda": 3}  # steps of each plan that do not count
 ALIKE = 1e-2  # losses of plans that train alike, relatively
+MOST_SHOWN = 20  # operations and kernels in unequal.json, of those that ran again
 LONGEST_S = 60.0  # of the steps of a backend, if three of each plan count by then
 
 
@@ -200,36 +199,6 @@ def _make_slow(watched: int, times: float) -> None:
     os._exit(0)
 
 
-CROWD = """
-import sys, torch
-a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=sys.argv[1])
-while True:
-    for _ in range(20):
-        a @ a
-    torch.cuda.synchronize()
-    print("busy", flush=True)
-"""
-
-
-@contextmanager
-def crowded(times: int, device: torch.device) -> Iterator[None]:
-    """So many programs as make `times` with this one share the GPU, which gives each its time in turn, for
-    the length of the block."""
-    others = [
-        subprocess.Popen([sys.executable, "-c", CROWD, str(device)], stdout=subprocess.PIPE)
-        for _ in range(times - 1)
-    ]
-    try:
-        for other in others:
-            assert other.stdout is not None and other.stdout.readline(), "a program beside did not begin"
-            threading.Thread(target=other.stdout.read, daemon=True).start()
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 # ------------------------------------------------------------------ on a rank
 
 
@@ -237,9 +206,7 @@ def slow_way(asked: Asked, here: Here) -> AbstractContextManager[Any]:
     """What makes the second device slow, on its rank."""
     if here.rank != 1 or asked.slow <= 1:
         return nullcontext()
-    if asked.twice:
-        return Twice(round(asked.slow))
-    return crowded(round(asked.slow), here.device) if here.cuda else slowed(asked.slow)
+    return Twice(round(asked.slow)) if asked.twice else slowed(asked.slow)
 
 
 def told(run: Callable[[Job, Here, Options], dict[str, Any]], asked: Asked) -> Callable[..., dict[str, Any]]:
@@ -280,8 +247,10 @@ def measure(asked: Asked, job: Job, here: Here, options: Options) -> dict[str, A
 
 
 def counted(way: Any) -> dict[str, Any]:
-    """How many operations ran more than once, on the thread that asked and on autograd's."""
-    return {"again": [way.counted[own] for own in (True, False)]} if isinstance(way, Twice) else {}
+    """How many operations and kernels ran more than once, and which of them most."""
+    if not isinstance(way, Twice):
+        return {}
+    return {"again": way.counted.total(), "most": dict(way.counted.most_common(MOST_SHOWN))}
 
 
 def run_plans(asked: Asked, cluster: Cluster, job: Job, here: Here, options: Options) -> dict[str, Any]:
@@ -503,9 +472,7 @@ def do(job: Job, run: Callable[..., dict[str, Any]], asked: Asked) -> list[dict[
     if outcome.error:
         print(f"FAILED {job.name}: {outcome.error}", flush=True)
     again = next((one["again"] for one in outcome.answers if "again" in one), None)
-    note = (
-        f"; run again: {again[0]} operations where asked, {again[1]} by autograd's threads" if again else ""
-    )
+    note = f"; {again} operations and kernels ran again" if again else ""
     print(f"{job.name}: {outcome.seconds:.0f} s{note}", file=sys.stderr, flush=True)
     return outcome.answers
 
@@ -551,7 +518,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--slow",
         type=float,
-        help="how many times slower the second device is: 3, 2 on GPUs and where work runs twice",
+        help="how many times slower the second device is: 3, 2 where work runs twice",
     )
     parser.add_argument("--link", help="MB/s, or MB/s,ms a message, of a link that is slowed: 100,1")
     parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
@@ -567,7 +534,7 @@ def parsed() -> argparse.Namespace:
 def asked_by(given: argparse.Namespace, folder: str) -> Asked:
     """What it means."""
     cuda = given.device == "cuda"
-    twice, name = given.twice, given.shape or ("8b" if cuda else "1k")
+    twice, name = given.twice or cuda, given.shape or ("8b" if cuda else "1k")
     return Asked(
         given.device,
         folder,
@@ -575,7 +542,7 @@ def asked_by(given: argparse.Namespace, folder: str) -> Asked:
         "auto" if cuda or name != "tiny" else "reference",
         torch.float32 if name == "1k" else torch.bfloat16,
         twice,
-        given.slow or (2.0 if twice or cuda else 3.0),
+        given.slow or (2.0 if twice else 3.0),
         given.steps,
         given.every,
         (11 if cuda else 0) if given.most is None else given.most,
