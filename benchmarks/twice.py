@@ -34,6 +34,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 aten: Any = torch.ops.aten
+SPACES = ("aten", "mkldnn")  # of operations; oneDNN makes large gradients of linears on a CPU
 # products whose result lies where an input does: what computes the same beside it
 BESIDE: dict[Any, Any] = {
     aten.addmm_.default: aten.addmm.default,
@@ -63,10 +64,11 @@ class Twice:
         self.held = ExitStack()
 
     def __enter__(self) -> Twice:
-        library = Library("aten", "IMPL")
-        self.held.callback(library._destroy)
-        for name, func in _repeatable():
-            library.impl(name, self._of(func), "BackendSelect", with_keyset=True)
+        for space in SPACES:
+            library = Library(space, "IMPL")
+            self.held.callback(library._destroy)
+            for name, func in _repeatable(space):
+                library.impl(name, self._of(func), "BackendSelect", with_keyset=True)
         for kind in _launchers():
             self.held.enter_context(patch.object(kind, "run", self._launched(kind.run)))
         return self
@@ -130,15 +132,15 @@ def _launchers() -> list[type[Any]]:
 
 
 @cache
-def _repeatable() -> list[tuple[str, Any]]:
+def _repeatable(space: str) -> list[tuple[str, Any]]:
     """Names of operations that do their work themselves, with the operations."""
     has, found = torch._C._dispatch_has_kernel_for_dispatch_key, []
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and not (
+        if name.startswith(f"{space}::") and not (
             has(name, "CompositeImplicitAutograd") or has(name, "BackendSelect")
         ):
-            packet, _, overload = name.removeprefix("aten::").partition(".")
-            func = getattr(getattr(aten, packet), overload or "default", None)
+            packet, _, overload = name.removeprefix(f"{space}::").partition(".")
+            func = getattr(getattr(getattr(torch.ops, space), packet), overload or "default", None)
             if _again(func) is not None:
                 found.append((name, func))
     return found
@@ -151,12 +153,16 @@ def _again(func: Any) -> Any:
         return None
     schema, name = func._schema, func._schema.name
     only_memory = "empty" in name or not any("Tensor" in str(one.type) for one in schema.returns)
-    random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
-    if only_memory or random:
+    if only_memory or (_draws(func) and "attention" not in name):
         return None
     if any(one.alias_info is not None and not one.is_out for one in schema.arguments):  # a view, or in place
         return BESIDE.get(func)
     return func
+
+
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @cache
@@ -209,7 +215,7 @@ def _room(value: Tensor | None) -> Tensor | None:
 
 def _unmoved(func: Any, args: Any) -> AbstractContextManager[None]:
     """Puts the generator that attention may draw from back where it was, where none is being recorded."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _draws(func):
         return nullcontext()
     device = next(one.device for one in tree_leaves(args) if isinstance(one, Tensor))
     recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
