@@ -140,7 +140,8 @@ def _repeatable(space: str) -> list[tuple[str, Any]]:
             has(name, "CompositeImplicitAutograd") or has(name, "BackendSelect")
         ):
             packet, _, overload = name.removeprefix(f"{space}::").partition(".")
-            func = getattr(getattr(getattr(torch.ops, space), packet), overload or "default", None)
+            every = getattr(getattr(torch.ops, space), packet, None)
+            func = getattr(every, overload or "default", None)
             if _again(func) is not None:
                 found.append((name, func))
     return found

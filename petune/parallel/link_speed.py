@@ -23,6 +23,7 @@ from petune.parallel.plan import apportion
 LARGE = {"cpu": 2**22, "cuda": 2**26}
 TIMES = 9
 HIDDEN, UNEVEN = "hidden ", "uneven "  # before the names of messages that may go another way
+ROWS = 4  # of a message: parts of one row lie as they are wanted, those of several are copied to be so
 FIRST = 3  # times as much has the first rank of what is cut unevenly as any other
 
 
@@ -37,7 +38,7 @@ def link_speed(device: torch.device) -> dict[str, tuple[float, float]]:
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None, "the ranks have met"
     link = Link(group, CopyEngines(group, device) if reachable(device, group) else None)
-    small, large = (dict(_ways(link, device, size)) for size in (4 * (FIRST + ranks), LARGE[device.type]))
+    small, large = (dict(_ways(link, device, size)) for size in (1, LARGE[device.type]))
     pairs = [[_seconds(ways[name][2], device) for ways in (small, large)] for name in small]
     slowest = torch.tensor(pairs, dtype=torch.float64, device=device)
     all_max_([slowest], group)
@@ -51,12 +52,13 @@ MessageWay = tuple[int, float, Callable[[], object]]  # messages one after the o
 
 
 def _ways(link: Link, device: torch.device, size: int) -> Iterator[tuple[str, MessageWay]]:
-    """Every kind of message of `size` bytes in all. What linked stages send is not there: they read it from
-    one another's memory, as a gather does."""
+    """Every kind of message of `size` bytes in all, or the least that it can have. What linked stages send is
+    not there: they read it from one another's memory, as a gather does."""
     ranks, own = dist.get_world_size(), dist.get_rank()
     tokens = FIRST + ranks - 1
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    whole = torch.zeros((1, tokens * ranks, max(1, size // dtype.itemsize // tokens // ranks)))
+    width = size // dtype.itemsize // (ROWS * tokens * ranks)
+    whole = torch.zeros((ROWS, tokens * ranks, max(1, width)))
     whole = whole.to(device, dtype)
     ring, size = ranks - 1, whole.nbytes
     yield "gradients", (2 * ring, 2 * size * ring / ranks, partial(dist.all_reduce, whole))

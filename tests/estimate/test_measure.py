@@ -100,17 +100,19 @@ def test_every_kind_of_message_is_measured_as_blocks_say_it(monkeypatch: pytest.
     assert link.of("slice") is link and link.of("hidden all-reduce") == link.of("all-reduce")
 
 
-def told_by_a_slow_rank() -> tuple[dict[str, tuple[float, float]], bool]:
-    """What is found where the second rank takes twice as long; whether a block's sum leaves its terms."""
+def told_by_a_slow_rank() -> tuple[dict[str, tuple[float, float]], bool, bool]:
+    """What is found where the second rank takes twice as long; whether a block's sum leaves its terms, and
+    whether tokens of several rows are gathered, which is dearer than those of one."""
     rank, group = dist.get_rank(), dist.group.WORLD
     ways = dict(link_speed_module._ways(Talk(group), torch.device("cpu"), 2**10))
     say: Any = ways["all-reduce"][2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link_speed_module, "_seconds", lambda say, device: 1.0 + rank)
-        return link_speed(torch.device("cpu")), say() is not say.args[0]
+        gathered: Any = ways["all-gather"][2]()
+        return link_speed(torch.device("cpu")), say() is not say.args[0], len(gathered) > 1
 
 
 def test_a_message_is_as_slow_as_on_the_rank_that_is_done_last() -> None:
-    (own, apart), (other, _) = run(2, told_by_a_slow_rank)
-    assert own == other and apart
+    (own, apart, several), (other, *_) = run(2, told_by_a_slow_rank)
+    assert own == other and apart and several
     assert own["all-reduce"][0] == 1.0 and own["all-gather"][0] == 2.0, "two messages, and one"
