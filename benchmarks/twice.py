@@ -19,6 +19,7 @@ tensors of its own before. How much slower a device is, is to be measured.
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -124,10 +125,13 @@ class Twice:
 def _launchers() -> list[type[Any]]:
     """Classes whose `run` launches kernels; none where Triton is not installed."""
     try:
-        from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
     except ImportError:
         return []
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return [JITFunction]
+    from triton.runtime.interpreter import InterpretedFunction
+
     return [JITFunction, InterpretedFunction]
 
 

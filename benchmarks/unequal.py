@@ -51,7 +51,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,10 +281,12 @@ def run_plans(asked: Asked, cluster: Cluster, job: Job, here: Here, options: Opt
             own.append(held(here) - before)
         began = counted(way)
         turns = take_turns(asked, ways, own, here)
+    promised = [planner.clocks[False].of(plan) for plan in plans]
     return {
         "plans": [describe(plan) for plan in plans],
         "found": list(known).index(_meaning(planner, choice.parallel)),
-        "promised": [planner.clocks[False].of(plan).total for plan in plans],
+        "promised": [one.total for one in promised],
+        "parts": [asdict(one) for one in promised],
         **foretold(planner, configs, here),
         **turns,
         "built": began,

@@ -119,6 +119,7 @@ def test_products_written_over_their_inputs_run_beside_and_what_is_drawn_once() 
         halved = x.bfloat16() * 0.1
         torch.ops.mkldnn._linear_pointwise(ones, ones, None, "none", [], "")
         found = torch.rand(2)
+        assert not torch._C._len_torch_dispatch_stack(), "under a mode no stack would be recorded"
     assert torch.equal(found, drawn)
     assert torch.equal(x, torch.full((4, 4), 10.0))
     assert torch.equal(out, torch.full((4, 4), 4.0))
