@@ -35,7 +35,7 @@ def link_speed(device: torch.device) -> dict[str, tuple[float, float]]:
     Kinds are those of petune.estimate.comm_cost within blocks, `send` between stages, and `gradients`: a sum
     through the group, in place. HIDDEN ones are behind other work, where they go another way.
     """
-    group, ranks = dist.group.WORLD, dist.get_world_size()
+    group = dist.group.WORLD
     assert group is not None, "the ranks have met"
     link = Link(group, CopyEngines(group, device) if reachable(device, group) else None)
     small, large = (dict(_ways(link, device, size)) for size in (1, LARGE[device.type]))
