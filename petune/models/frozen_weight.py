@@ -45,7 +45,9 @@ class QuantisedWeight(Tensor):
     @staticmethod
     def __new__(cls, form: Form, samples: Tensor | None = None, *, part: bool = False) -> Self:
         """Of a form, whose memory it shares. part: of some rows or columns of another weight."""
-        made = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=form.tensors[0].device)
+        with torch.inference_mode(False):  # slices of it have a counter of versions, which torch sets
+            device = form.tensors[0].device
+            made = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=device)
         made.form, made.part, made._sampled = form, part, [samples]
         return made
 

@@ -174,6 +174,16 @@ def test_a_slice_keeps_the_form_and_as_a_copy_holds_nothing_more(dim: int) -> No
     assert reachable(part) == part.nbytes == part.numel() + 4 * len(part)
 
 
+def test_slices_and_copies_are_made_in_inference_mode_too() -> None:
+    weight = layer().weight
+    with torch.inference_mode():
+        parts = weight[8:16], weight[:, 8:16], copy.deepcopy(weight)
+        found = [dense_of(part) for part in parts]
+    whole = dense_of(weight)
+    for part, expected in zip(found, (whole[8:16], whole[:, 8:16], whole), strict=True):
+        assert torch.equal(part, expected)
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("start", [0, 8])
 def test_a_box_of_a_dense_weight_is_that_of_the_quantised_whole(start: int, name: str) -> None:
