@@ -224,11 +224,13 @@ class LoraEmbedding(LoraLayer, nn.Embedding):
         return super().delta().T
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The row of the base table plus the update of that row."""
+        """The row of the base table plus the update of that row; that of padding has no gradient of its
+        own."""
         y: Tensor = nn.Embedding.forward(self, ids)
         if self.passes_by():
             return y
-        return (y + F.linear(F.embedding(ids, self.lora_A.T), self.lora_B) * self.scale).to(y.dtype)
+        found = F.embedding(ids, self.lora_A.T, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return (y + F.linear(found, self.lora_B) * self.scale).to(y.dtype)
 
 
 class LoraConv2d(LoraLayer, nn.Conv2d):

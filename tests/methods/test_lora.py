@@ -202,7 +202,12 @@ PEFT_CASES: dict[str, tuple[Any, str, list[str], float]] = {
         ["q_proj", "v_proj", "down_proj"],
         0.3,
     ),
-    "embedding": (lambda: tiny("llama-causal"), "llama-causal", ["embed_tokens", "o_proj"], 0.0),
+    "embedding": (  # the id of padding is that of a text's first token
+        lambda: tiny("llama-causal", pad_token_id=int(batch("llama-causal")["input_ids"][0, 0])),
+        "llama-causal",
+        ["embed_tokens", "o_proj"],
+        0.0,
+    ),
     "conv1d": (tiny_gpt2, "llama-causal", ["c_attn", "c_proj", "c_fc"], 0.0),
     "conv1d with dropout": (tiny_gpt2, "llama-causal", ["c_attn", "c_proj", "c_fc"], 0.3),
     "encoder-decoder": (lambda: tiny("t5-seq2seq"), "t5-seq2seq", ["q", "v", "wo"], 0.0),
