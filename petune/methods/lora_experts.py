@@ -10,7 +10,7 @@ gradient needs no result of the product.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class LoraExperts(NamedFactors, TunedExperts):
     (x [tokens, width], index and weights [tokens, k] of the chosen) -> [tokens, width], in the dtype of x.
     Names of its factors are those of the weights.
     """
+
+    kind: ClassVar[str] = "weight of experts"  # what messages call it
 
     @classmethod
     def around(

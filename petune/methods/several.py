@@ -251,8 +251,8 @@ def take(model: nn.Module, name: str, made: Mapping[str, nn.Module], record: Tun
         what, remedy = f"several adapters on one base are LoRA alone, without {beside}", "set also_train: []"
         raise UsageError(what, where=name, remedy=remedy if record.also_train else "use method lora")
     if wrong := next((full for full, one in made.items() if _form(one) is None), None):
-        found = cast("TunedLinear", made[wrong])
-        kind = found.base.__name__ if isinstance(found, LoraLayer) else found.kind
+        found = made[wrong]
+        kind = found.base.__name__ if isinstance(found, LoraLayer) else cast("Any", found).kind
         what = f"several adapters do not share a {kind}"
         raise UsageError(what, where=wrong, remedy="name it in `exclude`, or target the whole linear")
     others = tuning(model).adapters if is_wrapped(model) else {}

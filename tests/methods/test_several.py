@@ -164,6 +164,8 @@ def test_what_does_not_go_with_several_is_refused_and_leaves_the_model(what: str
 def test_a_wrapped_model_and_one_without_names_are_refused() -> None:
     with pytest.raises(UsageError, match="wrapped, with one tuning that has no name"):
         petune.add(petune.wrap(tiny(NAME)), "a")
+    with pytest.raises(UsageError, match="experts  several adapters do not share a weight of experts"):
+        petune.add(tiny("qwen3moe-causal"), "a")
     with pytest.raises(UsageError, match="no adapters by name"):
         petune.active(petune.wrap(tiny(NAME)), "a")
     with pytest.raises(UsageError, match="is not wrapped"):
