@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.targets import left_alone, within
+from petune.methods.token_rows import RowLayer
 from petune.methods.wrapped import is_wrapped, tuning
 from petune.models import family_of
 from petune.models.checksums import ALONE, RankShare, digest
@@ -87,12 +88,13 @@ def refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
 def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict[str, Tensor]:
     """The biases of the base that train beside a method, by each of their names, with copies of their values.
 
-    which: none, all, or lora for those of tuned layers; those in modules that are trained whole are none of
-    them. Raises UsageError where there is no bias to train.
+    which: none, all, or lora for those of tuned layers, of which a head that reads rows of its own is none;
+    those in modules that are trained whole are none of them. Raises UsageError where there is no bias to
+    train.
     """
     if which == "none":
         return {}
-    tuned = {f"{name}.bias" for name, _ in tuned_layers(model)}
+    tuned = {f"{name}.bias" for name, layer in tuned_layers(model) if not isinstance(layer, RowLayer)}
     found = {
         name: value.detach().clone()
         for name, value in model.named_parameters(remove_duplicate=False)

@@ -289,9 +289,15 @@ def tuned_experts(model: nn.Module) -> dict[str, LoraExperts]:
 
 
 def _rows_of_ties(model: nn.Module) -> tuple[str, ...]:
-    """The names of trained rows but for the first: peft's file has them once, where tokens are looked up."""
-    names = map(plain_name, holders(model, table_of(model)))
-    return tuple(f"{name}.{ROWS}" for name in names)[1:]
+    """The names of trained rows but for the first: peft's file has them once, where tokens are looked up.
+    Says of a tied head with a bias that peft leaves it out."""
+    found = {plain_name(name): module for name, module in holders(model, table_of(model)).items()}
+    if head := next((name for name, one in found.items() if getattr(one, "bias", None) is not None), None):
+        warn(
+            f"peft adds no bias of {head} where rows of its table train (token_rows): it does not compute the"
+            " same from this folder, petune does; for peft leave token_rows out, for others merge"
+        )
+    return tuple(f"{name}.{ROWS}" for name in found)[1:]
 
 
 def _to_key(name: str, layers: Mapping[str, LoraLayer | LoraParts]) -> str:

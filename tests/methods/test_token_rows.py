@@ -93,6 +93,18 @@ def test_a_tied_head_with_a_bias_adds_it_beside_narrower_weights() -> None:
     gradients(model, inputs)
 
 
+def test_beside_biases_of_tuned_layers_a_tied_head_keeps_its_own_and_the_folder_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = wrap(tiny("bert-mlm"), r=2, targets=["o"], token_rows=IDS, bias="lora")
+    stir(model)
+    assert not model.cls.predictions.bias.requires_grad
+    petune.save(model, tmp_path / "tuned")
+    assert "peft adds no bias of cls.predictions.decoder" in caplog.text
+    again = petune.load(tiny("bert-mlm"), tmp_path / "tuned")
+    assert_close(again(**batch("bert-mlm")).logits, model(**batch("bert-mlm")).logits)
+
+
 def test_fused_blocks_give_the_same_gradients_and_the_head_says_that_it_is_not_fused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
