@@ -43,11 +43,10 @@ class QuantisedWeight(Tensor):
     _sampled: list[Tensor | None]  # one, shared by all that share the memory
 
     @staticmethod
+    @torch.inference_mode(False)  # torch counts versions of what it slices
     def __new__(cls, form: Form, samples: Tensor | None = None, *, part: bool = False) -> Self:
         """Of a form, whose memory it shares. part: of some rows or columns of another weight."""
-        with torch.inference_mode(False):  # slices of it have a counter of versions, which torch sets
-            device = form.tensors[0].device
-            made = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=device)
+        made = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=form.tensors[0].device)
         made.form, made.part, made._sampled = form, part, [samples]
         return made
 
@@ -295,8 +294,7 @@ def _times(x: Tensor, weight: QuantisedWeight, turned: bool = False) -> Tensor:
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
-    elif x.dtype != weight.dtype:
-        # torch's own error for a dense one
+    elif x.dtype != weight.dtype:  # torch's own error for a dense one
         raise RuntimeError(f"expected an input of {weight.dtype}, the weight's, but found {x.dtype}")
     y: Tensor = _Product.apply(x, weight.form, turned)  # type: ignore[no-untyped-call]  # torch's
     return y

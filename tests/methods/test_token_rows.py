@@ -93,7 +93,7 @@ def test_a_tied_head_with_a_bias_adds_it_beside_narrower_weights() -> None:
     gradients(model, inputs)
 
 
-def test_beside_biases_of_tuned_layers_a_tied_head_keeps_its_own_and_the_folder_is_read(
+def test_beside_biases_of_tuned_layers_a_tied_head_keeps_its_own_and_is_read_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = wrap(tiny("bert-mlm"), r=2, targets=["o"], token_rows=IDS, bias="lora")
