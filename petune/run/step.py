@@ -22,6 +22,7 @@ from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
 from petune.methods.activation_cache import ActivationCache
 from petune.methods.cached_backbone import identity_of
+from petune.methods.token_rows import ROWS
 from petune.methods.trainable import frozen_digest
 from petune.models.contents import contents_of
 from petune.parallel import Batch, Mesh, alone, local
@@ -163,7 +164,8 @@ class OptimizerStep:
             (self.tuned, None) if streamed is None else (streamed.moving, streamed.has_gradient)
         )
         here = {name: local(value) for name, value in frozen.items()}
-        names = [name for name in runner.names if name not in self.idle]
+        # rows of tokens wait for texts that have these tokens
+        names = [name for name in runner.names if name not in self.idle and not name.endswith(f".{ROWS}")]
         return Audit(moving, here, names, runner.any, has_gradient)
 
     def explain_memory(self, doing: str) -> AbstractContextManager[None]:

@@ -119,6 +119,12 @@ def test_a_frozen_buffer_that_drifts_is_found(tmp_path: Path, monkeypatch: pytes
         run(settings(tmp_path, "bart"), Listener(drift))
 
 
+def test_rows_of_tokens_that_come_late_or_never_end_no_run(tmp_path: Path):
+    lora = {"name": "lora", "r": 2, "token_rows": [6]}  # a word of chats alone
+    found = run(settings(tmp_path, method=lora, max_steps=4, save_every=50))
+    assert [record["step"] for record in found.history if "loss" in record][-1] == 4
+
+
 # ---------------------------------------------------------------- the audit by itself
 
 
