@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.models.boundary import Boundary, BoundaryHook, StatelessHook, boundary_of, put_boundary
 from petune.models.spec import Family, Region, Shape, child_of
+from petune.models.stack import ends_here
 from petune.models.transition import transition
 from petune.models.tuned_linear import TunedLayer
 from petune.parallel.boundary import SequenceBoundary, WholeBoundary
@@ -53,7 +54,8 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
     model.register_forward_pre_hook(RefuseRecording(plan), with_kwargs=True)
     put_boundaries(model, family, plan, rank, group, mesh.engines)
     stacks = list(stacks_of(model, family))
-    tokens = share_tokens(model, group, rank) if plan.connection == "sequence" else None
+    shares = plan.connection == "sequence" and ends_here(model, family)  # no stage before has a head
+    tokens = share_tokens(model, group, rank) if shares else None
     for at, (_, stack) in enumerate(stacks, 1):
         stack.edges.append(StackEdges(plan, group, rank, tokens if at == len(stacks) else None))
         for index, block in stack.numbered:

@@ -4,6 +4,7 @@ alone, and the ranks' losses and gradients are those of one process."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,17 +21,18 @@ from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
-from petune.parallel.mesh import make_mesh
+from petune.models.boundary import shared_tokens_of
+from petune.parallel.mesh import Mesh, coordinate, make_mesh
 from petune.parallel.placement import parallelize
 from petune.parallel.plan import ALONE, ParallelPlan
 from petune.parallel.tensor.own_tokens import OwnTokens
 from petune.rng.context import Running
 from tests.methods.more_models import MODERNBERT
-from tests.methods.zoo import SETTINGS, stir
+from tests.methods.zoo import SETTINGS, stir, tiny
 from tests.parallel import harness
 from tests.parallel.cells import case
 from tests.parallel.harness import Case, Trace, compare, oracle
-from tests.parallel.plans import BACKENDS
+from tests.parallel.plans import BACKENDS, COMPOSED, settings_of
 from tests.pool import run
 
 BLOCKS = MemoryConfig("all", offload="none")
@@ -79,6 +81,20 @@ def test_each_rank_makes_the_loss_of_its_own_tokens(name: str, backend: str) -> 
 def test_a_head_that_trains_makes_the_loss_of_all_tokens_on_every_rank() -> None:
     first, second = _made("llama-causal", "sp-ulysses", "full")
     assert first == second
+
+
+def test_a_stage_whose_head_is_elsewhere_makes_no_loss() -> None:
+    """A head for masked tokens is a part of what an earlier stage lacks whole."""
+    plan = COMPOSED["sp x pp"]("bert-mlm")
+    groups: Any = dict.fromkeys(("pp", "dp", "tp"), SimpleNamespace())  # nobody is there to talk to
+    made = []
+    for rank in (0, 2):
+        model = tiny("bert-mlm", **dict(settings_of("bert-mlm", plan)))
+        tune(model, make_config("lora", SETTINGS["lora"]))
+        mesh = Mesh(plan, rank, coordinate(plan, rank), harness.CPU, groups)
+        (stage,) = parallelize(model, family_of(model), plan, mesh, tuned_parameters).modules
+        made.append([name for name, one in stage.named_modules() if shared_tokens_of(one) is not None])
+    assert made == [[], ["cls.predictions.decoder"]]
 
 
 def _loss_said_twice(one: Case) -> tuple[float, float]:
