@@ -356,5 +356,6 @@ def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:
     """The adapter form of `layer`, sharing its parameters and hooks; `name` is for the message if it cannot
     be tuned."""
     if type(layer) is not nn.Linear:
-        raise UsageError(f"adapter tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
+        what = f"adapter tunes torch.nn.Linear, not {type(layer).__name__}"
+        raise UsageError(what, where=name, remedy="use lora")
     return AdapterLinear.of(layer).begin(layer.out_features, layer.weight, config, name)

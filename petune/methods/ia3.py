@@ -106,5 +106,6 @@ def apply(model: nn.Module, family: Family | None, config: Ia3Config, also_train
         raise UsageError("ia3.inputs names what is no target", where=strange[0], remedy="add it to targets")
     for name, layer in layers.items():
         if type(layer) is not nn.Linear:
-            raise UsageError(f"ia3 tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
+            what = f"ia3 tunes torch.nn.Linear, not {type(layer).__name__}"
+            raise UsageError(what, where=name, remedy="name other targets, or use lora")
         model.set_submodule(name, Ia3Linear.around(layer, name in inputs))

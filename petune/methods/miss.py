@@ -111,7 +111,8 @@ def apply(model: nn.Module, family: Family | None, config: MissConfig, also_trai
         raise UsageError("miss has nothing to tune: targets less exclude is empty")
     for name, layer in found.items():
         if type(layer) is not nn.Linear:
-            raise UsageError(f"miss tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
+            what = f"miss tunes torch.nn.Linear, not {type(layer).__name__}"
+            raise UsageError(what, where=name, remedy="name other targets, or use lora")
         if layer.in_features < config.r:
             what = f"r {config.r} is more than the {layer.in_features} inputs of this linear"
             raise UsageError(what, where=name, remedy="choose a smaller r, or name it in `exclude`")
