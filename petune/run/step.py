@@ -157,14 +157,12 @@ class OptimizerStep:
             process_group.barrier()  # one that takes checksums alone had more to do
 
     def make_audit(self) -> Audit:
-        """An audit of this process' tensors as they are now."""
+        """An audit of this process' tensors as they are now; rows of tokens may wait for texts with them."""
         runner, streamed = self.runner, self.runner.streamed
-        frozen = {name: value for module in runner.modules for name, value in frozen_tensors(module).items()}
+        here = {name: local(one) for module in runner.modules for name, one in frozen_tensors(module).items()}
         moving, has_gradient = (
             (self.tuned, None) if streamed is None else (streamed.moving, streamed.has_gradient)
         )
-        here = {name: local(value) for name, value in frozen.items()}
-        # rows of tokens wait for texts that have these tokens
         names = [name for name in runner.names if name not in self.idle and not name.endswith(f".{ROWS}")]
         return Audit(moving, here, names, runner.any, has_gradient)
 
