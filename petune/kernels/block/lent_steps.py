@@ -219,7 +219,7 @@ def to_come(specs: Sequence[Spec], hidden: Tensor) -> dict[str, Any]:
     """The argument by which blocks hand keys on, with room without memory for those that blocks will lend
     before they are read; nothing where none does."""
     found: dict[str, Any] = {}
-    for spec in specs:
+    for spec in (one for one in specs if one.program.meets):  # asked in every pass, of most blocks no more
         lending = lending_of(spec.program.sublayers)
         if lending is not None and lending.lends:
             key = getattr(spec.attentions[0], lending.key)
