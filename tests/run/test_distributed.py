@@ -228,12 +228,12 @@ first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not os.environ.k
 if os.environ.get("RANK") == "{rank}" and first:
     import petune.run.step as module
     from petune.errors import DataError
-    step = module.Step.take
+    step = module.OptimizerStep.take
     def spoilt(self):
         if self.progress.step + 1 == {step}:
             {act}
         return step(self)
-    module.Step.take = spoilt
+    module.OptimizerStep.take = spoilt
 """
 
 
