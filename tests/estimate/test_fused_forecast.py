@@ -459,7 +459,7 @@ def test_products_of_rows_that_go_in_halves_are_not_counted_as_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixed: list[int] = []
-    monkeypatch.setattr(fused_forecast, "choose", lambda *_, **more: fixed.append(more["fixed"]))
+    monkeypatch.setattr(fused_forecast, "choose", lambda step, *_: fixed.append(step.fixed))
     drawn = sketch(large(tmp_path, 64, 2048, 4, method="full"))
     cut = Cut("heads", "heads", "whole", "gather", (16, 16), (4, 4), (7168, 7168), (), (), True)
     stages = tuple(Stage({"decoder": (at, at + 1)}) for at in range(4))

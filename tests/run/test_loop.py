@@ -391,9 +391,9 @@ def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(
 def test_a_non_finite_loss_leaves_the_weights_in_memory_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    spoil_call(monkeypatch, 2, SPOILS["loss"])
     made = quiet_training(tmp_path, "llama", "lora")
     before = {name: value.detach().clone() for name, value in made.tuned.items()}
-    spoil_call(monkeypatch, 2, SPOILS["loss"])
     with pytest.raises(TrainingFault):
         made.take()
     assert all(torch.equal(value, before[name]) for name, value in made.tuned.items())

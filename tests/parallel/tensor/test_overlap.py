@@ -22,7 +22,8 @@ from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from petune.parallel.collectives import Transfer, copy, gather_seq, reduce, reduce_scatter_seq
+from petune.models.transition import transition
+from petune.parallel.collectives import REDUCE_SCATTER_SEQ, Transfer, copy, gather_seq, reduce
 from petune.parallel.plan import Cut, ParallelPlan
 from petune.parallel.tensor import overlap, tiles
 from petune.parallel.tensor.overlap import Overlap, make_overlap
@@ -67,9 +68,8 @@ def plain(region: Region, whole: bool) -> Callable[[Tensor], Tensor]:
         if whole:
             return reduce(region(copy(hidden, dist.group.WORLD)), dist.group.WORLD)
         sizes = running().sizes
-        return reduce_scatter_seq(
-            region(gather_seq(hidden, sizes, dist.group.WORLD)), sizes, dist.group.WORLD
-        )
+        term = region(gather_seq(hidden, sizes, dist.group.WORLD))
+        return transition(term, *REDUCE_SCATTER_SEQ, sizes, dist.group.WORLD)
 
     return call
 
