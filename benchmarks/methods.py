@@ -215,6 +215,7 @@ def main() -> int:
         for task in options.tasks:
             usual = WHOLE if options.whole else FEW if task == "bert" else METHODS
             folder, methods = options.folder or Path(own), options.methods or usual
+            folder.mkdir(parents=True, exist_ok=True)
             recipes = {
                 method: recipe_of(task, method, folder, options.settings, whole=options.whole)
                 for method in methods
