@@ -225,7 +225,8 @@ def policy_for(
     assert drawn.family is not None
     sizes, stacks = drawn.family.shape(drawn.config), len(drawn.work.tokens)
     fixed += message_rooms(plan, sizes, tokens * sizes.width * itemsize, stacks)
-    halved = specs[0].overlapped and specs[0].unhalved(rows, {}) is None and not recipe.data.packing
+    # rows that are no windows are padded, and then go at once
+    halved = specs[0].overlapped and specs[0].unhalved(rows, {}) is None and recipe.data.chunk
     late = 0.0 if halved else waiting(plan, at.pp) * len(specs)
     fixed += late_bytes(late, specs, len(fused), shape, tokens)
     step = BlockStep(

@@ -458,16 +458,19 @@ def test_products_of_weights_that_wait_are_counted_on_every_rank(
 def test_products_of_rows_that_go_in_halves_are_not_counted_as_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Windows alone are sure to: other rows are padded, and go at once."""
     fixed: list[int] = []
     monkeypatch.setattr(fused_forecast, "choose", lambda step, *_: fixed.append(step.fixed))
     drawn = sketch(large(tmp_path, 64, 2048, 4, method="full"))
+    data = replace(drawn.recipe.data, chunk=True)
+    windows = replace(drawn, recipe=drawn.recipe.model_copy(update={"data": data}))
     cut = Cut("heads", "heads", "whole", "gather", (16, 16), (4, 4), (7168, 7168), (), (), True)
     stages = tuple(Stage({"decoder": (at, at + 1)}) for at in range(4))
     plan = ParallelPlan(tp=2, pp=2, cut=cut, stages=stages, microbatches=4)
-    for rows in (64, 4):  # of which a pass has one, which has no halves
+    for one, rows in ((windows, 64), (windows, 4), (drawn, 64)):  # of 4 a pass has one, which has no halves
         for schedule in ("interleaved", "zero-bubble"):
-            policy_for(drawn, replace(plan, schedule=schedule), rows, "H200", H200)
-    assert fixed[0] == fixed[1] and fixed[2] < fixed[3]
+            policy_for(one, replace(plan, schedule=schedule), rows, "H200", H200)
+    assert fixed[0] == fixed[1] and fixed[2] < fixed[3] and fixed[4] == fixed[0] < fixed[5]
 
 
 def test_each_stack_is_priced_over_tokens_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
