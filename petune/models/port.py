@@ -151,6 +151,13 @@ def _told_of_a_cache(kind: Any) -> bool:
     return "use_cache" in signature(kind.forward).parameters
 
 
+def ends_alone(call: Arguments) -> bool:
+    """Whether a model is asked for the logits of so many last tokens alone, so that its loop may leave the
+    others out; it does so for no tensor that names places."""
+    kept = call.get("logits_to_keep")
+    return isinstance(kept, int) and kept > 0
+
+
 # arguments by which the blocks of one stack may differ and still go through it at once
 OWN = ("position_embeddings", "per_layer_input")
 

@@ -28,6 +28,7 @@ from petune.models.port import (
     StackPass,
     WrittenArguments,
     alike,
+    ends_alone,
     names_of,
     same_numbers,
 )
@@ -57,7 +58,7 @@ class Stack(nn.ModuleList):
     still = False  # its blocks have a forward pass alone: nothing trains in them or before them
     now: StackPass | None = None  # the pass that is on its way
     reached = True  # whether a port was called since the module around the stack was
-    shortened = False  # whether that was asked for some logits alone, so that its loop may cut the others off
+    shortened = False  # whether that was asked for the last logits alone: see `ends_alone`
     around: tuple[RemovableHandle, ...] = ()  # the hooks on the module that holds the stack
     for_fusing = False  # nobody but the fuse pass has asked for it
 
@@ -488,8 +489,7 @@ class Around:
         """Name the place; forget a pass that an error has ended."""
         _at(f"before {self.name}")
         if isinstance(stack := getattr(owner, self.child), Stack):  # a stage may have none of its blocks
-            stack.now, stack.reached, kept = None, False, kwargs.get("logits_to_keep")
-            stack.shortened = isinstance(kept, Tensor) or bool(kept)
+            stack.now, stack.reached, stack.shortened = None, False, ends_alone(kwargs)
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
         """Raise UsageError for a loop that passed the ports by, or left before what only its last port

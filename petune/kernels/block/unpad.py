@@ -33,7 +33,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row, from_mask, from_positions
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
-from petune.models.port import names_of
+from petune.models.port import ends_alone, names_of
 from petune.models.sharded import class_of
 from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Arguments, Stack
@@ -229,7 +229,7 @@ class FindSegments:
             for name in ("hidden_states", "attentions", "router_logits")
         ):
             return True
-        if getattr(config, "num_kv_shared_layers", 0) and call.get("logits_to_keep"):
+        if getattr(config, "num_kv_shared_layers", 0) and ends_alone(call):
             return True  # whose last blocks compute the last tokens of rows alone
         # A BERT that is asked to be a decoder is one; encoders ignore a config that speaks of a cache
         return (

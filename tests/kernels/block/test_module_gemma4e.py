@@ -181,10 +181,11 @@ def test_what_is_generated_is_what_the_models_own_blocks_generate(cache: bool) -
     assert torch.equal(made.eval().generate(**given), plain.eval().generate(**given))
 
 
-def test_a_row_without_its_padding_whose_last_token_alone_is_asked_for_is_whole() -> None:
+@pytest.mark.parametrize("kept", [1, torch.tensor([1, 3])], ids=["the last", "two places"])
+def test_a_row_without_its_padding_of_which_some_logits_are_asked_for_is_whole(kept: int | Tensor) -> None:
     made, plain = pair("lora", dtype=torch.float32, **DEEP)
     inputs = {key: value for key, value in rows_of(NAME, "padded").items() if key != "labels"}
-    given = inputs | {"logits_to_keep": 1, "use_cache": False}
+    given = inputs | {"logits_to_keep": kept, "use_cache": False}
     torch.testing.assert_close(made.eval()(**given).logits, plain.eval()(**given).logits)
 
 
