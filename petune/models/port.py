@@ -170,11 +170,12 @@ def alike(one: Arguments, other: Arguments) -> bool:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Whether both are one tensor, or views of the very same numbers, as a slice of all is."""
+    """Whether both are one tensor, or views of the very same numbers, as a slice of all is, and both train or
+    neither."""
     if one is other or one.is_meta:
         return one is other
     shape = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
-    return shape and one.data_ptr() == other.data_ptr()
+    return shape and one.requires_grad == other.requires_grad and one.data_ptr() == other.data_ptr()
 
 
 def _same(one: Any, other: Any) -> bool:

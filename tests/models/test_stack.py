@@ -210,10 +210,11 @@ def test_all_blocks_are_run_at_once_only_where_their_masks_are_the_same(types: l
     assert way.gone == (len(set(types)) == 1)
 
 
-def test_a_loop_that_changes_hidden_states_is_refused_where_blocks_run_at_once() -> None:
+@pytest.mark.parametrize("change", [lambda x: 2 * x, torch.Tensor.detach], ids=["twice", "detached"])
+def test_a_loop_that_changes_hidden_states_is_refused_where_blocks_run_at_once(change: Any) -> None:
     def loop(layers: Any, hidden: torch.Tensor, angles: Any) -> torch.Tensor:
         for layer in layers:
-            hidden = 2 * layer(hidden, position_embeddings=angles)
+            hidden = change(layer(hidden, position_embeddings=angles))
         return hidden
 
     model = owned("llama-causal")
