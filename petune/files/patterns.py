@@ -3,7 +3,8 @@ say.
 
 They are matched by the package `regex`, which gives Python's answers and stops when its time is up; Python's
 own matcher may need exponentially many steps, and nothing ends it. `regex` writes repetitions of a certain
-number out, so that a pattern's size is counted before it is compiled.
+number out, so that a pattern's size is counted before it is compiled. What it reads as a class of POSIX
+([[:alpha:]]) or as leave to differ ((?:q){e<=1}), and Python as signs, is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LONGEST = 10_000  # characters of a pattern
 MOST_ITEMS = 5_000  # of a pattern, its repetitions written out
 MOST_S = 0.1  # of the processor, for a pattern and one name
 USUAL = 128  # characters of a name that are shown
+BRACE, BRACKET = ((parser.LITERAL, ord(sign)) for sign in "{[")
 REMEDY = "write the modules as a list of names, or a simpler pattern"
 
 Groups = tuple[str | None, ...]
@@ -81,7 +83,9 @@ def _compiled(text: str) -> Any:
         raise Refused("has flags, which are not read")
     if _items(tree) > MOST_ITEMS:
         raise Refused("is too large, its repetitions counted")
-    return regex.compile(text)
+    if _reads_otherwise(tree):
+        raise Refused("has { as a sign, or [ within a set, which is not read")
+    return regex.compile(text, regex.VERSION0)  # whatever a program has made regex's own default
 
 
 def _inside(what: Any) -> Iterator[Any]:
@@ -99,6 +103,16 @@ def _flags(tree: Any) -> Iterator[int]:
         yield from what[1:3] if operation is parser.SUBPATTERN else ()
         for inner in _inside(what):
             yield from _flags(inner)
+
+
+def _reads_otherwise(tree: Any) -> bool:
+    """Whether a parsed pattern has what may begin a class of POSIX or of fuzzy matching in `regex`."""
+    return any(
+        BRACKET in what
+        if operation is parser.IN
+        else (operation, what) == BRACE or any(map(_reads_otherwise, _inside(what)))
+        for operation, what in tree
+    )
 
 
 def _items(tree: Any) -> int:

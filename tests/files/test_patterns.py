@@ -75,6 +75,7 @@ def test_groups_are_pythons():
         )
 
 
+@pytest.mark.filterwarnings("ignore:Possible nested set")
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
@@ -87,6 +88,9 @@ def test_groups_are_pythons():
         ("((((a{1000}){1000}){1000}){1000})", "too large"),
         ("a{99999999999}", "too large"),
         ("(" * 4000 + ")" * 4000, "nested too deeply"),
+        # by `regex` any letter, and a name with one letter changed
+        ("[[:alpha:]]q", "within a set"),
+        ("model.(?:q_proj){e<=1}", "{ as a sign"),
     ],
 )
 def test_what_is_refused_is_named_at_once(pattern: str, says: str):
