@@ -16,6 +16,7 @@ from petune.recipe import Recipe, load_recipe
 from petune.recipe.suggest import setting_of
 from petune.report import ranking
 from petune.report.ranking import Trial
+from petune.run.build import Base
 from petune.run.folder import RunFolder
 from petune.run.job import Job
 from petune.run.reporting import Reporter
@@ -41,12 +42,13 @@ class Cell:
 
         Raises as `train`; for a finished run of other settings, UsageError.
         """
-        if Job(self.recipe, self.folder, resume=True).is_done():
+        recipe = Base(self.recipe).rated  # as a run writes it down
+        if Job(recipe, self.folder, resume=True).is_done():
             return
         state = self.folder.state()
         try:
             train(
-                self.recipe,
+                recipe,
                 resume=state in ("stopped", "finished"),
                 overwrite=state in ("begun", "replaced"),
                 reporter=reporter,
