@@ -46,7 +46,8 @@ def neutral_note(recipe: Recipe) -> str:
 
 def usual_rate(recipe: Recipe, config: Any) -> float:
     """The usual learning rate of the method for a model of this config in transformers."""
-    width = getattr(config.get_text_config(), "hidden_size", None)
+    # of several texts' configs the decoder's: transformers refuses to choose unasked
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
     return method_of(recipe.method).lr_at(width)
 
 

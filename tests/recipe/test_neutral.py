@@ -21,7 +21,7 @@ class Wide:
     def __init__(self, width: int | None) -> None:
         self.hidden_size = width
 
-    def get_text_config(self) -> Wide:
+    def get_text_config(self, *, decoder: bool) -> Wide:
         return self
 
 
@@ -151,6 +151,13 @@ def test_the_usual_rate_is_by_method_and_by_the_width_of_the_model(
     assert with_rate(recipe, Wide(width)).lr == usual_rate(recipe, Wide(width)) == rate
     given = load_recipe(recipe, ["lr=3e-3"])
     assert with_rate(given, Wide(width)) is given
+
+
+def test_of_two_widths_the_usual_rate_is_that_of_the_decoders() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("musicgen", decoder={"hidden_size": 384}, text_encoder={"model_type": "t5"})
+    assert usual_rate(load_recipe(None, MINE), config) == 5.2e-4
 
 
 def test_the_name_of_a_run_is_the_files_and_survives_being_resolved(tmp_path: Path) -> None:
