@@ -147,12 +147,6 @@ class Base:
         """Its config in transformers."""
         return read_config(self.source) if self.objects.model is None else self.objects.model.config
 
-    @property
-    def rated(self) -> Recipe:
-        """The recipe with a learning rate. Where it sets one no model is asked: that of a run that has ended
-        may be gone."""
-        return with_rate(self.recipe, self.config) if self.recipe.lr is None else self.recipe
-
 
 def prepare(
     recipe: Recipe,

@@ -20,7 +20,7 @@ from petune.run.build import Base
 from petune.run.folder import RunFolder
 from petune.run.job import Job
 from petune.run.reporting import Reporter
-from petune.run.train import train
+from petune.run.train import rated, train
 
 MOST = 1000  # runs of one sweep
 
@@ -42,7 +42,7 @@ class Cell:
 
         Raises as `train`; for a finished run of other settings, UsageError.
         """
-        recipe = Base(self.recipe).rated  # as a run writes it down
+        recipe = rated(Base(self.recipe))  # as a run writes it down
         if Job(recipe, self.folder, resume=True).is_done():
             return
         state = self.folder.state()

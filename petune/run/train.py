@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from petune.errors import UsageError
 from petune.log import say
 from petune.parallel.launch import process_group
-from petune.recipe import Recipe, load_recipe, settings_text
+from petune.recipe import Recipe, load_recipe, settings_text, with_rate
 from petune.run import distributed
 from petune.run.build import Base
 from petune.run.callbacks import Callback, Callbacks
@@ -102,7 +102,7 @@ def train(
     here = Here(reporter or fitting_reporter(), objects, Callbacks(callbacks))
     speaker = getattr(here.reporter, "in_ranks", None)
     base = Base(settled, objects)
-    settled = base.rated
+    settled = rated(base)
     job = Job(settled, RunFolder.of(settled), resume, overwrite, allow_change, reporter=speaker)
     plan = distributed.wanted(settled, base)
     if plan.world == 1 or process_group.joined():
@@ -124,6 +124,12 @@ def train(
 
 
 train.__doc__ = (train.__doc__ or "") + settings_text()
+
+
+def rated(base: Base) -> Recipe:
+    """The recipe of `base` with a learning rate. Where it sets one no model is asked: that of a run that has
+    ended may be gone."""
+    return with_rate(base.recipe, base.config) if base.recipe.lr is None else base.recipe
 
 
 def settle(
