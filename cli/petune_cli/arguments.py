@@ -200,8 +200,8 @@ def _exists(word: str) -> bool:
         return False
 
 
-def refuse_no_folder(folder: Path, remedy: str) -> None:
-    """Raise UsageError where this is no folder that may hold runs."""
+def refuse_no_folder(folder: Path, verb: str) -> None:
+    """Raise UsageError where this is no folder that may hold runs, as `petune VERB FOLDER` needs."""
     if not folder.is_dir():
         what = "this is a file, not a folder of runs" if folder.exists() else "there is no such folder"
-        raise UsageError(what, where=str(folder), remedy=remedy)
+        raise UsageError(what, where=str(folder), remedy=f"petune {verb} FOLDER")

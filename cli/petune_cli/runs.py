@@ -31,7 +31,7 @@ def runs(
         raise UsageError(
             "there is no such column", where="--sort", expected=", ".join(listing.KEYS), found=sort
         )
-    refuse_no_folder(folder, "petune runs FOLDER")
+    refuse_no_folder(folder, "runs")
     found = listing.rows(find_runs(folder), folder)
     if verify:
         found = [one | {"folder": _verdict(Path(one["path"]))} for one in found]

@@ -19,7 +19,7 @@ def watch(
     """Watch runs in progress in a browser on this machine."""
     from petune.report.watch import Watch
 
-    refuse_no_folder(folder, "petune watch FOLDER")
+    refuse_no_folder(folder, "watch")
     try:
         server = Watch(folder, port)
     except OSError as error:

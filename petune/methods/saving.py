@@ -197,7 +197,7 @@ def check_tensors(
     for name in wrong:
         more = "load the base with the same number of labels (num_labels)" if within(name, heads) else None
         sides = str(list(expected[name])), str(list(found[name]))
-        problems.append(Problem("has another shape", name, *sides, more))
+        problems.append(Problem("has another shape", name, *sides, remedy=more))
     if problems:
         summary = (
             f"{len(missing)} missing, {len(surplus)} unexpected, {len(wrong)} mis-shaped, of {len(expected)}"
