@@ -17,10 +17,12 @@ from petune.recipe.yaml_lines import KeyPath
 
 
 def hand_over(recipe: Recipe, out: str) -> dict[str, Any]:
-    """The recipe as plain data for JSON, with its output in the folder `out`."""
+    """The recipe as plain data for JSON, with its output in the folder `out` and the rate that it has."""
     written = copy.deepcopy(recipe._written)
     if recipe.out != out:
         written.put(("out",), out, "argument")
+    if recipe.lr is not None and written.tree.get("lr") is None:  # filled in by the model's width
+        written.tree["lr"] = recipe.lr
     return {
         "name": recipe.name,
         "source": None if recipe.source is None else str(recipe.source),

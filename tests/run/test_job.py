@@ -15,6 +15,7 @@ from petune.run.build import Base, build, prepare
 from petune.run.distributed import wanted
 from petune.run.folder import RunFolder
 from petune.run.job import Job
+from petune.run.train import rated
 from tests.small_runs import as_yaml, settings, write_model
 
 
@@ -29,13 +30,25 @@ def from_a_mapping(place: Path) -> Recipe:
     return load_recipe(settings(place, parallel="dp:2"))
 
 
+def with_the_usual_rate(place: Path) -> Recipe:
+    recipe = load_recipe(as_yaml(place / "recipe.yaml", settings(place, parallel="dp:2", lr=None)))
+    return rated(Base(recipe))
+
+
 def with_classic_keys(place: Path) -> Recipe:
     recipe = settings(place, parallel="tp") | {"tp_intermediate_size_list": [32, 16]}
     return load_recipe(as_yaml(place / "recipe.yaml", recipe))
 
 
 @pytest.mark.parametrize(
-    "made", [from_a_file, from_a_mapping, with_classic_keys, lambda place: load_recipe("bert_lora")]
+    "made",
+    [
+        from_a_file,
+        from_a_mapping,
+        with_the_usual_rate,
+        with_classic_keys,
+        lambda place: load_recipe("bert_lora"),
+    ],
 )
 def test_a_recipe_comes_out_of_a_job_as_it_went_in(made: Callable[[Path], Recipe], tmp_path: Path) -> None:
     recipe = made(tmp_path)
