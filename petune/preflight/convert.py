@@ -56,7 +56,8 @@ def convert(file: Path, overrides: Sequence[str] = (), program: str | None = Non
     known = PROGRAMS[program] if program else _told(tree, file)
     leaves = dict(_resolved(flat(tree, known.table)))
     values, left = _meanings(leaves, known)
-    used = {key: value for key, value in known.defaults.items() if key not in values}
+    used = known.defaults | (known.prefer if values.get("task") == "prefer" else {})
+    used = {key: value for key, value in used.items() if key not in values}
     used = {
         key: value
         for key, value in used.items()
@@ -94,6 +95,7 @@ class _Once(yaml.SafeLoader):
 def _read(file: Path) -> dict[str, Any]:
     try:
         tree = _Once(file.read_text(encoding="utf-8")).get_single_data()
+        dict(flat(tree, {}))  # a mapping may hold itself by an alias
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         if isinstance(error, OSError):
             why, remedy = f"cannot be read: {error.strerror}", "give the file of another program's settings"
@@ -133,10 +135,10 @@ def flat(tree: Any, table: KeyTable, path: str = "") -> Iterator[tuple[str, Any]
 
 
 def _resolved(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The leaves with ${other.key} replaced by its value."""
+    """The leaves with ${other.key} replaced by its value, which may refer to others."""
     found = dict(leaves)
     for key, value in found.items():
-        if isinstance(value, str):
+        for _ in range(4 if isinstance(value, str) else 0):
             value = re.sub(r"\$\{([\w.]+)\}", lambda match: str(found.get(match[1], match[0])), value)
         yield key, value
 

@@ -24,6 +24,7 @@ from petune.preflight.meanings import (
     component,
     either,
     fields_of_turns,
+    leaves,
     names,
     off,
     one_of,
@@ -48,6 +49,7 @@ class ForeignProgram:
     marks: tuple[str, ...]
     table: KeyTable
     defaults: dict[str, Any] = field(default_factory=dict)
+    prefer: dict[str, Any] = field(default_factory=dict)  # and those of its trainers of preferences
 
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "torch.optim.AdamW", "AdamW")
@@ -71,7 +73,7 @@ TARGET_LISTS: KeyTable = {
     "layers_to_transform": either(
         off, to("method.layers", lambda value: [value] if isinstance(value, int) else value)
     ),
-    "exclude_modules": either(off, to("method.exclude", names)),
+    "exclude_modules": either(off, leaves),
     "trainable_token_indices": either(
         off, to("method.token_rows", lambda value: value if isinstance(value, list) else None)
     ),
@@ -118,11 +120,8 @@ TRAINER: KeyTable = {
     "resume_from_checkpoint": off,
     "deepspeed": off,
     "fsdp": off,
-    "push_to_hub": off,
     "do_train": already(True),
-    "trust_remote_code": off,
-    "group_by_length": off,
-    "overwrite_output_dir": off,
+    **dict.fromkeys(("push_to_hub", "trust_remote_code", "group_by_length", "overwrite_output_dir"), off),
 }
 TRAINER_DEFAULTS = {"warmup": 0, "epochs": 3, "batch_size": 8, "seed": 42}
 
@@ -183,7 +182,7 @@ AXOLOTL: KeyTable = TRAINER | {  # it hands most keys of the Trainer on
     "eval_batch_size": to("eval_batch_size"),
     "optimizer": already(*ADAMW),
     "lr_scheduler": SCHEDULE,
-    "warmup_steps": to("warmup"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), to("warmup")),  # 0 too, which is not its default
     "bf16": one_of(auto={}, true={"dtype": "bf16"}, false={"dtype": "fp32"}),
     "use_tensorboard": switch({"trackers": ["tensorboard"]}),
     "evals_per_epoch": already(1),
@@ -374,7 +373,7 @@ PROGRAMS: Mapping[str, ForeignProgram] = {
         "torchtune",
         ("model._component_", "checkpointer._component_"),
         TORCHTUNE,
-        {"schedule": "constant", "warmup": 0, "weight_decay": 0.01, "clip": None},
+        _LORA | {"method.alpha": 16, "schedule": "constant", "warmup": 0, "weight_decay": 0.01, "clip": None},
     ),
     "peft": ForeignProgram("peft", ("peft_type",), PEFT, _LORA | {"method.alpha": 8}),
     "axolotl": ForeignProgram(
@@ -396,5 +395,6 @@ PROGRAMS: Mapping[str, ForeignProgram] = {
         TRAINER_DEFAULTS
         | {"method.name": "full", "lr": 2e-5, "data.max_length": 1024}
         | {"method.r": 16, "method.alpha": 32, "method.dropout": 0.05},
+        {"lr": 1e-6},
     ),
 }

@@ -22,7 +22,7 @@ def number(value: Any) -> float | int | None:
         return None
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return int(found) if found.is_integer() and "e" not in str(value).lower() else found
 
@@ -107,12 +107,21 @@ def targets(value: Any) -> Meaning:
     """Names of linears, `all` and its kin for all of them, or a regex."""
     if str(value).lower() in ("all", "all-linear"):
         return {"method.targets": "all-linear"}
-    if isinstance(value, str) and not all(
-        name.strip().replace(".", "_").isidentifier() for name in value.split(",")
-    ):
+    if isinstance(value, str) and not _plain(value):
         return {"method.targets": value}
     found = names(value)
     return {"method.targets": found} if found else None
+
+
+def leaves(value: Any) -> Meaning:
+    """Names of linears to leave out; a regex has no counterpart."""
+    found = names(value)
+    return {"method.exclude": found} if found and all(map(_plain, found)) else None
+
+
+def _plain(value: str) -> bool:
+    """Whether a text is names between commas, and no regex."""
+    return all(name.strip().replace(".", "_").isidentifier() for name in value.split(","))
 
 
 def assistant(value: Any) -> Meaning:

@@ -335,6 +335,35 @@ def test_what_a_program_takes_by_default_is_written_and_marked(tmp_path: Path) -
     assert "batch_size: 1 " in text
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("base_model: org/m\nadapter: lora\nwarmup_ratio: 0\n", {"warmup": 0.0}),
+        (
+            "root: org\ndir: ${root}/models\ncheckpointer: {checkpoint_dir: '${dir}/m'}\n"
+            "model: {_component_: a.lora_llama3_8b, lora_rank: 64}\n",
+            {"model": "org/models/m", "method.alpha": 16},
+        ),
+        ("model_name_or_path: org/m\nuse_peft: true\nloss_type: sigmoid\n", {"lr": 1e-6}),
+    ],
+)
+def test_a_program_s_own_value_is_taken_and_not_petune_s(
+    text: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a.yml").write_text(text)
+    values = convert(tmp_path / "a.yml", ["data=rows.csv"]).recipe.resolved()
+    for path, value in wanted.items():
+        top, _, inner = path.partition(".")
+        assert (values[top][inner] if inner else values[top]) == value
+
+
+def test_a_regex_of_what_to_leave_out_is_listed(tmp_path: Path) -> None:
+    fields = PEFT | {"exclude_modules": "(q|v){1,2}_proj"}
+    (tmp_path / "a.json").write_text(json.dumps(fields))
+    converted = convert(tmp_path / "a.json", ["data=rows.csv"])
+    assert "exclude_modules" in {one.key for one in converted.left}
+
+
 def test_settings_of_lora_beside_full_tuning_are_listed(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text(TRL.replace("use_peft: true", "use_peft: false"))
     converted = convert(tmp_path / "a.yml")
@@ -481,6 +510,8 @@ def test_files_of_no_use_are_refused_in_words(tmp_path: Path) -> None:
         ("a: [", FileError, "cannot be read"),
         ("a: " + "[" * 3000 + "]" * 3000, FileError, "cannot be read"),
         ("- 1", FileError, "no settings"),
+        ("base_model: &a {b: *a}", FileError, "cannot be read"),
+        ("base_model: org/m\nlora_r: " + "9" * 400, UsageError, "no data"),
         ("lr: 1", UsageError, "no program known"),
         (json.dumps(PEFT), UsageError, r"no data\.path|no data"),
         ("base_model: org/m", UsageError, "petune convert .* data=rows.csv"),
