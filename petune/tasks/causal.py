@@ -46,9 +46,9 @@ def encode_causal(rows: Sequence[Row], coder: Coder) -> list[Example]:
     ]
     if not coder.config.chunk:
         return [*examples, *(causal_example(one.ids, one.ids, one.where, coder) for one in whole)]
-    bos = coder.tokenizer.bos_token_id
-    windows = (
-        (ids, where, [MASKED if token == bos else token for token in ids])
-        for ids, where in cut_documents(whole, coder.limit)
-    )
-    return [causal_example(ids, labels, where, coder) for ids, where, labels in windows]
+    first = coder.tokenizer.bos_token_id
+    labels = [
+        Document([MASKED if one.ids[0] == first else one.ids[0], *one.ids[1:]], one.where) for one in whole
+    ]
+    windows = zip(*(cut_documents(some, coder.limit) for some in (whole, labels)), strict=True)
+    return [causal_example(ids, trained, where, coder) for (ids, where), (trained, _) in windows]

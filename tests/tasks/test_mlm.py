@@ -113,6 +113,15 @@ def test_windows_of_a_decoder_hold_every_token_once_with_an_end_after_each_docum
     )
 
 
+def test_windows_train_ends_and_words_that_are_the_token_a_text_begins_with(make_tokenizer) -> None:
+    same = make_tokenizer(bos=False)
+    same.bos_token = "</s>"  # one token for both, as GPT-2, OPT and Pythia have it
+    made = coded(same, "causal", "abcde", "fg", chunk=True, max_length=12).train
+    assert [render(one, same) for one in made] == ["a[[bcde</s>fg</s>]]"]
+    said = coded(make_tokenizer(), "causal", "ab<s>c", "d", chunk=True, max_length=12).train
+    assert [render(one, make_tokenizer()) for one in said] == ["<s>[[ab<s>c</s>]]<s>[[d</s>]]"]
+
+
 def test_windows_of_an_encoder_are_framed_by_its_special_tokens(bert) -> None:
     encoded = coded(bert, "mlm", "a b c d e f g", "h i", chunk=True, max_length=8)
     assert [bert.decode(example.input_ids) for example in encoded.train] == [
