@@ -230,7 +230,7 @@ def _override(written: Written, overrides: Overrides) -> tuple[set[KeyPath], lis
             )
             continue
         try:
-            written.put(path, _command_line_value(value.strip()), "command line")
+            written.put(path, _command_line_value(path, value), "command line")
             fresh.add(path)
         except RecipeError as error:
             what = f"{dotted(path)}: {error.problems[0].what}"
@@ -240,12 +240,16 @@ def _override(written: Written, overrides: Overrides) -> tuple[set[KeyPath], lis
     return fresh, problems
 
 
-def _command_line_value(text: str) -> Any:
+AS_TYPED = (("data", "prefix"), ("data", "separator"))  # texts whose white space becomes tokens
+
+
+def _command_line_value(path: KeyPath, text: str) -> Any:
     """A list, mapping or quoted text is YAML; anything else is one word, so that paths and patterns need no
-    quoting."""
-    if not text.startswith(("[", "{", '"', "'")):
-        return scalar(text)
-    document = read(text, "command line")
+    quoting. A shell takes the quotes from `data.prefix="summarize: "`, whose blank is meant."""
+    if not (word := text.strip()).startswith(("[", "{", '"', "'")):
+        value = scalar(word)
+        return text if path in AS_TYPED and isinstance(value, str) else value
+    document = read(word, "command line")
     if document.problems:
         raise RecipeError(document.problems)
     return document.tree

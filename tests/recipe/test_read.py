@@ -168,6 +168,13 @@ def test_a_method_setting_keeps_the_method_and_a_method_replaces_it(tmp_path: Pa
     assert load_recipe(file, ["method=side", "method.reduction=4"]).method == SideConfig(reduction=4)
 
 
+def test_prefix_and_separator_on_the_command_line_keep_their_white_space(tmp_path: Path) -> None:
+    given = ["data.prefix=summarize: ", "data.separator=\nAnswer: ", "lr= 1e-4 ", "method= lora "]
+    recipe = load_recipe(write(tmp_path, GOOD), given)
+    assert (recipe.data.prefix, recipe.data.separator) == ("summarize: ", "\nAnswer: ")
+    assert (recipe.lr, recipe.method) == (1e-4, LoraConfig())
+
+
 def test_python_arguments_are_overrides_too(tmp_path: Path) -> None:
     recipe = load_recipe(
         write(tmp_path, GOOD),
