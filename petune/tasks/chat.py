@@ -179,7 +179,8 @@ def _ends(text: str, span: tuple[int, int], row: Conversation, coder: Coder) -> 
     end token is added."""
     *earlier, last = row.messages
     said, spoken = last.content.strip(), text[slice(*span)]
-    if last.more:  # its last word may be any of its fields': asked of a turn of words alone
+    # its last word may be any of its fields', or also be what ends it (">"): asked of a turn of words alone
+    if last.more or spoken.count(said) != 1:
         said = "Yes."
         spoken = render([*earlier, Message(last.role, said)], coder, row.where, tools=row.tools)
     return bool(spoken[spoken.rfind(said) + len(said) :].strip())

@@ -138,6 +138,14 @@ def test_a_template_that_ends_no_turn_gets_an_end_token(chat_tokenizer) -> None:
 
 
 @pytest.mark.forks
+def test_an_answer_that_is_the_last_sign_of_its_end_gets_no_second_end(chat_tokenizer) -> None:
+    (example,) = coded(
+        chat_tokenizer, "chat", Conversation("d:1", (Message("user", "a"), Message("assistant", ">")))
+    )
+    assert trained(example, chat_tokenizer) == "><|im_end|>\n"
+
+
+@pytest.mark.forks
 def test_a_template_that_rewrites_earlier_turns_is_refused(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] if loop.last else 'x' }}<|im_end|>{% endfor %}"
