@@ -35,12 +35,12 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.files.given import path_of
-from petune.methods.cached_backbone import identity_of, refuse_moving
+from petune.methods.cached_backbone import StillBase, refuse_moving
 from petune.methods.configs import ROOM
 from petune.methods.head_rows import ends_here, head_rows, reads_one_stack
 from petune.methods.held_levels import CacheRoom
 from petune.methods.level_reader import AHEAD, Request, Threads
-from petune.methods.row_keys import alike, sources_of
+from petune.methods.row_keys import alike, cast_of, sources_of
 from petune.methods.stack_levels import StackLevels, form_of, sizes_of
 from petune.methods.stack_levels import Stored as Stored
 from petune.methods.wrapped import is_wrapped
@@ -93,8 +93,10 @@ class ActivationCache:
     other processes run the same rows, so that all must know the same ones: rows count from the next `look`
     on. writes: whether this process adds rows. Hidden states of padding are zeros where rows are read. Raises
     UsageError for a model whose blocks or embeddings train, as they give something else in every step, and
-    for one under another method.
+    for one under another method; so does a pass of one that was changed since, unless `identity` names it.
     """
+
+    _cast = ""  # of the last pass: what autocast makes of rows
 
     def __init__(
         self,
@@ -125,10 +127,10 @@ class ActivationCache:
         self.folder, self.together, self.counts, self.phase = path_of(folder), together, Counts(), 0
         for one in self.models:
             refuse_moving(one)
-        self.folder /= identity or identity_of(self.models[0])
+        self._bases = {} if identity else {one: StillBase(one) for one in self.models}
+        self.folder /= identity or self._bases[self.models[0]].identity
         self.levels: dict[nn.Module, dict[Stack, StackLevels]] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._still: list[nn.Module] = []
+        self._hooks, self._still = list[RemovableHandle](), list[nn.Module]()
         self._behind: dict[nn.Module, StackLevels] = {}  # whose head reads a sum of what this base gives
         self._owned: set[Stack] = set()
         for one in self.models:
@@ -162,12 +164,18 @@ class ActivationCache:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if model not in self.levels:  # a copy, with the hooks of the original
             return
+        if model in self._bases:
+            self._bases[model].refuse_changed()
         if not is_wrapped(model):
             base = getattr(model, "base_model", model)
             self._still = [module for module in base.modules() if module.training]
             base.eval()
         call = dict(zip(names_of(type(model)), args, strict=False)) | dict(kwargs)
-        sources = sources_of(model, self._at_hand(call))
+        if model in self._bases:
+            self._cast = cast_of(
+                next((one.device.type for one in call.values() if isinstance(one, Tensor)), "cpu")
+            )
+        sources = sources_of(model, self._at_hand(call), self._cast)
         self.counts.passed_by += sources is None
         if not self.together:
             self.look()
@@ -202,7 +210,7 @@ class ActivationCache:
     def knows(self, model: nn.Module, call: Mapping[str, Any]) -> bool:
         """Whether a call of `model` with these arguments would run no block: all its rows are there, as far
         as was last looked at."""
-        sources = sources_of(model, call)
+        sources = sources_of(model, call, self._cast)
         return sources is not None and all(
             level.has(sources[_kind(stack, sources)][0]) for stack, level in self.levels[model].items()
         )
@@ -238,7 +246,7 @@ class ActivationCache:
         """What a call of the model wants of the stacks that know all its rows, which are noted."""
         (model,) = self.models
         device = next(value.device for value in model.parameters() if not value.is_meta)
-        sources = sources_of(model, coming.call)
+        sources = sources_of(model, coming.call, self._cast)
         coming.rows = alike(sources)
         if sources is None:
             return

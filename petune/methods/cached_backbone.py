@@ -14,6 +14,8 @@ from petune.methods.trainable import frozen_digest, frozen_tensors, moving
 from petune.methods.wrapped import is_wrapped, tuning
 from petune.models import FAMILIES, family_of
 from petune.models.behind import behind_blocks
+from petune.models.checksums import digest
+from petune.models.contents import checksums_of
 from petune.models.stack import stacks_in
 
 
@@ -59,3 +61,40 @@ def identity_of(model: nn.Module, frozen: str | None = None) -> str:
     frozen = frozen or frozen_digest(model)
     text = f"transformers {transformers.__version__} {list(frozen_tensors(model))} {frozen}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class StillBase:
+    """The frozen tensors of a model in a loop of one's own, where nobody else looks at them once more: rows
+    that were computed with other values would be read in silence, and be written for these.
+
+    Each pass asks torch's count of writes to a tensor, its dtype and whether it trains; values are compared
+    where one of these is another, so state that is loaded again changes nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.tensors = model, frozen_tensors(model)
+        self.sums = checksums_of(model, self.tensors)
+        self.identity = identity_of(model, digest(self.sums))
+        self._seen = self._stamps()
+
+    def _stamps(self) -> list[tuple[object, ...]]:
+        return [
+            (value.requires_grad, value.dtype, None if value.is_inference() else value._version)
+            for value in self.tensors.values()
+        ]
+
+    def refuse_changed(self) -> None:
+        """Raise UsageError where blocks would give something else than when the cache was opened."""
+        if self._stamps() == self._seen:
+            return
+        refuse_moving(self.model)
+        self.tensors = {name: value for name, value in self.tensors.items() if not value.requires_grad}
+        for name, found in checksums_of(self.model, self.tensors).items():
+            if found != self.sums[name]:
+                raise UsageError(
+                    "a frozen tensor was changed while an activation cache was open, whose rows are of other"
+                    " values",
+                    where=name,
+                    remedy="close the cache before the model is changed, and open it anew",
+                )
+        self._seen = self._stamps()

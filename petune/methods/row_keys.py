@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -38,9 +38,9 @@ Numbers = NDArray[Any]  # [batch, seq]
 Source = tuple[list[BatchRow], Tensor]  # rows, and the tensor [batch, seq] that they are of
 
 
-def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] | None:
+def sources_of(model: nn.Module, call: Mapping[str, Any], cast_to: str = "") -> dict[str, Source] | None:
     """The rows of a call of `model`: "input" and, of a decoder with tokens of its own, "decoder"; None where
-    something else is asked than the hidden states of whole rows of tokens."""
+    something else is asked than the hidden states of whole rows of tokens. cast_to: see cast_of."""
     family = family_of(model)
     asked = {name for name, value in call.items() if value is not None and value is not False}
     tokens = [call[name] for name in (*_OF_INPUT, *_OF_TARGET) if call.get(name) is not None]
@@ -60,6 +60,7 @@ def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] |
         inputs = _rows([call.get(name) for name in _OF_INPUT], pad), call["input_ids"]
     else:
         inputs = _whole_rows(input_of(call), model)
+    inputs = _under(cast_to, inputs[0]), inputs[1]
     own, mask, labels = (call.get(name) for name in (*_OF_TARGET, "labels"))
     if own is None and (labels is None or labels.dim() != 2 or family.kind != "encoder-decoder"):
         return {"input": inputs}  # a decoder that is given nothing reads the input
@@ -70,6 +71,15 @@ def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] |
         for row, one in zip(targets, inputs[0], strict=True)
     ]
     return {"input": inputs, "decoder": (behind, ids)}
+
+
+def cast_of(kind: str) -> str:
+    """What autocast on this kind of device computes in now, "" where it is off."""
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+
+
+def _under(cast_to: str, rows: list[BatchRow]) -> list[BatchRow]:
+    return [replace(row, key=_key(row.key, cast_to.encode())) for row in rows] if cast_to else rows
 
 
 def alike(sources: Mapping[str, Source] | None) -> object:
@@ -91,6 +101,8 @@ def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False
     tokens, mask, *rest = (None if value is None else value.cpu() for value in values)
     assert tokens is not None
     ids, others = tokens.numpy(), [None if value is None else value.numpy() for value in rest]
+    while others and others[-1] is None:  # types that are not there keep their place before positions
+        others.pop()
     real = None if mask is None else mask.bool().numpy()
     if real is None:
         found = _ends(tokens, rest[-1] if rest else None, pad, padded)
@@ -99,9 +111,9 @@ def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False
         firsts, ends = _inside(real)
     rows = []
     for at, (first, end) in enumerate(zip(firsts, ends, strict=True)):
-        parts = [ids[at], *(value[at if len(value) > 1 else 0] for value in others if value is not None)]
+        parts = [ids[at], *(None if value is None else value[at % len(value)] for value in others)]
         parts += [] if real is None else [real[at]]
-        pieces = (part[first:end].tobytes() for part in parts)
+        pieces = (b"" if part is None else part[first:end].tobytes() for part in parts)
         rows.append(BatchRow(_key(b"%d" % first, *pieces), first, end - first))
     return rows
 

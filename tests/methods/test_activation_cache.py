@@ -348,6 +348,52 @@ def test_a_base_with_one_other_weight_has_rows_of_its_own(tmp_path: Path) -> Non
         assert cache.counts.read == 0
 
 
+def test_a_base_that_changes_while_a_cache_is_open_is_refused(tmp_path: Path) -> None:
+    model, inputs = sided("llama-causal"), batch("llama-causal")
+    weight = stacks(model)[0].blocks[1].mlp.up_proj.weight
+    with ActivationCache(model, tmp_path) as cache:
+        model(**inputs)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))  # the same values, written again
+        model(**inputs)
+        assert cache.counts.read == cache.counts.computed
+        with torch.no_grad():
+            weight.mul_(2)
+        with pytest.raises(UsageError, match="was changed while an activation cache was open") as caught:
+            model(**inputs)
+        assert "layers.1.mlp.up_proj.weight" in str(caught.value)
+    model = tiny("llama-classify").requires_grad_(False)
+    with ActivationCache(model, tmp_path):
+        model(**batch("llama-classify"))
+        stacks(model)[0].blocks[1].requires_grad_(True)
+        with pytest.raises(UsageError, match="this tensor of it trains"):
+            model(**batch("llama-classify"))
+
+
+def test_rows_under_autocast_are_others_than_those_without_it(tmp_path: Path) -> None:
+    model, inputs = sided("bert-classify"), batch("bert-classify")
+
+    def losses() -> list[float]:
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = model(**inputs).loss
+        return [narrow.item(), model(**inputs).loss.item()]
+
+    expected = losses()
+    assert expected[0] != expected[1]
+    with ActivationCache(model, tmp_path) as cache:
+        assert losses() == losses() == expected
+        assert cache.counts.read == cache.counts.computed
+
+
+def test_types_of_tokens_are_not_taken_for_their_positions() -> None:
+    model, ids, numbers = tiny("bert-classify"), torch.tensor([[5, 6]]), torch.tensor([[0, 1]])
+    keys = [
+        rows["input"][0][0].key
+        for name in ("token_type_ids", "position_ids")
+        if (rows := sources_of(model, {"input_ids": ids, name: numbers}))
+    ]
+    assert len(set(keys)) == 2
+
+
 def test_rows_of_another_dtype_are_refused(tmp_path: Path) -> None:
     name = "bert-classify"
     with ActivationCache(sided(name), tmp_path) as cache:

@@ -74,9 +74,9 @@ def test_a_batch_that_was_handed_on_is_known_by_its_tensors_on_the_cpu(
     model, cache, batches = known
     seen: list[bool] = []
 
-    def asked(model: Any, call: Any) -> Any:
+    def asked(model: Any, call: Any, cast_to: str) -> Any:
         seen.append(any(value is call["input_ids"] for value in (one["input_ids"] for one in batches)))
-        return sources_of(model, call)
+        return sources_of(model, call, cast_to)
 
     monkeypatch.setattr(activation_cache, "sources_of", asked)
     # on the CPU, moving makes no copy
