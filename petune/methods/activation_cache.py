@@ -313,14 +313,13 @@ class ActivationCache:
 
     # ------------------------------------------------------------ the whole
 
-    def look(self, *, anew: bool = False) -> None:
-        """Begin the next phase; with `anew` the first one, at a moment when no process writes: every row that
-        is there counts then. See petune.files.row_store.RowStore.look."""
-        self.phase = 0 if anew else self.phase + 1
+    def look(self) -> None:
+        """Begin the next phase. See petune.files.row_store.RowStore.look."""
+        self.phase += 1
         for level in self._all:
             level.phase = self.phase
             if level.store is not None:
-                level.store.look(None if anew else self.phase)
+                level.store.look(self.phase)
 
     @property
     def nbytes(self) -> int:

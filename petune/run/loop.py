@@ -103,7 +103,8 @@ class Loop:
                 self._score_base()
             if self._needs_a_state() and (new or not self.saver.came_from or resume is not True):
                 self.saver.save()
-            distributed.outlive(self._steps, self._meet_again, self.runner.restart_whole())
+            opened = "the activation cache is opened by all ranks together" if self.recipe.cache else None
+            distributed.outlive(self._steps, self._meet_again, opened or self.runner.restart_whole())
             if (reason := self._ended_early()) and self.progress.step < self.steps.total:
                 self.reporter.note(f"stopped early: {reason}")
         except StopAsked as signal:
@@ -160,14 +161,12 @@ class Loop:
         step = self.step
         self.stop.at_once("while a rank was replaced", self._way_on())
         self.saver.let_go()
-        self._complete_backbone()
         assert step.fingerprint is not None
         distributed.rejoin(self.runner, self.folder, self.prepared, step.fingerprint)
         known = step.audit.frozen_before
         self.saver.restore(True, self.allow_change)
         step.audit = step.make_audit()
         step.audit.frozen_before = known
-        step.look_at_cache(anew=True)
         self.runner.barrier()
         step.refer()  # with the rank that is new
         self.stop.save_first()

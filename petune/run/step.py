@@ -236,11 +236,11 @@ class OptimizerStep:
     def _places(self, step: int) -> list[str]:
         return [example.where for example in self.rows_of(step)]
 
-    def look_at_cache(self, anew: bool = False) -> None:
+    def look_at_cache(self) -> None:
         """Let rows count that were cached before, at a moment when all ranks are as far; see
         ActivationCache.look."""
         if self.cache is not None:
-            self.cache.look(anew=anew)
+            self.cache.look()
 
     def _tell_cache(self, micro: Sequence[Batch], number: int) -> None:
         """Before step `number`: the backbone may leave memory, and rows that come next be read."""

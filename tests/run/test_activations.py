@@ -14,6 +14,7 @@ from petune.errors import MachineError, RecipeError, Stopped
 from petune.files.lock import RunLock
 from petune.methods import activation_cache, held_levels
 from petune.methods.held_levels import CacheRoom
+from petune.parallel.launch import process_group
 from petune.run import activations
 from petune.run.activations import find_room
 from petune.saving import checkpoint
@@ -182,6 +183,18 @@ def test_a_disk_without_room_is_said_before_the_first_step(
     with pytest.raises(MachineError, match="not enough disk space"):
         run(cached(tmp_path, "llama"), listener)
     assert listener.steps == [] and asked[-1] > 0
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_ranks_that_opened_a_cache_say_that_a_lost_one_starts_all_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in its place would open the cache with ranks that are past that, and wait for them in vain."""
+    said: list[str | None] = []
+    monkeypatch.setattr(process_group, "settle", said.append)
+    short = {"max_steps": 1, "warmup": 0, "save_every": 50, "report": False}
+    run(settings(tmp_path, "bert", "side", cache=True, **short))
+    assert said == ["the activation cache is opened by all ranks together"]
 
 
 @pytest.mark.parametrize(

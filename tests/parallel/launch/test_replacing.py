@@ -397,6 +397,18 @@ def test_restarts_that_are_used_up_end_the_run_as_without_any(
 
 
 @pytest.mark.long
+def test_a_run_with_a_cache_starts_all_again_and_ends_as_one_left_alone(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(tmp_path, "dp") | {"method": {"name": "side", "reduction": 4}, "cache": True}
+    expected = straight(recipe)
+    before_step(monkeypatch, {(0, 0, 6): die})
+    train(recipe, restarts=1, reporter=Listener())
+    assert "all ranks start again, as the activation cache is opened by all ranks together" in said[-1]
+    assert_same_run(Path(recipe["out"]), expected)
+
+
+@pytest.mark.long
 def test_a_plan_whose_objects_hold_the_group_starts_all_again_and_says_why(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch, left_alone: Alone
 ) -> None:
