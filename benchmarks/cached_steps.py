@@ -31,7 +31,8 @@ from transformers import (
 import petune
 from petune import demo
 from petune.kernels.block.module import FusedBlock
-from petune.methods.activation_cache import _Next, identity_of
+from petune.methods.activation_cache import _Next
+from petune.methods.cached_backbone import identity_of
 from petune.methods.stack_levels import StackLevels
 from petune.models.stack import stacks_in
 
