@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from petune.kernels.block.call import Spec
 
 TOKENS, KEYS, LENT = "tokens", "keys", "lent"  # values: e, k | v of another block, own ones for others
+OF_ONE = (TOKENS, KEYS)  # inputs that are not the same for all blocks
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ from petune.kernels.block.exchange_steps import shared
 from petune.kernels.block.halves import BlockPass, Halves, calls_of_halves
 from petune.kernels.block.known_layers import exchanged, known_bottleneck, known_part
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
-from petune.kernels.block.lent_steps import lend, met
+from petune.kernels.block.lent_steps import OF_ONE, lend, met
 from petune.kernels.block.node import passed
 from petune.kernels.block.sublayers import begun
 from petune.kernels.block.watchers import hooks_act
@@ -251,10 +251,12 @@ class FusedBlock(nn.Module):
         table: Tensor | None = None,
         given: Mapping[str, Any] | None = None,
     ) -> list[Tensor]:
-        """What the program is given, in its order; given: the arguments of a call that reads other values."""
+        """What the program is given, in its order; given: the arguments of a call, without which what is one
+        block's own is left out."""
         own = met(self.spec, hidden, given) if given and self.spec.program.meets else {}
         named = {"x": hidden, "memory": memory, "bias": bias, "table": table, **cast("dict[str, Any]", own)}
-        return [cast("Tensor", named[name]) for name in self.spec.program.inputs]
+        names = (name for name in self.spec.program.inputs if given is not None or name not in OF_ONE)
+        return [cast("Tensor", named[name]) for name in names]
 
     def result(self, out: Tensor, bias: Tensor | None) -> Any:
         """What the block's own forward returns; of several values one that is not known is None."""

@@ -16,7 +16,7 @@ from petune.kernels.block.call import BlockLayers, Call, Draws
 from petune.kernels.block.drawing import Places, Side, sides
 from petune.kernels.block.halves import calls_of_halves
 from petune.kernels.block.layout import BIAS, MEMORY, Layout, angles_of, memory_in_autocast
-from petune.kernels.block.lent_steps import TOKENS, to_come, vectors_of
+from petune.kernels.block.lent_steps import OF_ONE, TOKENS, to_come, vectors_of
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.block.watchers import hooked
@@ -187,7 +187,9 @@ class Graph:
         table = None if arrival.table is None else torch.zeros_like(arrival.table)
         inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias, "table": table}
         self.apart = {name: value.new_zeros(2 * own.longest - 1) for name, value in arrival.apart.items()}
-        self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs if name in inlets]
+        self.inlets = [
+            cast("Tensor", inlets[name]) for name in block.spec.program.inputs if name not in OF_ONE
+        ]
         # attention on own tokens reads the positions of those
         turned = len(inlet) if any(block.spec.exchanges) else own.tokens
         self.kinds = arrival.kinds
@@ -310,8 +312,7 @@ class Graph:
         """What the first block is given: hidden states [b, t, w], an encoder's states, a bias up to the
         bucket's longest, a table of positions; then vectors of the tokens of all blocks [blocks, b, t, f]."""
         bias = arrival.distances(block, self.bucket.own.longest)
-        named = {"x": arrival.hidden, "memory": arrival.memory, "bias": bias, "table": arrival.table}
-        own = [cast("Tensor", named[name]) for name in block.spec.program.inputs if name in named]
+        own = block.inputs(arrival.hidden, arrival.memory, bias, arrival.table)
         return [*own, torch.stack(arrival.vectors)] if arrival.vectors else own
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from petune.kernels.block.call import Call, Spec, factors_of
 from petune.kernels.block.halves import BlockPass, BlockTensors, both_ahead, both_back, halves_of
-from petune.kernels.block.lent_steps import KEYS, TOKENS
+from petune.kernels.block.lent_steps import KEYS, OF_ONE, TOKENS
 from petune.kernels.block.node import without_lent
 from petune.kernels.block.steps import Values
 from petune.kernels.block.turns import alone, join
 from petune.kernels.dispatch import Ops
-
-_ONE_BLOCKS = (TOKENS, KEYS)  # inputs that are not the same for all blocks
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Passes:
     def __init__(self, pieces: Sequence[RecordedBlock], inlets: Sequence[Tensor], outlet: Tensor) -> None:
         self.pieces, self.inlets, self.outlet = pieces, inlets, outlet
         own = pieces[0].spec.program.inputs
-        self.beside = dict(zip((name for name in own if name not in _ONE_BLOCKS), inlets, strict=True))
+        self.beside = dict(zip((name for name in own if name not in OF_ONE), inlets, strict=True))
         # factors stacked by the forward pass, what it keeps, and the state that met a gate
         self.kept: list[tuple[RecordedBlock, list[Tensor | None], Values, Tensor]] = []
         self.lent: dict[int, Tensor] = {}  # keys and values by the number of their block; on the way back
