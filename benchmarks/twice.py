@@ -47,6 +47,8 @@ BESIDE: dict[Any, Any] = {
 }
 if hasattr(aten.addmm, "dtype_out"):
     BESIDE[aten.addmm.dtype_out] = aten.addmm.dtype
+# torch calls it for a number to the power of a tensor, of which it makes a tensor that Python is not given
+NOT_FROM_PYTHON = (aten.pow.Tensor_Tensor_out,)
 # what kernels of Triton's write over
 OVER = {
     "_rope_kernel": ("qkv",),
@@ -154,7 +156,7 @@ def _repeatable(space: str) -> list[tuple[str, Any]]:
 @cache
 def _again(func: Any) -> Any:
     """What does the work of an operation and changes nothing but an `out`; None where nothing does."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, torch._ops.OpOverload) or func in NOT_FROM_PYTHON:
         return None
     schema, name = func._schema, func._schema.name
     only_memory = "empty" in name or not any("Tensor" in str(one.type) for one in schema.returns)

@@ -302,7 +302,7 @@ def held(here: Here) -> float:
 
 
 def take_turns(
-    asked: Asked, ways: Sequence[Callable[[], float]], own: Sequence[float], here: Here
+    asked: Asked, ways: Sequence[Callable[[], float]], own: list[float], here: Here
 ) -> dict[str, Any]:
     """Seconds of the steps of each, the most GiB that one took, and the losses of the last. own: GiB that
     each holds between steps."""
@@ -322,6 +322,7 @@ def take_turns(
             here.sync()
             took = time.perf_counter() - began
             peaks[at] = max(peaks[at], here.allocated(peak=True) - others)
+            own[at] = here.allocated() - others  # a step that is recorded as a CUDA graph holds more after it
             if turn >= 0:
                 times[at].append(took)
     return {"times": times, "peaks": peaks, "losses": losses}

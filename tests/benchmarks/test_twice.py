@@ -106,6 +106,15 @@ def written_over() -> list[Tensor]:
     return [qkv, logits, losses, logs, dx, *states, *ops.rms_norm(value, value[0], 1e-6)[:2]]
 
 
+def test_a_number_to_the_power_of_a_tensor_on_its_device() -> None:
+    """Torch wraps the number in a tensor there, in its own C++."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with Twice(2) as twice:
+        found = 2.0 ** torch.arange(3.0, device=device)
+    assert found.tolist() == [1.0, 2.0, 4.0]
+    assert twice.counted["aten.pow.Scalar"] == 1
+
+
 def test_products_written_over_their_inputs_run_beside_and_what_is_drawn_once() -> None:
     x, ones, out = torch.ones(4, 4), torch.ones(4, 4), torch.empty(4, 4)
     torch.manual_seed(1)
