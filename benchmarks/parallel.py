@@ -74,7 +74,7 @@ from benchmarks.shapes import SHAPES as MODELS
 from benchmarks.shapes import TINY, Case, Sizes, base_model, batches, method_settings
 from petune.files.ranges import RangeReader
 from petune.kernels.configs import KernelsName, MemoryConfig
-from petune.kernels.memory.private_pools import peak_bytes
+from petune.kernels.memory.private_pools import held_bytes, peak_bytes
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
 from petune.models import family_of
@@ -161,6 +161,7 @@ SHAPES = {
     "70b-fp8": Shape(Case.parse("petune:llama-70b:lora:2x2048:layers=80:base=fp8:limit=120")),
     "bert-adapter": Shape(Case.parse("petune:bert-large:adapter:32x512:fill=0.3:limit=60")),
     "t5-lora": Shape(Case.parse("petune:t5-large:lora:16x512:fill=0.4:limit=60"), stages={2: [18, 30]}),
+    "1b-full": Shape(Case.parse("petune:llama-1b:full:4x2048:limit=60")),
     "moe": Shape(Case.parse("petune:qwen3-moe:lora:4x2048:layers=12:limit=90")),
     "tiny": Shape(Case.parse("petune:llama-8b:lora:4x32:r=4:limit=60"), _SMALL),
 }
@@ -382,7 +383,10 @@ def speed_jobs(world: int, shape: Shape) -> list[Job]:
         stages = {"size": 2, "microbatches": rows}
         jobs += [ours(f"{name} x pp", many, dp={"size": 2, **more}, pp=stages) for name, more in sharded]
     jobs.append(ours("pp", 2 * many, **pipeline(2 * many)))
-    jobs += [ours("pp interleaved", total, **pipeline(total, "interleaved")) for total in (many, 2 * many)]
+    split = ("interleaved", *(["zero-bubble"] if shape.case.method == "full" else []))
+    jobs += [
+        ours(f"pp {name}", total, **pipeline(total, name)) for name in split for total in (many, 2 * many)
+    ]
     if many > 8:
         schedules = {"pp 8": "1f1b", "pp interleaved 8": "interleaved"}
         jobs += [ours(name, many, **pipeline(8, schedule)) for name, schedule in schedules.items()]
@@ -433,11 +437,11 @@ class Here:
         return bool(flags)
 
     def allocated(self, peak: bool = False) -> float:
-        """GiB of tensors on the device now, or at most since the last reset with what CUDA graphs hold; 0 on
+        """GiB of tensors on the device with what CUDA graphs hold, now or at most since the last reset; 0 on
         a CPU."""
         if not self.cuda:
             return 0.0
-        return (peak_bytes(self.device) if peak else torch.cuda.memory_allocated()) / GIB
+        return (peak_bytes if peak else held_bytes)(self.device) / GIB
 
 
 def probe(job: Job, here: Here, options: Options) -> dict[str, Any]:

@@ -19,8 +19,12 @@ def private_bytes(device: torch.device) -> int:
     )
 
 
+def held_bytes(device: torch.device) -> int:
+    """Bytes that are held now: what torch has allocated, with private pools."""
+    return torch.cuda.memory_allocated(device) + private_bytes(device)
+
+
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that were held at once, as far as it is known: what torch saw allocated, or what is
-    allocated now with private pools, where that is more. Pools that are gone are not in it."""
-    held = torch.cuda.memory_allocated(device) + private_bytes(device)
-    return max(torch.cuda.max_memory_allocated(device), held)
+    """The most bytes that were held at once, as far as it is known: what torch saw allocated, or what is held
+    now, where that is more. Pools that are gone are not in it."""
+    return max(torch.cuda.max_memory_allocated(device), held_bytes(device))
