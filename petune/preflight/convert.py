@@ -159,12 +159,8 @@ def _meanings(leaves: Mapping[str, Any], program: ForeignProgram) -> tuple[dict[
             elif path not in values:
                 values[path], by[path] = wanted, key
         if meaning is None:
-            why = WHY.get(
-                key,
-                WHY.get(
-                    key.rpartition(".")[2], "no counterpart for this value" if rule else "no counterpart"
-                ),
-            )
+            unknown = "no counterpart for this value" if rule else "no counterpart"
+            why = WHY.get(key, WHY.get(key.rpartition(".")[2], unknown))
             left.append(Left(key, value, why))
     _put_together(values)
     for path in [path for path in values if path not in ("model", "data.path", "method.name")]:

@@ -327,12 +327,13 @@ class MergeReport(RoundingCost):
         text = f"merged {self.layers} layers into {self.dtype}"
         if not self.layers:
             text = f"written in {self.dtype}: what trained lies in the model's own weights, nothing is summed"
-        elif self.seed is None:
-            text += f": {100 * self.lost:.3g} % of the update rounded away"
         else:
-            text += f", rounded stochastically by seed {self.seed}: {100 * self.kept:.3g} % of the update"
-            text += f" survives ({100 * self.nearest:.3g} % to nearest), beside noise of {self.noise:.3g}"
-            text += " times its norm"
+            how, nearest = "", ""
+            if self.seed is not None:
+                how = f", rounded stochastically by seed {self.seed}"
+                nearest = f" ({100 * self.nearest:.3g} % to nearest)"
+            text += f"{how}: {100 * self.kept:.3g} % of the update survives{nearest}, beside rounding noise"
+            text += f" of {100 * self.noise:.3g} % of its norm"
         return text if self.logits is None else f"{text}, logits {self.logits:.3g} from the unmerged ones"
 
 
@@ -465,8 +466,8 @@ def _report(
     if seed is None and cost.lost > 0.05:
         other = "; stochastic rounding keeps it in the mean" if report.dtype == "bfloat16" else ""
         warn(
-            f"{report.dtype} is too coarse for this update: {100 * cost.lost:.0f} % of it is rounded away; a"
-            f" float32 base keeps it{other}"
+            f"{report.dtype} is too coarse for this update: what rounding changes is {100 * cost.lost:.0f} %"
+            f" of it; a float32 base keeps it{other}"
         )
     return report
 

@@ -392,8 +392,9 @@ def test_rounding_away_an_update_is_reported(tmp_path: Path, monkeypatch: pytest
     report = export.save_merged(model, tmp_path / "m")
     assert report.ulps < 1
     assert report.lost > 0.05
-    assert "rounded away" in said[0]
-    assert f"into bfloat16: {100 * report.lost:.3g} % of the update rounded away" in str(report)
+    assert f"what rounding changes is {100 * report.lost:.0f} % of it" in said[0]
+    noise = f"beside rounding noise of {100 * report.noise:.3g} % of its norm"
+    assert f"into bfloat16: {100 * report.kept:.3g} % of the update survives, {noise}" in str(report)
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
     assert export.save_merged(tuned(llama), tmp_path / "n").lost < 1e-5
 
