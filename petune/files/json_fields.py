@@ -216,21 +216,20 @@ def check_fields(value: Any, fields: Mapping[str, Kind] | Kind, file: Path, unde
         raise FileError(problems)
 
 
-def check_version(value: Mapping[str, Any], key: str, newest: int, file: Path) -> int:
-    """The version under `key`. Raises FileError for one that is missing, unknown, or of a newer petune, which
-    is said."""
+def check_version(value: Mapping[str, Any], key: str, known: int, file: Path) -> None:
+    """Raise FileError unless the version under `key` is the `known` one; that it is of a newer petune is
+    said."""
     found = value.get(key)
-    if type(found) is int and 1 <= found <= newest:
-        return found
-    known = str(newest) if newest == 1 else f"1 to {newest}"
-    if type(found) is int and found > newest:
+    if type(found) is int and found == known:
+        return
+    if type(found) is int and found > known:
         what, remedy = "was written by a newer petune: another version", "use that petune, or a newer one"
     else:
         what, remedy = "another version", _REMEDY
     raise FileError(
         what,
         where=f"{file}  {key}",
-        expected=known,
+        expected=str(known),
         found=reprlib.repr(found) if key in value else "nothing",
         remedy=remedy,
     )

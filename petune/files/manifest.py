@@ -19,7 +19,7 @@ from petune.files.safetensors import read_json, reading, write_json
 from petune.log import warn
 
 MANIFEST = "petune.manifest.json"
-RECORD = "petune.json"  # of a tuning; petune writes none without a manifest since its format 2
+RECORD = "petune.json"  # of a tuning; petune writes none without a manifest
 VERSION = 1
 MOST = 10  # problems that are named
 _DOCUMENTATION = (".md", ".rst", ".pdf", ".png", ".svg", ".jpg")
@@ -45,7 +45,7 @@ def check_folder(folder: Path) -> None:
     """
     file = folder / MANIFEST
     if not file.is_file():
-        if (folder / RECORD).is_file() and read_json(folder / RECORD, links=True).get("format") != 1:
+        if (folder / RECORD).is_file():
             what = f"is missing: {RECORD} beside it is petune's, which writes none without"
             raise FileError(what, where=str(file), remedy="use a complete copy of the folder")
         return

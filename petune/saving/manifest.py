@@ -20,7 +20,6 @@ from petune.files.range_writer import ALONE, Crew
 from petune.files.safetensors import open_regular, parse_json, read_bytes, reading, write_file
 
 VERSION = 2
-READABLE = (1, 2)  # version 1 has one hash a file, of all of it
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
@@ -28,10 +27,7 @@ COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds: `facts` is the writer's JSON, `files` maps a relative path to what is known of
-    its bytes.
-
-    That is `size`, and `blocks`, the SHA-256 of every 64 MiB; in version 1 `sha256`, of all of them.
-    """
+    its bytes: `size`, and `blocks`, the SHA-256 of every 64 MiB."""
 
     version: int
     run_id: str
@@ -58,11 +54,10 @@ def verify(path: Path) -> Manifest:
 
 
 def _changed(file: Path, fields: Mapping[str, Any]) -> Problem | None:
-    """The first block of a file whose SHA-256 is another one, the whole file where the manifest (version 1)
-    knows of no blocks."""
-    expected = fields["blocks"] if "blocks" in fields else [fields["sha256"]]
+    """The first block of a file whose SHA-256 is another one."""
+    expected = fields["blocks"]
     with open_regular(file) as held, reading(file):
-        found = leaf_hashes(held) if "blocks" in fields else [hashlib.file_digest(held, "sha256").hexdigest()]
+        found = leaf_hashes(held)
     for at, (one, other) in enumerate(zip_longest(expected, found, fillvalue=""), 1):
         if one != other:
             block = "" if len(expected) == 1 else f", in block {at} of {len(expected)}"
@@ -100,14 +95,14 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(found, dict):
         raise FileError([_damaged("the manifest is not a JSON object", file)])
     version = found.get("version")
-    if version not in READABLE or type(version) is not int:
+    if type(version) is not int or version != VERSION:
         newer = type(version) is int and version > VERSION
         what = "a newer version of manifest" if newer else "another version of manifest"
         remedy = "use the petune that wrote it, or another checkpoint"
         raise FileError(
             what,
             where=str(file),
-            expected=" or ".join(map(str, READABLE)),
+            expected=str(VERSION),
             found=repr(version)[:40],
             remedy=remedy,
         )
@@ -141,20 +136,18 @@ def _manifest(found: Mapping[str, Any], file: Path) -> Manifest:
     for name, fields in found["files"].items():
         if fault := path_fault(name):
             raise FileError([_damaged(fault, file, "a path inside the checkpoint", repr(name)[:200])])
-        if not _is_entry(fields, found["version"]):
-            needed = "size and sha256" if found["version"] == 1 else "size and as many blocks"
-            raise FileError([_damaged(f"the manifest's entry for {name!r} is not {needed}", file)])
+        if not _is_entry(fields):
+            what = f"the manifest's entry for {name!r} is not size and as many blocks"
+            raise FileError([_damaged(what, file)])
     return Manifest(**found)
 
 
-def _is_entry(fields: object, version: int) -> bool:
-    kinds = {"size": int} | ({"sha256": str} if version == 1 else {"blocks": list})
+def _is_entry(fields: object) -> bool:
+    kinds = {"size": int, "blocks": list}
     if not isinstance(fields, dict) or {key: type(value) for key, value in fields.items()} != kinds:
         return False
-    blocks = fields.get("blocks", [])
-    return version == 1 or (
-        len(blocks) == number_of_blocks(fields["size"]) and all(type(one) is str for one in blocks)
-    )
+    blocks = fields["blocks"]
+    return len(blocks) == number_of_blocks(fields["size"]) and all(type(one) is str for one in blocks)
 
 
 def compare(path: Path, manifest: Manifest) -> list[Problem]:

@@ -32,7 +32,7 @@ from petune.files.json_fields import (
 )
 from petune.files.manifest import RECORD, check_folder
 from petune.files.safetensors import read_json, reading, write_file
-from petune.log import say, warn
+from petune.log import say
 from petune.methods import Tuning
 from petune.methods.configs import METHODS, MethodConfig, make_config
 from petune.models import family_of
@@ -40,34 +40,28 @@ from petune.models.multimodal import is_whole
 from petune.models.source import is_weights, model_files
 from petune.saving.fingerprint import compare, fingerprint, full_hash, plain_name
 
-FORMAT = 2  # format 1 had hashes of the tensor files alone, in itself, and no sizes of the base's
+FORMAT = 2
 
-_FILES: Mapping[int, Kind] = {1: Digest(), 2: Fields({"size": IntegerValue(), "sha256": Digest()})}
-
-
-def _table(form: int) -> Mapping[str, Kind]:
-    samples = ListOf(OneOf(Number(), TextValue()))
-    row = TupleValue(TextValue(), ListOf(IntegerValue()), OneOf(samples, None))
-    base: dict[str, Kind] = {
-        "name": OneOf(TextValue(), None),
-        "fingerprint": Fields({"version": IntegerValue(), "tensors": MapOf(row)}),
-        "sha256": OneOf(Digest(), None),
-        "files": OneOf(MapOf(_FILES[form], least=1), None),
-    }
-    fields: dict[str, Kind] = {
-        "format": IntegerValue(1),
-        "petune": TextValue(),
-        "method": TextValue(tuple(METHODS)),
-        "config": MapOf(Anything()),  # make_config knows each method's settings
-        "family": OneOf(TextValue(), None),
-        "also_train": ListOf(TextValue()),
-        "model": Fields({"class": TextValue(), "type": OneOf(TextValue(), None)}),
-        "id2label": OneOf(MapOf(OneOf(TextValue(), IntegerValue()), numbered=True), None),
-        "vocabulary": OneOf(IntegerValue(), None),
-        "base": Fields(base),
-        "tensors": MapOf(TupleValue(ListOf(IntegerValue()), TextValue()), least=1),
-    }
-    return fields | ({"sha256": MapOf(Digest(), least=1)} if form == 1 else {})
+_SAMPLED = TupleValue(TextValue(), ListOf(IntegerValue()), OneOf(ListOf(OneOf(Number(), TextValue())), None))
+_BASE: Mapping[str, Kind] = {
+    "name": OneOf(TextValue(), None),
+    "fingerprint": Fields({"version": IntegerValue(), "tensors": MapOf(_SAMPLED)}),
+    "sha256": OneOf(Digest(), None),
+    "files": OneOf(MapOf(Fields({"size": IntegerValue(), "sha256": Digest()}), least=1), None),
+}
+_FIELDS: Mapping[str, Kind] = {
+    "format": IntegerValue(1),
+    "petune": TextValue(),
+    "method": TextValue(tuple(METHODS)),
+    "config": MapOf(Anything()),  # make_config knows each method's settings
+    "family": OneOf(TextValue(), None),
+    "also_train": ListOf(TextValue()),
+    "model": Fields({"class": TextValue(), "type": OneOf(TextValue(), None)}),
+    "id2label": OneOf(MapOf(OneOf(TextValue(), IntegerValue()), numbered=True), None),
+    "vocabulary": OneOf(IntegerValue(), None),
+    "base": Fields(_BASE),
+    "tensors": MapOf(TupleValue(ListOf(IntegerValue()), TextValue()), least=1),
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class Record:
         tensors are."""
         if read_json(self.file, links=True) != self.facts:
             raise FileError("has been changed since it was read", where=str(self.file), remedy="start again")
-        _check_folder(self.file, self.facts)
+        check_folder(self.file.parent)
 
     def check_base(self, model: nn.Module, files: Mapping[str, Path], verify: bool) -> None:
         """Raise FileError unless `model` is the base this was tuned on: its build, sampled values, and the
@@ -154,16 +148,8 @@ class Record:
         that is said, and, unless `afresh`, left to the fingerprint.
         """
         stored = self.facts["base"]["files"] or {}
-        if self.facts["format"] == 1 and not afresh:
-            return  # hashes without sizes cannot tell a damaged file from another
-        expected = {
-            name: entry if isinstance(entry, str) else entry["sha256"] for name, entry in stored.items()
-        }
-        sizes = {
-            name: entry["size"]
-            for name, entry in stored.items()
-            if not isinstance(entry, str) and is_weights(name)
-        }
+        expected = {name: entry["sha256"] for name, entry in stored.items()}
+        sizes = {name: entry["size"] for name, entry in stored.items() if is_weights(name)}
         if not afresh and sizes != {name: _size(path) for name, path in files.items() if is_weights(name)}:
             if weights:
                 say(
@@ -280,9 +266,9 @@ def read_record(folder: Path) -> Record:
     """The petune.json of a folder whose every file was compared with its hash first. Raises FileError."""
     file = folder / RECORD
     facts = read_json(file, links=True)
-    form = check_version(facts, "format", FORMAT, file)
-    _check_folder(file, facts)
-    check_fields(facts, _table(form), file)
+    check_version(facts, "format", FORMAT, file)
+    check_folder(folder)
+    check_fields(facts, _FIELDS, file)
     try:
         config = make_config(facts["method"], facts["config"])
     except UsageError as error:
@@ -290,27 +276,4 @@ def read_record(folder: Path) -> Record:
             f"petune.json is damaged: {error}", where=f"{file}  config", remedy="use another copy"
         ) from error
     shapes = {name: tuple(shape) for name, (shape, _) in facts["tensors"].items()}
-    if form == 1:
-        warn(
-            f"{folder}: written by an older petune: its tokenizer and configs are under no hash; load it and"
-            " save it again"
-        )
     return Record(file, facts["method"], config, tuple(facts["also_train"]), shapes, facts)
-
-
-def _check_folder(file: Path, facts: Mapping[str, Any]) -> None:
-    """Compare every file of the folder that has a hash with it: in format 1 the tensor files, whose hashes
-    are in `facts`."""
-    if facts["format"] != 1:
-        check_folder(file.parent)
-        return
-    check_fields(facts.get("sha256"), MapOf(Digest(), least=1), file, "sha256")
-    tensors = {path.name: path for path in file.parent.glob("*.safetensors")}
-    if wrong := sorted({*facts["sha256"]} ^ {*tensors}) or sorted(
-        differing(tensors, facts["sha256"], afresh=True)
-    ):
-        raise FileError(
-            "has been changed or damaged, or is missing",
-            where=str(file.parent / wrong[0]),
-            remedy="use another copy",
-        )

@@ -3,7 +3,6 @@ missing manifest is an error."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
@@ -164,42 +163,6 @@ def test_digests_that_differ_late_are_shown_as_far_as_they_do(shipped: Path, tmp
     file.write_text(file.read_text().replace(noted, other))
     with pytest.raises(FileError, match=rf"sha256 {other[:41]}…, found {noted[:41]}…"):
         check_folder(tmp_path / "peft")
-
-
-def as_format_1(folder: Path) -> dict[str, Any]:
-    """Turn a tuned folder into what the first release wrote, and return its petune.json."""
-    (folder / MANIFEST).unlink()
-    facts = json.loads((folder / "petune.json").read_text()) | {"format": 1}
-    facts["base"]["files"] = {
-        name: entry["sha256"]
-        for name, entry in facts["base"]["files"].items()
-        if name.endswith(".safetensors")
-    }
-    facts["sha256"] = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")
-    }
-    (folder / "petune.json").write_text(json.dumps(facts))
-    return facts
-
-
-def test_a_folder_of_the_first_release_is_read_and_its_hashes_cannot_be_left_out(
-    shipped: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "tuned"
-    shutil.copytree(shipped / "run" / "tuned", folder)
-    facts = as_format_1(folder)
-    base = transformers.LlamaForCausalLM.from_pretrained(shipped / "llama")
-    for hashes in ({}, None, {"other": "0" * 64}, {name: "0" * 64 for name in facts["sha256"]}):
-        (folder / "petune.json").write_text(json.dumps(facts | {"sha256": hashes}))
-        with pytest.raises(FileError, match=r"sha256|changed or damaged"):
-            petune.load(base, folder)
-    (folder / "petune.json").write_text(
-        json.dumps({name: value for name, value in facts.items() if name != "sha256"})
-    )
-    with pytest.raises(FileError, match="sha256  does not fit"):
-        petune.load(base, folder)
-    (folder / "petune.json").write_text(json.dumps(facts))
-    assert is_wrapped(petune.load(base, folder, verify_base=True))
 
 
 def test_a_sealed_folder_verifies_with_folders_in_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ is refused by name."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
@@ -19,7 +18,6 @@ from torch import Tensor
 
 import petune
 from petune.errors import FileError
-from petune.files.manifest import MANIFEST
 from petune.models.loading import load_model, load_tokenizer
 from petune.models.source import model_files, resolve_model
 from petune.recipe import load_resolved, sealed_settings
@@ -128,30 +126,11 @@ def moved(tuned: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("form", [1, 2])
-def test_a_run_says_of_its_tuned_folder_and_base_each_thing_once(
-    form: int, moved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_says_once_that_its_base_was_saved_anew(moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(tuning_record, "say", said.append)
-    monkeypatch.setattr(tuning_record, "warn", said.append)
-    if form == 1:
-        write_format_1(moved / "tuned")
     load_run(moved).eval()
-    assert len(said) == 1 and ("older petune" if form == 1 else "saved anew") in said[0]
-
-
-def write_format_1(folder: Path) -> None:
-    """Turn a tuned folder into one that an older petune wrote."""
-    (folder / MANIFEST).unlink()
-    tensors = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")
-    }
-    facts = json.loads((folder / "petune.json").read_text())
-    base = facts["base"] | {
-        "files": {name: entry["sha256"] for name, entry in facts["base"]["files"].items()}
-    }
-    (folder / "petune.json").write_text(json.dumps(facts | {"format": 1, "sha256": tensors, "base": base}))
+    assert len(said) == 1 and "saved anew" in said[0]
 
 
 def test_a_tuned_folder_that_changes_while_the_base_is_loaded_is_refused(
