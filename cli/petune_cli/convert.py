@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,15 +13,7 @@ from petune_cli.display import show_json
 from petune_cli.echo import echo
 from petune_cli.init import refuse_other
 
-
-class ConvertFrom(StrEnum):
-    """Whose file it is."""
-
-    axolotl = "axolotl"
-    llamafactory = "llamafactory"
-    peft = "peft"
-    torchtune = "torchtune"
-    trl = "trl"
+ConvertFrom = Literal["axolotl", "llamafactory", "peft", "torchtune", "trl"]  # whose file it is
 
 
 def convert(
@@ -48,7 +39,7 @@ def convert(
     refuse_other(out, "name it so: -o NAME.yaml")
     refuse_place(out, overwrite, "petune convert FILE -o NAME.yaml")
     file = Path(given.target)
-    converted = convert(file, given.overrides, source.value if source else None)
+    converted = convert(file, given.overrides, source)
     out.write_text(recipe_text(converted, file, out), encoding="utf-8")
     left = [(one.key, str(one.value), one.why) for one in converted.left]
     if json:

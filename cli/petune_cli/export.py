@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,18 +19,10 @@ Out = Annotated[
 OverwriteFolder = Annotated[bool, typer.Option("--overwrite", help="Replace the folder that is there.")]
 
 
-class ExportTarget(StrEnum):
-    """Who is to read the files."""
-
-    peft = "peft"
-    adapters = "adapters"
-    hf = "hf"
-    bitsandbytes = "bitsandbytes"
-    vllm = "vllm"
-    sglang = "sglang"
-    llamacpp = "llamacpp"
-    gguf = "gguf"
-    ollama = "ollama"
+# who is to read the files
+ExportTarget = Literal[
+    "peft", "adapters", "hf", "bitsandbytes", "vllm", "sglang", "llamacpp", "gguf", "ollama"
+]
 
 
 def export(
@@ -53,12 +44,12 @@ def export(
 ) -> None:
     """Write a run for peft, for transformers or for a server."""
     run = Given.of(words).run(verify_base=verify_base)
-    place = run.export(to.value, out, overwrite=overwrite)
+    place = run.export(to, out, overwrite=overwrite)
     if run.serve_report:
         return echo(f"{place}\n   {run.serve_report}")
-    if to is ExportTarget.adapters:
+    if to == "adapters":
         return echo(f"{place}\n   load it with model.load_adapter({str(place)!r}, use_safetensors=True)")
-    tell_place(run, place, "peft.PeftModel.from_pretrained(base, " if to is ExportTarget.peft else None)
+    tell_place(run, place, "peft.PeftModel.from_pretrained(base, " if to == "peft" else None)
 
 
 def tell_place(run: Run, place: Path, reader: str | None = None) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,32 +10,19 @@ from petune_cli.arguments import Given, VerifyBase, Words
 from petune_cli.export import Out, OverwriteFolder, tell_place
 
 
-class Dtype(StrEnum):
-    """What the merged weights are written in."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Rounding(StrEnum):
-    """How what an update has changed is rounded."""
-
-    nearest = "nearest"
-    stochastic = "stochastic"
-
-
 def merge(
     words: Words = None,
     out: Out = None,
     dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="Of the weights that are written; default the run's own.")
+        Literal["fp32", "bf16"] | None,
+        typer.Option("--dtype", help="Of the weights that are written; default the run's own."),
     ] = None,
     rounding: Annotated[
-        Rounding,
+        Literal["nearest", "stochastic"],
         typer.Option(
             "--rounding", help="Of weights that the tuning changed, to bf16; stochastic keeps small updates."
         ),
-    ] = Rounding.nearest,
+    ] = "nearest",
     seed: Annotated[
         int | None,
         typer.Option("--seed", min=0, help="Of stochastic rounding; default the run's own."),
@@ -46,11 +32,5 @@ def merge(
 ) -> None:
     """Write a run as a plain Hugging Face model (not adapter, side)."""
     run = Given.of(words).run(verify_base=verify_base)
-    place = run.merge(
-        out,
-        dtype=dtype.value if dtype else None,
-        rounding=rounding.value,
-        seed=seed,
-        overwrite=overwrite,
-    )
+    place = run.merge(out, dtype=dtype, rounding=rounding, seed=seed, overwrite=overwrite)
     tell_place(run, place)

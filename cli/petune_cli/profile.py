@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
 SHOWN = 12  # operations in the text; JSON has all
 
 
-class Format(StrEnum):
-    """Who is to read the figures."""
-
-    text = "text"
-    json = "json"
-
-
 def profile(
     words: Words = None,
     steps: Annotated[
@@ -42,7 +34,9 @@ def profile(
     depth: Annotated[
         int, typer.Option("--depth", min=0, metavar="D", help="Levels of the module tree to show.")
     ] = 3,
-    format_: Annotated[Format, typer.Option("--format", help="Tables, or everything as JSON.")] = Format.text,
+    format_: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="Tables, or everything as JSON.")
+    ] = "text",
     json: Json = False,
 ) -> None:
     """Profile a step: FLOP, time, memory by module and kind."""
@@ -56,12 +50,10 @@ def profile(
     found = profiling.profile(recipe, steps, trace)
     if found.rank:
         return
-    format_ = Format.json if json else format_
-    if format_ is Format.json:
-        _show_json(found)
-    else:
-        _show(found, depth)
-    if trace is not None and format_ is Format.text:
+    if json or format_ == "json":
+        return _show_json(found)
+    _show(found, depth)
+    if trace is not None:
         echo(f"\ntrace    {trace}: open it in chrome://tracing or ui.perfetto.dev")
 
 

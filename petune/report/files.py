@@ -28,6 +28,11 @@ _TAIL = 32 << 10  # and of run.log
 _DEEP = 3  # folders below the one that is searched for runs
 
 
+def _json_file(name: str) -> cached_property[dict[str, Any]]:
+    """What a JSON file of the folder holds, read once; empty where it is not there."""
+    return cached_property(lambda run: run._json(name))
+
+
 @dataclass
 class RunFiles:
     """What the files of the run in `path` say. faults: in words, a line each.
@@ -58,10 +63,12 @@ class RunFiles:
             self.faults.append("resolved.yaml: is no mapping of settings")
         return found.tree if isinstance(found.tree, dict) else {}
 
-    @cached_property
-    def setup(self) -> dict[str, Any]:
-        """What was known before the first step."""
-        return self._json("setup.json")
+    setup = _json_file("setup.json")  # what was known before the first step
+    scores = _json_file("eval.json")  # what `petune eval` found last
+    environment = _json_file("env.json")  # versions and machine
+    forecast = _json_file("forecast.json")  # the memory of each rank as it was predicted
+    # held-out rows with the answers of the untouched base and the tuned model
+    answers = _json_file("answers.json")
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -73,29 +80,9 @@ class RunFiles:
         return found
 
     @cached_property
-    def scores(self) -> dict[str, Any]:
-        """What `petune eval` found last."""
-        return self._json("eval.json")
-
-    @cached_property
-    def environment(self) -> dict[str, Any]:
-        """Versions and machine."""
-        return self._json("env.json")
-
-    @cached_property
-    def forecast(self) -> dict[str, Any]:
-        """The memory of each rank as it was predicted."""
-        return self._json("forecast.json")
-
-    @cached_property
     def ranks(self) -> dict[str, Any]:
         """How the ranks of a run in progress are, and when that was; empty for every other."""
         return self._json("ranks.json") if self.state == "running" else {}
-
-    @cached_property
-    def answers(self) -> dict[str, Any]:
-        """Held-out rows with the answers of the untouched base and the tuned model."""
-        return self._json("answers.json")
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
