@@ -9,7 +9,7 @@ pydantic; checking a recipe needs no torch.
 
 from petune.recipe.neutral import far_from_known, usual_rate, with_rate
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
-from petune.recipe.resolved import is_sealed, load_resolved, sealed_settings
+from petune.recipe.resolved import load_resolved, sealed_settings
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
 from petune.recipe.schema import Recipe
 from petune.recipe.written_schema import json_schema, settings_text
@@ -21,7 +21,6 @@ __all__ = [
     "differences",
     "far_from_known",
     "find_recipe",
-    "is_sealed",
     "json_schema",
     "load_recipe",
     "load_resolved",

@@ -13,7 +13,7 @@ from typing import TypeVar
 from petune.errors import FileError, PetuneError, Problem, told_apart
 from petune.files.safetensors import read_json
 from petune.log import human
-from petune.recipe import is_sealed, load_recipe, load_resolved
+from petune.recipe import load_recipe, load_resolved
 from petune.report.results import record_of
 from petune.run.entrance import refuse_links
 from petune.run.folder import SHIPPED, FolderState, RunFolder
@@ -60,7 +60,7 @@ def check_up(path: Path) -> Checkup:
     found.facts += [
         ("run", str(path)),
         ("state", state),
-        ("id", folder.run_id() or "none: an earlier petune began it"),
+        ("id", folder.run_id() or "cannot be read"),
     ]
     _settings(found, path)
     resume = _checkpoints(found, folder, state)
@@ -83,12 +83,8 @@ def check_up(path: Path) -> Checkup:
 
 
 def _settings(found: Checkup, path: Path) -> None:
-    file = path / "resolved.yaml"
-    if recipe := found.attempt(partial(load_resolved, file)):
+    if recipe := found.attempt(partial(load_resolved, path / "resolved.yaml")):
         found.facts.append(("recipe", f"{recipe.method_name} on {recipe.model}"))
-        if not is_sealed(file):
-            said = "ends where it should; an earlier petune noted no hash, so an edit cannot be seen"
-            found.facts.append(("resolved.yaml", said))
 
 
 def _checkpoints(found: Checkup, folder: RunFolder, state: FolderState) -> str:
@@ -161,7 +157,7 @@ def _refuse_other_id(path: Path, known: str | None) -> None:
 
 def _refuse_other_tuned(folder: RunFolder) -> None:
     noted = read_json(folder.path / "summary.json").get("tuned_sha256")
-    if noted is not None and noted != (own := export.identity(folder.tuned)):  # an earlier petune noted none
+    if noted != (own := export.identity(folder.tuned)):
         expected, found = told_apart(str(noted), own)
         raise FileError(
             "is not what this run wrote",

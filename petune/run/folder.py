@@ -143,8 +143,7 @@ class RunFolder:
         return (self.path / _REPLACING).is_file()
 
     def run_id(self) -> str | None:
-        """The id of the run that began here; None where none did, and of a run of an earlier petune, whose
-        checkpoints alone have it."""
+        """The id of the run that began here; None where none did, or where it cannot be read."""
         try:
             with (self.path / _RESOLVED).open("rb") as file:
                 match = _ID.match(file.read(64))
@@ -163,7 +162,7 @@ class RunFolder:
     def refuse_other_run(self, run_id: str, path: Path) -> None:
         """Raise FileError for the checkpoint at `path`, of run `run_id`, where that is not the run that began
         here."""
-        known = self.run_id() or run_id  # an earlier petune did not write it down
+        known = self.run_id() or run_id  # whoever reads the settings says that it cannot be read
         if run_id != known:
             remedy = (
                 "move it out of this folder, or go on from another checkpoint; for its weights alone:"

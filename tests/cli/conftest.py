@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from petune_cli.main import app
 
-from petune.recipe import load_recipe
+from petune.recipe import load_recipe, sealed_settings
 from tests.built_command import built
 
 
@@ -120,7 +120,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     recipe = load_recipe("llama_lora", {"out": "runs/mine"})
-    (folder / "resolved.yaml").write_text(recipe.to_yaml())
+    (folder / "resolved.yaml").write_bytes(sealed_settings(recipe, "0" * 32))
     run = FakeRun(folder, recipe)
 
     def load(place: Path, *, verify_base: bool = False) -> FakeRun:

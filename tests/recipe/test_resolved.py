@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from petune.errors import FileError, PetuneError
-from petune.recipe import is_sealed, load_recipe, load_resolved, sealed_settings
+from petune.errors import FileError
+from petune.recipe import load_recipe, load_resolved, sealed_settings
 
 
 @pytest.fixture
@@ -19,22 +19,17 @@ def file(tmp_path: Path) -> Path:
 
 def test_what_was_written_is_read_and_may_be_overridden(file: Path) -> None:
     again = load_resolved(file, {"out": "elsewhere"}, ["lr=0.25"])
-    assert is_sealed(file) and (again.out, again.lr, again.schedule) == ("elsewhere", 0.25, "constant")
+    assert (again.out, again.lr, again.schedule) == ("elsewhere", 0.25, "constant")
     assert load_resolved(file).resolved() == load_recipe(file).resolved()
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["hashed", "of an earlier petune"])
-def test_settings_cut_at_any_line_or_byte_are_refused(sealed: bool, file: Path) -> None:
-    whole = file.read_bytes() if sealed else file.read_bytes().split(b"below\n", 1)[1]
-    file.write_bytes(whole)
-    assert load_resolved(file).lr == 0.5 and is_sealed(file) == sealed
+def test_settings_cut_at_any_line_or_byte_are_refused(file: Path) -> None:
+    whole = file.read_bytes()
     ends = [at for at, byte in enumerate(whole) if byte == 10][:-1]
     for end in (0, 41, 60, 90, ends[0], *ends[2::9], ends[-1]):
         file.write_bytes(whole[:end])
-        with pytest.raises(PetuneError, match=r"resolved.yaml") as caught:
+        with pytest.raises(FileError, match=r"resolved\.yaml  was cut or edited"):
             load_resolved(file)
-        if (sealed and end > 60) or end == 0:
-            assert isinstance(caught.value, FileError) and "was cut or edited" in str(caught.value), end
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,8 @@ def test_settings_cut_at_any_line_or_byte_are_refused(sealed: bool, file: Path) 
         ("lr: 0.5", "lr: 0.6"),
         ("\nseed: 0", ""),
         ("# sha256 ", "# sha256 0"),
-        ("# sha256 ", "# sha255 "),  # a damaged seal is no text of an earlier petune
+        ("# sha256 ", "# "),
+        ("# sha256 ", "# sha255 "),
         ("# run ", "# rum "),
         ("below\n", "below\r\n"),
     ],
