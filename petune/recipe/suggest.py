@@ -177,11 +177,8 @@ _ALL = "   (all settings: petune check --full)"
 def _settings() -> dict[str, dict[str, tuple[str, ...]]]:
     """Setting name -> key path -> the methods it belongs to (none: it is no method's)."""
     table: dict[str, dict[str, tuple[str, ...]]] = {key: {key: ()} for key in Recipe.model_fields}
-    for entry in dataclasses.fields(DataConfig):
-        table.setdefault(entry.name, {})[f"data.{entry.name}"] = ()
-    for entry in dataclasses.fields(MemoryConfig):
-        table.setdefault(entry.name, {})[f"{MEMORY}.{entry.name}"] = ()
-    for section, config in OF_TASKS.items():
+    sections: dict[str, type] = {"data": DataConfig, MEMORY: MemoryConfig, **OF_TASKS}
+    for section, config in sections.items():
         for entry in dataclasses.fields(config):
             table.setdefault(entry.name, {})[f"{section}.{entry.name}"] = ()
     for name, method in METHODS.items():
@@ -245,10 +242,8 @@ def setting_of(option: str) -> str | None:
     """The key path that a command-line option stands for (`--learning-rate`: lr); None for what is no
     setting."""
     key = option.lstrip("-").replace("-", "_")
-    known = {path: path for paths in _settings().values() for path in paths} | {
-        name: name for name in Recipe.model_fields
-    }
-    meant = known.get(key) or ALIASES.get(key) or next(iter(_settings().get(key, ())), None)
+    known = {path for paths in _settings().values() for path in paths}
+    meant = key if key in known else ALIASES.get(key) or next(iter(_settings().get(key, ())), None)
     return None if meant is None or " " in meant else meant
 
 

@@ -33,24 +33,20 @@ from petune.methods.configs import Ia3Config, MethodConfig, MissConfig
 from petune.methods.ia3 import SCALE, Ia3Linear
 from petune.methods.miss import BLOCK, MissLinear
 from petune.methods.saving import remember, shapes_of
-from petune.methods.targets import within
-from petune.methods.trainable import fill, refuse_tied_heads
+from petune.methods.trainable import fill
 from petune.models import family_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
 from petune.saving.peft import (
     CONFIG,
-    PEFT_VERSION,
     PREFIX,
     TENSORS,
     fitting,
     is_named,
     is_saved_whole,
     is_target,
-    saved_whole,
-    shortest,
+    shared_fields,
     strip_wrappers,
-    task_type,
 )
 
 _NAMES, _MAYBE_TEXT = OneOf(TextValue(), ListOf(TextValue()), None), OneOf(TextValue(), None)
@@ -183,26 +179,9 @@ def to_one_tensor(
 
     Raises as `to_peft`.
     """
-    record = tuning(model)
-    refuse_tied_heads(model, record.also_train)
-    heads = tuple(plain_name(head) for head in record.also_train)
     layers = {plain_name(name): layer for name, layer in tuned_layers(model)}
-    names = [plain_name(name) for name, _ in model.named_modules() if name]
-    frozen = [name for name in names if not within(name, heads)]
-    task, layout = task_type(model, frozen), LAYOUTS[record.method]
-    mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
-    config = {
-        "auto_mapping": None if task else mapping,
-        "base_model_name_or_path": base_model,
-        "exclude_modules": None,
-        "inference_mode": True,
-        "modules_to_save": saved_whole(heads, names) or None,
-        "peft_type": layout.peft_type,
-        "peft_version": PEFT_VERSION,
-        "revision": None,
-        "task_type": task,
-        **layout.fields(layers, shortest(tuple(layers), frozen)),
-    }
+    layout, shared = LAYOUTS[tuning(model).method], shared_fields(model, tuple(layers), base_model)
+    config = shared | {"peft_type": layout.peft_type} | layout.fields(layers, shared["target_modules"])
     return dict(sorted(config.items())), {PREFIX + name: value for name, value in state.items()}
 
 

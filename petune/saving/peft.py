@@ -183,8 +183,7 @@ def to_peft(
     record = tuning(model)
     assert isinstance(record.config, LoraConfig)
     layers = layers_in(model)
-    heads = tuple(plain_name(head) for head in record.also_train)
-    refuse_tied_heads(model, record.also_train)
+    shared = shared_fields(model, tuple(layers), base_model)
     tied = _rows_of_ties(model) if record.config.token_rows else ()
     experts = tuned_experts(model)
     _warn_of_zeros(state)
@@ -194,36 +193,51 @@ def to_peft(
         for name, place in places(module, path, own).items():
             tensors[PREFIX + place.key] = place.to_file(tensors.pop(PREFIX + name))
     r, alpha, ranks, alphas = _sizes(layers, experts, record.config)
-    names = [plain_name(name) for name, _ in model.named_modules() if name]
-    frozen = [name for name in names if not within(name, heads)]
-    task = task_type(model, frozen)
     columns = sum(isinstance(layer, Conv1D) for layer in layers.values())
     tables = sum(isinstance(layer, LoraEmbedding) for layer in layers.values())
-    mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config = {
         **_NEUTRAL,
         **_READ,
-        "auto_mapping": None if task else mapping,
-        "base_model_name_or_path": base_model,
+        **shared,
         "bias": "lora_only" if record.config.bias == "lora" else record.config.bias,
         "fan_in_fan_out": 0 < columns == len(layers) - tables,
         "lora_alpha": _number(alpha),
         "lora_dropout": record.config.dropout,
-        "modules_to_save": saved_whole(heads, names) or None,
         "r": r,
         "use_dora": type(record.config) is _METHODS[True][0],
         "use_rslora": record.config.rslora,
         "rank_pattern": ranks,
         "alpha_pattern": {name: _number(own) for name, own in alphas.items()},
-        "target_modules": shortest(tuple(layers), frozen),
         "target_parameters": sorted(
             f"{name}.{weight}" for name in experts for weight in experts[name].weights
         )
         or None,
-        "task_type": task,
         "trainable_token_indices": list(record.config.token_rows) or None,
     }
     return dict(sorted(config.items())), tensors
+
+
+def shared_fields(model: nn.Module, layers: tuple[str, ...], base_model: str | None) -> dict[str, Any]:
+    """What the config of a wrapped model says whatever its method, which tunes `layers`. Raises as
+    `to_peft`."""
+    also_train = tuning(model).also_train
+    refuse_tied_heads(model, also_train)
+    heads = tuple(plain_name(head) for head in also_train)
+    names = [plain_name(name) for name, _ in model.named_modules() if name]
+    frozen = [name for name in names if not within(name, heads)]
+    task = _task_type(model, frozen)
+    mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    return {
+        "auto_mapping": None if task else mapping,
+        "base_model_name_or_path": base_model,
+        "exclude_modules": None,
+        "inference_mode": True,
+        "modules_to_save": _saved_whole(heads, names) or None,
+        "peft_version": PEFT_VERSION,
+        "revision": None,
+        "target_modules": shortest(layers, frozen),
+        "task_type": task,
+    }
 
 
 def _warn_of_zeros(state: Mapping[str, Tensor]) -> None:
@@ -322,14 +336,14 @@ def shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
     return sorted(leaves if hit == set(wanted) else wanted)
 
 
-def saved_whole(heads: tuple[str, ...], names: Sequence[str]) -> list[str]:
+def _saved_whole(heads: tuple[str, ...], names: Sequence[str]) -> list[str]:
     """`shortest` by peft's rule for modules saved whole, which asks for the end of a name alone: `norm` finds
     q_norm too."""
     found = shortest(heads, names)
     return found if {name for name in names if name.endswith(tuple(found))} == set(heads) else sorted(heads)
 
 
-def task_type(model: nn.Module, frozen: Iterable[str]) -> str | None:
+def _task_type(model: nn.Module, frozen: Iterable[str]) -> str | None:
     """peft's task type. One that implies a head which is not trained stays unsaid: peft would look for that
     head in the file; and any of a model that reads no text: peft would hand it ids of tokens."""
     family = family_of(model)

@@ -13,10 +13,11 @@ from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError, did_you_mean
 from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
-from petune.tasks.formats import DEMO, TASK_FORMATS, ColumnLayout, detect, refuse_left_label
+from petune.tasks.formats import DEMO, ColumnLayout, detect, refuse_left_label
 from petune.tasks.judgements import with_others
 from petune.tasks.lines import RowRecord
 from petune.tasks.objects import DataObject
+from petune.tasks.registry import find_task
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.rows import Labelled, Pictured, Row, Rows, Tagged, fingerprint
 from petune.tasks.sources import DataSource, find_source, first_record, held_out_of
@@ -129,11 +130,7 @@ def load_rows(
     Raises DataError with the first ten bad rows, UsageError if format and task do not fit, MachineError if a
     file or the hub cannot be reached.
     """
-    if task not in TASK_FORMATS:
-        remedy = did_you_mean(task, TASK_FORMATS)
-        raise UsageError(
-            f"there is no task {task!r}", where="task", expected=", ".join(TASK_FORMATS), remedy=remedy
-        )
+    find_task(task)
     source = find_source(config.path, folder, objects)
     notes = list(source.notes)
     train, layout = _read(source, "train", config, task, notes, rate)
