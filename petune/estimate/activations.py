@@ -177,9 +177,8 @@ def _of_region(
         if (found := child_of(block, path))
     }
     leave = _layer(block, region.leave)
-    keys = (
-        extent.across if region.cross else extent.own if _exchanged(cut, "ulysses", "ring") else extent.whole
-    )
+    exchanged = cut is not None and cut.attention == "sequence" and cut.exchange in ("ulysses", "ring")
+    keys = extent.across if region.cross else extent.own if exchanged else extent.whole
     read = {role: keys if region.cross and role in ("k", "v") else tokens for role in layers}
     entering: dict[int, float] = {}
     total = 0.0
@@ -253,10 +252,6 @@ def _pairs(
         _trains(layer) for layer in _module(block, region.enter).modules() if isinstance(layer, nn.Linear)
     )
     return Saved(row=pairs * OPEN) if trains else Saved(once=pairs * itemsize)
-
-
-def _exchanged(cut: Cut | None, *exchanges: str) -> bool:
-    return cut is not None and cut.attention == "sequence" and cut.exchange in exchanges
 
 
 def _module(block: nn.Module, path: str) -> nn.Module:

@@ -16,7 +16,7 @@ from petune.log import human
 from petune.parallel import ParallelConfig, describe
 from petune.parallel.configs import CutConfig
 from petune.recipe import load_recipe
-from petune.recipe.yaml_lines import write_scalar
+from petune.recipe.yaml_lines import short, write_scalar
 from petune.run.job import Job
 
 HEADS = ("plan", "step", "computes", "communicates", "waits", "memory")
@@ -52,7 +52,7 @@ def explained(found: Findings) -> Iterator[str]:
     """Why the best is best, what devices there were, and what to write into the recipe."""
     best, *others = found.choices
     yield f"devices  {_devices(found)}"
-    yield f"plan     {_short(describe(best.plan))}"
+    yield f"plan     {short(describe(best.plan), 200)}"
     yield f"because  {_because(best, others[0] if others else None)}"
     yield f"compared {found.compared} plans that fit, by one model of time; memory is an estimate"
     for reason, number in found.left_out[:LEFT_OUT]:
@@ -60,10 +60,6 @@ def explained(found: Findings) -> Iterator[str]:
     yield f"write    {written(best.parallel)}"
     if best.checkpointing:
         yield "write    gradient_checkpointing: true"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _devices(found: Findings) -> str:

@@ -164,7 +164,7 @@ def _communication(events: Iterable[Any], cuda: bool) -> float:
     spans = sorted(
         (one.time_range.start, one.time_range.end)
         for one in events
-        if _on_device(one, cuda) and _collective(one.name)
+        if _on_device(one, cuda) and group_of(one.name) == "communication"
     )
     covered, until = 0.0, float("-inf")
     for start, end in spans:
@@ -175,7 +175,3 @@ def _communication(events: Iterable[Any], cuda: bool) -> float:
 
 def _on_device(event: Any, cuda: bool) -> bool:
     return bool(event.device_type.name == ("CUDA" if cuda else "CPU"))
-
-
-def _collective(name: str) -> bool:
-    return group_of(name) == "communication"

@@ -57,12 +57,9 @@ def check_up(path: Path) -> Checkup:
             what, where=str(path), expected="a folder with resolved.yaml", remedy="give what `out` was"
         )
     found.attempt(partial(refuse_links, folder))
-    found.facts += [
-        ("run", str(path)),
-        ("state", state),
-        ("id", folder.run_id() or "cannot be read"),
-    ]
-    _settings(found, path)
+    found.facts += [("run", str(path)), ("state", state), ("id", folder.run_id() or "cannot be read")]
+    if recipe := found.attempt(partial(load_resolved, path / "resolved.yaml")):
+        found.facts.append(("recipe", f"{recipe.method_name} on {recipe.model}"))
     resume = _checkpoints(found, folder, state)
     _shipped(found, folder, state)
     _records(found, folder, state)
@@ -80,11 +77,6 @@ def check_up(path: Path) -> Checkup:
     damaged = f"damaged: {number} problem" + ("s" if number > 1 else "")
     found.facts.append(("verdict", damaged if number else "whole"))
     return found
-
-
-def _settings(found: Checkup, path: Path) -> None:
-    if recipe := found.attempt(partial(load_resolved, path / "resolved.yaml")):
-        found.facts.append(("recipe", f"{recipe.method_name} on {recipe.model}"))
 
 
 def _checkpoints(found: Checkup, folder: RunFolder, state: FolderState) -> str:

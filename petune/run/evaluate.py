@@ -121,10 +121,6 @@ def metric_of(recipe: Recipe, task: Task, row: Example) -> Metric:
 Ask = Callable[[Batch], Tensor | None]  # logits of a batch; None in a process that only passes them on
 
 
-def _unchanged(numbers: Any) -> Any:
-    return numbers
-
-
 SumOverAll = Callable[[Any], Any]  # numbers summed over all processes
 
 
@@ -157,7 +153,7 @@ def scored(
     ask: Ask,
     rows: Iterable[Batch | None],
     scorer: Scores,
-    add: SumOverAll = _unchanged,
+    add: SumOverAll = lambda numbers: numbers,
     check: Callable[[], None] = lambda: None,
 ) -> Scores:
     """What `scorer` is when it has seen all `rows`, which are asked as by `answered`. Raises TrainingFault

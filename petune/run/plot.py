@@ -118,14 +118,11 @@ def run_html(title: str, summary: Mapping[str, Any], records: Sequence[Mapping[s
     loss curve."""
     rows = [
         f"<tr><td>{html.escape(name)}</td><td>{value:.4f}</td><td>{summary['after'][name]:.4f}</td></tr>"
-        for name, value in _scores(summary)
+        for name, value in summary.get("before", {}).items()
+        if name in summary["after"]
     ]
     table = f"<table><tr><th></th><th>base</th><th>tuned</th></tr>{''.join(rows)}</table>" if rows else ""
     return f"<div><code>{html.escape(title)}</code>{table}{loss_svg(records)}</div>"
-
-
-def _scores(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [(name, value) for name, value in summary.get("before", {}).items() if name in summary["after"]]
 
 
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> Points:

@@ -37,12 +37,8 @@ def answered(where: str, prompt: object, answer: object, system: str | None, too
         raise Bad(
             "an answer follows no prompt", "a column of the prompt, or its turns before the answer", None
         )
-    return replace(row, messages=(*map(_read, row.messages[:-1]), row.messages[-1]))
-
-
-def _read(turn: Message) -> Message:
-    """The turn, not trained."""
-    return replace(turn, trained=False)
+    read = (replace(turn, trained=False) for turn in row.messages[:-1])
+    return replace(row, messages=(*read, row.messages[-1]))
 
 
 def preference(chosen: Pair | Conversation, rejected: Pair | Conversation) -> Preference:

@@ -46,11 +46,6 @@ RELEVANCE = {  # what a label may be, as Python writes it
 }
 
 
-def _found(path: str, folder: Path | None) -> Path:
-    """The file that a row names, from the folder of the row's own file, or from the working directory."""
-    return (folder or Path()) / Path(path).expanduser()
-
-
 class RowMaker:
     """Turns records of one layout into rows of one task, remembering the type each column began with.
 
@@ -153,8 +148,9 @@ class RowMaker:
         return Spoken(record.where, self._media(record, "audio", "sound"), self._text(record, "transcript"))
 
     def _media(self, record: RowRecord, role: Literal["image", "audio"], called: str) -> Media:
-        """The picture or sound that a cell is, or whose path it holds, from the folder of its file."""
-        name = self.columns[role]
+        """The picture or sound that a cell is, or whose path it holds, from the folder of the row's file, or
+        from the working directory."""
+        name, base = self.columns[role], record.folder or Path()
         value, what = record.columns[name], f"column {name!r}"
         if isinstance(value, dict):  # as datasets writes it
             value = value.get("bytes") or value.get("path")
@@ -163,7 +159,7 @@ class RowMaker:
         if not isinstance(value, str | bytes):
             raise Bad(f"{what} is {kind_of(value)}", f"the path of a {called}, or its bytes", kind_of(value))
         try:
-            media = Media.of(value) if isinstance(value, bytes) else Media.at(_found(value, record.folder))
+            media = Media.of(value) if isinstance(value, bytes) else Media.at(base / Path(value).expanduser())
             sound = refuse_other(media, role)
         except OSError as error:
             raise Bad(f"{what}: {error.strerror or error}", f"the path of a {called}", str(value)) from error
