@@ -43,7 +43,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("models",),
     ("demo", "files", "rng"),
-    ("errors", "log"),
+    ("errors", "log", "setting"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 

@@ -1,8 +1,7 @@
 """The methods: what each lets you set, and what it says of itself. Torch-free, so that a recipe is checked
 without loading torch.
 
-The range of a setting stands in its field's metadata (`ge`, `gt`, `le`, `lt`, `choices`, `doc`); recipes and
-`wrap` read the same line.
+The range of a setting stands at its field (petune/setting.py); recipes and `wrap` read the same line.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from importlib import import_module
 from typing import Any, Literal, cast
 
 from petune.errors import Problem, UsageError, did_you_mean
+from petune.setting import setting
 
 # of a bottleneck: what transformers' ACT2FN names but for those with parameters, and AdapterHub's leakyrelu
 ACTIVATIONS = (
@@ -58,23 +58,17 @@ class LoraConfig(MethodConfig):
     """LoRA (Hu et al. 2021, arXiv:2106.09685): y = Wx + b + s B A dropout(x), s = alpha / r, or with rslora
     alpha / sqrt(r)."""
 
-    r: int = field(default=16, metadata={"ge": 1, "doc": "rank of the factors A [r, in] and B [out, r]"})
-    alpha: float | None = field(default=None, metadata={"gt": 0, "doc": "scale numerator; default 2 r"})
-    rslora: bool = field(default=False, metadata={"doc": "the scale is alpha / sqrt(r) instead of alpha / r"})
-    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on the input of A"})
-    targets: str | tuple[str, ...] = field(
-        default="auto",
-        metadata={
-            "doc": (
-                "auto, all-linear, a list of roles (q, k, v, o, gate, up, down, experts) or name suffixes,"
-                " or one regex; q, k, v, gate, up of one linear that is several have factors of their own"
-            )
-        },
+    r: int = setting(16, "rank of the factors A [r, in] and B [out, r]", ge=1)
+    alpha: float | None = setting(None, "scale numerator; default 2 r", gt=0)
+    rslora: bool = setting(False, "the scale is alpha / sqrt(r) instead of alpha / r")
+    dropout: float = setting(0.0, "dropout on the input of A", ge=0, lt=1)
+    targets: str | tuple[str, ...] = setting(
+        "auto",
+        "auto, all-linear, a list of roles (q, k, v, o, gate, up, down, experts) or name suffixes,"
+        " or one regex; q, k, v, gate, up of one linear that is several have factors of their own",
     )
-    exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
-    layers: tuple[int, ...] | None = field(
-        default=None, metadata={"ge": 0, "doc": "numbers of the blocks to tune; null: all of them"}
-    )
+    exclude: tuple[str, ...] = setting((), "roles or name suffixes to leave out")
+    layers: tuple[int, ...] | None = setting(None, "numbers of the blocks to tune; null: all of them", ge=0)
     rank_pattern: Mapping[str, int] = field(
         default_factory=dict, hash=False, metadata={"ge": 1, "doc": "role or name suffix: an r of its own"}
     )
@@ -83,32 +77,24 @@ class LoraConfig(MethodConfig):
         hash=False,
         metadata={"gt": 0, "doc": "role or name suffix: an alpha of its own"},
     )
-    bias: str = field(
-        default="none",
-        metadata={
-            "choices": ("none", "all", "lora"),
-            "doc": "biases of the base that train: none, all, or lora for those of tuned layers",
-        },
+    bias: str = setting(
+        "none",
+        "biases of the base that train: none, all, or lora for those of tuned layers",
+        choices=("none", "all", "lora"),
     )
-    token_rows: tuple[int, ...] = field(
-        default=(), metadata={"ge": 0, "doc": "ids of tokens whose rows of the table train besides"}
+    token_rows: tuple[int, ...] = setting((), "ids of tokens whose rows of the table train besides", ge=0)
+    init: str = setting(
+        "auto",
+        "start of the factors; auto: B A = 0; pissa: the principal components of the weight",
+        choices=("auto", "pissa"),
     )
-    init: str = field(
-        default="auto",
-        metadata={
-            "choices": ("auto", "pissa"),
-            "doc": "start of the factors; auto: B A = 0; pissa: the principal components of the weight",
-        },
+    init_iterations: int | None = setting(
+        None, "pissa: steps that approximate the components; null: the exact ones", ge=1
     )
-    init_iterations: int | None = field(
-        default=None,
-        metadata={"ge": 1, "doc": "pissa: steps that approximate the components; null: the exact ones"},
+    lr_ratio: float | None = setting(
+        None, "LoRA+: learning rate of the factors B over that of all else; null: 1", gt=0
     )
-    lr_ratio: float | None = field(
-        default=None,
-        metadata={"gt": 0, "doc": "LoRA+: learning rate of the factors B over that of all else; null: 1"},
-    )
-    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+    also_train: str | tuple[str, ...] = setting("auto", ALSO_TRAIN)
 
     @property
     def reads_weights(self) -> bool:
@@ -135,13 +121,11 @@ class DoraConfig(LoraConfig):
 class Ia3Config(MethodConfig):
     """(IA)^3 (Liu et al. 2022, arXiv:2205.05638): learned scales, y = l * (W x + b), or W (l * x) + b."""
 
-    targets: str | tuple[str, ...] = field(
-        default=("k", "v", "down"), metadata={"doc": "as for lora; by default the paper's"}
+    targets: str | tuple[str, ...] = setting(("k", "v", "down"), "as for lora; by default the paper's")
+    inputs: str | tuple[str, ...] = setting(
+        ("down",), "the targets whose inputs are scaled instead of their outputs"
     )
-    inputs: str | tuple[str, ...] = field(
-        default=("down",), metadata={"doc": "the targets whose inputs are scaled instead of their outputs"}
-    )
-    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+    also_train: str | tuple[str, ...] = setting("auto", ALSO_TRAIN)
 
 
 @dataclass(frozen=True)
@@ -149,11 +133,11 @@ class MissConfig(MethodConfig):
     """MiSS (Kang and Yin 2024, arXiv:2409.15371): y = Wx + b + D^T sum_k x_k, x_k being x's k-th r
     features."""
 
-    r: int = field(default=64, metadata={"ge": 1, "doc": "rank: rows of D [r, out], the features of a shard"})
-    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on the input of the sum"})
-    targets: str | tuple[str, ...] = field(default="auto", metadata={"doc": "as for lora"})
-    exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
-    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+    r: int = setting(64, "rank: rows of D [r, out], the features of a shard", ge=1)
+    dropout: float = setting(0.0, "dropout on the input of the sum", ge=0, lt=1)
+    targets: str | tuple[str, ...] = setting("auto", "as for lora")
+    exclude: tuple[str, ...] = setting((), "roles or name suffixes to leave out")
+    also_train: str | tuple[str, ...] = setting("auto", ALSO_TRAIN)
 
 
 @dataclass(frozen=True)
@@ -162,27 +146,17 @@ class AdapterConfig(MethodConfig):
     attention and MLP; kinds pfeiffer (Pfeiffer et al. 2020, arXiv:2005.00052) and parallel (He et al. 2022,
     arXiv:2110.04366) have one for each block."""
 
-    kind: str = field(
-        default="houlsby",
-        metadata={
-            "choices": ("houlsby", "pfeiffer", "parallel"),
-            "doc": (
-                "houlsby: after attention and MLP; pfeiffer: at the sum behind the MLP alone;"
-                " parallel: beside the MLP alone"
-            ),
-        },
+    kind: str = setting(
+        "houlsby",
+        "houlsby: after attention and MLP; pfeiffer: at the sum behind the MLP alone;"
+        " parallel: beside the MLP alone",
+        choices=("houlsby", "pfeiffer", "parallel"),
     )
-    reduction: int = field(default=16, metadata={"ge": 1, "doc": "hidden width over bottleneck width"})
-    activation: str = field(
-        default="silu",
-        metadata={"choices": ACTIVATIONS, "doc": "non-linearity of the bottleneck"},
-    )
-    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout inside the bottleneck"})
-    scale: float | None = field(
-        default=None,
-        metadata={"gt": 0, "doc": "s, the factor of what it adds; null: 4 for parallel, else 1"},
-    )
-    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+    reduction: int = setting(16, "hidden width over bottleneck width", ge=1)
+    activation: str = setting("silu", "non-linearity of the bottleneck", choices=ACTIVATIONS)
+    dropout: float = setting(0.0, "dropout inside the bottleneck", ge=0, lt=1)
+    scale: float | None = setting(None, "s, the factor of what it adds; null: 4 for parallel, else 1", gt=0)
+    also_train: str | tuple[str, ...] = setting("auto", ALSO_TRAIN)
 
     @property
     def factor(self) -> float:
@@ -195,44 +169,29 @@ class SideConfig(MethodConfig):
     """Ladder side-tuning (Sung et al. 2022, arXiv:2206.06522): a narrow network beside a backbone that needs
     no backward pass; with end: blend side-tuning (Zhang et al. 2020, arXiv:1912.13503)."""
 
-    reduction: int = field(default=8, metadata={"ge": 1, "doc": "backbone width over side width"})
-    layers: tuple[int, ...] | None = field(
-        default=None,
-        metadata={"ge": 0, "doc": "numbers of the blocks that have a side block; null: all of them"},
+    reduction: int = setting(8, "backbone width over side width", ge=1)
+    layers: tuple[int, ...] | None = setting(
+        None, "numbers of the blocks that have a side block; null: all of them", ge=0
     )
-    end: str = field(
-        default="residual",
-        metadata={
-            "choices": ("residual", "paper", "blend"),
-            "doc": (
-                "residual: h + up(s), identity at init; paper: up(norm(s)); blend: alpha h + (1 - alpha)"
-                " up(s), with s of the input alone"
-            ),
-        },
+    end: str = setting(
+        "residual",
+        "residual: h + up(s), identity at init; paper: up(norm(s)); blend: alpha h + (1 - alpha)"
+        " up(s), with s of the input alone",
+        choices=("residual", "paper", "blend"),
     )
-    alpha: float | None = field(
-        default=None,
-        metadata={"gt": 0, "lt": 1, "doc": "blend: alpha, fixed; null: trained, from 1/2 on"},
+    alpha: float | None = setting(None, "blend: alpha, fixed; null: trained, from 1/2 on", gt=0, lt=1)
+    start: str = setting(
+        "random",
+        "start of the side blocks; what is left of the backbone's, pruned: by the size of weights,"
+        " fisher: by their Fisher information",
+        choices=("random", "pruned", "fisher"),
     )
-    start: str = field(
-        default="random",
-        metadata={
-            "choices": ("random", "pruned", "fisher"),
-            "doc": (
-                "start of the side blocks; what is left of the backbone's, pruned: by the size of weights,"
-                " fisher: by their Fisher information"
-            ),
-        },
+    fisher_rows: int | None = setting(
+        None, "fisher: training rows that it is the mean of; null: 128, or all of fewer", ge=1
     )
-    fisher_rows: int | None = field(
-        default=None,
-        metadata={"ge": 1, "doc": "fisher: training rows that it is the mean of; null: 128, or all of fewer"},
-    )
-    temperature: float = field(default=0.1, metadata={"gt": 0, "doc": "temperature of the sigmoid gates"})
-    dropout: float = field(
-        default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on what enters the side network"}
-    )
-    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+    temperature: float = setting(0.1, "temperature of the sigmoid gates", gt=0)
+    dropout: float = setting(0.0, "dropout on what enters the side network", ge=0, lt=1)
+    also_train: str | tuple[str, ...] = setting("auto", ALSO_TRAIN)
 
     @property
     def reads_weights(self) -> bool:
@@ -257,9 +216,8 @@ class HeadConfig(MethodConfig):
     """A head alone on a frozen model (Alain and Bengio 2016, arXiv:1610.01644): nothing before the end of the
     last block trains."""
 
-    also_train: str | tuple[str, ...] = field(
-        default="auto",
-        metadata={"doc": "modules behind the last block, which train; auto: the task head of the family"},
+    also_train: str | tuple[str, ...] = setting(
+        "auto", "modules behind the last block, which train; auto: the task head of the family"
     )
 
 

@@ -1,54 +1,43 @@
 """What `parallel:` in a recipe lets you set. Torch-free, so that a recipe is checked without loading torch.
 
-The range of a setting stands in its field's metadata, as for methods. Lists of shares may be left empty: then
+The range of a setting stands at its field, as for methods. Lists of shares may be left empty: then
 the plan cuts evenly. What can be wrong between settings stands in contradictions.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from petune.setting import setting
 
 CutBy = Literal["heads", "sequence"]
 Connection = Literal["whole", "sequence"]
 
-SIZE = {
-    "ge": 1,
-    "le": 4096,
-    "doc": "ranks of this axis; null: as many as the lists say, or all that are left",
-}
+
+def _size() -> Any:
+    return setting(
+        None, "ranks of this axis; null: as many as the lists say, or all that are left", ge=1, le=4096
+    )
 
 
-def _list(doc: str) -> tuple[int, ...]:
-    found: tuple[int, ...] = field(default=(), metadata={"ge": 1, "doc": doc})
-    return found
+def _list(doc: str) -> Any:
+    return setting((), doc, ge=1)
 
 
 @dataclass(frozen=True)
 class DpConfig:
     """Data parallel: every replica trains on rows of its own."""
 
-    size: int | None = field(default=None, metadata=SIZE)
+    size: int | None = _size()
     shares: tuple[int, ...] = _list("rows of a forward pass per replica, as a ratio: [3, 1]")
-    shard: bool = field(
-        default=False, metadata={"doc": "shard parameters, gradients and optimizer over the replicas (FSDP2)"}
-    )
-    replicas: int = field(
-        default=1, metadata={"ge": 1, "doc": "shard: groups of replicas that each hold a whole copy (HSDP)"}
-    )
-    reshard: bool = field(
-        default=True, metadata={"doc": "shard: free gathered weights after the forward pass"}
-    )
-    offload: str = field(
-        default="none", metadata={"choices": ("none", "cpu"), "doc": "shard: where shards rest between uses"}
-    )
-    frozen: str = field(
-        default="sharded",
-        metadata={
-            "choices": ("sharded", "replicated"),
-            "doc": "shard: whether what does not train is sharded too",
-        },
+    shard: bool = setting(False, "shard parameters, gradients and optimizer over the replicas (FSDP2)")
+    replicas: int = setting(1, "shard: groups of replicas that each hold a whole copy (HSDP)", ge=1)
+    reshard: bool = setting(True, "shard: free gathered weights after the forward pass")
+    offload: str = setting("none", "shard: where shards rest between uses", choices=("none", "cpu"))
+    frozen: str = setting(
+        "sharded", "shard: whether what does not train is sharded too", choices=("sharded", "replicated")
     )
 
 
@@ -61,45 +50,32 @@ class CutConfig:
     arXiv:2309.14509.
     """
 
-    size: int | None = field(default=None, metadata=SIZE)
-    attention: str | None = field(
-        default=None, metadata={"choices": ("heads", "sequence"), "doc": "how attention is cut"}
+    size: int | None = _size()
+    attention: str | None = setting(None, "how attention is cut", choices=("heads", "sequence"))
+    mlp: str | None = setting(
+        None, "how the MLP is cut: by columns, or sequence", choices=("heads", "sequence")
     )
-    mlp: str | None = field(
-        default=None,
-        metadata={"choices": ("heads", "sequence"), "doc": "how the MLP is cut: by columns, or sequence"},
-    )
-    connection: str | None = field(
-        default=None,
-        metadata={
-            "choices": ("whole", "sequence"),
-            "doc": "what lies between: norms, residuals, a method's own modules",
-        },
+    connection: str | None = setting(
+        None, "what lies between: norms, residuals, a method's own modules", choices=("whole", "sequence")
     )
     shares: tuple[int, ...] = _list("heads, columns, tokens and vocabulary per rank, as one ratio: [3, 1]")
     heads: tuple[int, ...] = _list("query heads per rank; they add up to the model's")
     columns: tuple[int, ...] = _list("MLP columns per rank; they add up to the model's")
     sequence: tuple[int, ...] = _list("tokens per rank, as a ratio scaled to the length of each batch")
-    exchange: str = field(
-        default="gather",
-        metadata={
-            "choices": ("gather", "ulysses", "ring"),
-            "doc": "attention: sequence: how a rank sees the others' keys and values",
-        },
+    exchange: str = setting(
+        "gather",
+        "attention: sequence: how a rank sees the others' keys and values",
+        choices=("gather", "ulysses", "ring"),
     )
-    vocabulary: bool | None = field(
-        default=None,
-        metadata={
-            "doc": "cut embedding and output head by vocabulary, in the ratio of `shares`, else of columns or"
-            " heads; null: for tp where the model allows it"
-        },
+    vocabulary: bool | None = setting(
+        None,
+        "cut embedding and output head by vocabulary, in the ratio of `shares`, else of columns or"
+        " heads; null: for tp where the model allows it",
     )
-    overlap: bool = field(
-        default=False,
-        metadata={
-            "doc": "hide communication: in fused blocks of one half of the rows behind the other half, else"
-            " behind the adjoining matmul, in ring tiles"
-        },
+    overlap: bool = setting(
+        False,
+        "hide communication: in fused blocks of one half of the rows behind the other half, else"
+        " behind the adjoining matmul, in ring tiles",
     )
 
 
@@ -107,21 +83,18 @@ class CutConfig:
 class PpConfig:
     """Pipeline parallel: every rank holds some of the blocks."""
 
-    size: int | None = field(default=None, metadata=SIZE)
+    size: int | None = _size()
     stages: tuple[int, ...] = _list(
         "blocks per stage, encoder before decoder; they add up to the model's; else as many on each, but"
         " fewer on the last for its head"
     )
-    schedule: str = field(
-        default="1f1b",
-        metadata={
-            "choices": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
-            "doc": "order of forward and backward passes",
-        },
+    schedule: str = setting(
+        "1f1b",
+        "order of forward and backward passes",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
     )
-    microbatches: int | None = field(
-        default=None,
-        metadata={"ge": 1, "le": 4096, "doc": "pieces of a forward pass; null: as many as stages"},
+    microbatches: int | None = setting(
+        None, "pieces of a forward pass; null: as many as stages", ge=1, le=4096
     )
 
 
@@ -132,7 +105,7 @@ class EpConfig:
     Tokens travel to the ranks of their experts and back: Lepikhin et al. 2020, arXiv:2006.16668.
     """
 
-    size: int | None = field(default=None, metadata=SIZE)
+    size: int | None = _size()
     shares: tuple[int, ...] = _list("rows of a forward pass per rank, as a ratio: [3, 1]")
     experts: tuple[int, ...] = _list("routed experts per rank; they add up to the model's")
 
@@ -144,33 +117,19 @@ AxisConfig = DpConfig | CutConfig | PpConfig | EpConfig
 class ParallelConfig:
     """The axes of a plan. At most one of tp, sp, galaxy, galaxy2 and cut; all None means one process."""
 
-    dp: DpConfig | None = field(
-        default=None, metadata={"doc": "data parallel: every replica trains on rows of its own"}
+    dp: DpConfig | None = setting(None, "data parallel: every replica trains on rows of its own")
+    tp: CutConfig | None = setting(
+        None, "tensor parallel: heads and MLP columns cut, what lies between is whole"
     )
-    tp: CutConfig | None = field(
-        default=None,
-        metadata={"doc": "tensor parallel: heads and MLP columns cut, what lies between is whole"},
+    sp: CutConfig | None = setting(None, "sequence parallel: every block works on tokens of its own")
+    galaxy: CutConfig | None = setting(None, "heads and MLP columns cut, what lies between is cut by tokens")
+    galaxy2: CutConfig | None = setting(None, "heads cut; MLP and what lies between are cut by tokens")
+    cut: CutConfig | None = setting(None, "attention, mlp and connection cut as you say")
+    pp: PpConfig | None = setting(None, "pipeline parallel: every rank holds some of the blocks")
+    ep: EpConfig | None = setting(
+        None, "expert parallel: replicas that share the routed experts, and send them tokens"
     )
-    sp: CutConfig | None = field(
-        default=None, metadata={"doc": "sequence parallel: every block works on tokens of its own"}
-    )
-    galaxy: CutConfig | None = field(
-        default=None, metadata={"doc": "heads and MLP columns cut, what lies between is cut by tokens"}
-    )
-    galaxy2: CutConfig | None = field(
-        default=None, metadata={"doc": "heads cut; MLP and what lies between are cut by tokens"}
-    )
-    cut: CutConfig | None = field(
-        default=None, metadata={"doc": "attention, mlp and connection cut as you say"}
-    )
-    pp: PpConfig | None = field(
-        default=None, metadata={"doc": "pipeline parallel: every rank holds some of the blocks"}
-    )
-    ep: EpConfig | None = field(
-        default=None,
-        metadata={"doc": "expert parallel: replicas that share the routed experts, and send them tokens"},
-    )
-    auto: bool = field(default=False, metadata={"doc": "axes are yet to be chosen for the devices"})
+    auto: bool = setting(False, "axes are yet to be chosen for the devices")
 
     @property
     def axes(self) -> dict[str, AxisConfig]:

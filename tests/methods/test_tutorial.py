@@ -26,8 +26,8 @@ from tests.parallel.plans import BACKENDS, settings_of
 ROOT = Path(__file__).parents[2]
 # What the three pieces of code find around them in the files that they are written into.
 AROUND = (
-    "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
-    "from petune.methods.configs import ALSO_TRAIN, MethodConfig\n{}",
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "from petune.methods.configs import ALSO_TRAIN, MethodConfig\nfrom petune.setting import setting\n{}",
     "from petune.methods.configs import Method, ScaleConfig\nMETHODS = {{\n{}}}\n",
     "{}",
 )
