@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,32 +34,21 @@ class Boundary(Protocol):
     """Both ends of one sub-layer. Tensors are [batch, tokens, ...]; where the connection is whole, of any
     shape.
 
-    first: the number in the whole model of the first feature that this rank's part of the way out reads.
-    overlapped: other work is to hide the communication. split_turns: passes that go in turns stop within long
-    turns too, as ranks say two things with little work between (petune/kernels/block/turns.py). share: the
-    part of all tokens that this rank has beyond it, where the connection is a sequence's. own: the caller has
-    no more use for what it gives, which may be written over.
+    connection: how ranks hold what lies around it. first: the number in the whole model of the first feature
+    that this rank's part of the way out reads. overlapped: other work is to hide the communication. share:
+    the part of all tokens that this rank has beyond it, where the connection is a sequence's. own: the caller
+    has no more use for what it gives, which may be written over.
     """
 
-    @property
-    def connection(self) -> Connection:
-        """How ranks hold what lies around the sub-layer."""
-
-    @property
-    def first(self) -> int:
-        """See the class."""
-
-    @property
-    def overlapped(self) -> bool:
-        """See the class."""
+    connection: ClassVar[Connection]
+    first: int
+    overlapped: bool
+    share: float
 
     @property
     def split_turns(self) -> bool:
-        """See the class."""
-
-    @property
-    def share(self) -> float:
-        """See the class."""
+        """Whether passes that go in turns stop within long turns too, as ranks say two things with little
+        work between (petune/kernels/block/turns.py)."""
 
     def here(self) -> Self:
         """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward

@@ -20,10 +20,11 @@ of a boundary (petune.models.boundary); the model's own modules attend through t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,56 +60,46 @@ class Exchanged:
         return -(-whole * self.shares[self.index] // sum(self.shares))
 
 
-@runtime_checkable
-class Exchange(Protocol):
-    """The exchange of rank `index`. sizes: tokens of each rank in the call that it is for, empty where the
-    sequence is not cut; folded: see the file. shares: of each rank as the plan says, a ratio. overlapped:
-    other work is to hide the communication."""
+class Exchange(ABC):
+    """The exchange of rank `index`, which other ranks are not asked for unless it says so. sizes: tokens of
+    each rank in the call that it is for, empty where the sequence is not cut; folded: see the file. shares:
+    of each rank as the plan says, a ratio. overlapped: other work is to hide the communication. split_turns:
+    as that of a boundary."""
 
-    @property
-    def overlapped(self) -> bool:
-        """See the class."""
+    kind: ClassVar[ExchangeKind]
+    split_turns: ClassVar[bool] = False
+    index: int
+    shares: Sizes
+    sizes: Sizes
+    overlapped: bool
+    folded: bool
 
-    @property
-    def split_turns(self) -> bool:
-        """As that of a boundary."""
-
-    @property
-    def kind(self) -> ExchangeKind:
-        """See the file."""
-
-    @property
-    def index(self) -> int:
-        """See the class."""
-
-    @property
-    def sizes(self) -> Sizes:
-        """See the class."""
-
-    @property
-    def folded(self) -> bool:
-        """See the class."""
-
+    @abstractmethod
     def here(self) -> Self:
         """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward
         pass."""
 
     def described(self, kv_heads: int) -> Exchanged:
         """What steps depend on, for attention with so many heads of keys and values."""
+        return Exchanged(self.kind, self.shares, self.index)
 
     def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
         """As that of a boundary, for queries and keys of so many bytes, of all tokens; values have as many as
         keys."""
+        return 0, 0
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """As that of a boundary: the least of each number among the ranks."""
+        return list(numbers)
 
     @property
     def recordable(self) -> bool:
         """As that of a boundary."""
+        return False
 
     def recorded(self) -> AbstractContextManager[None]:
         """As that of a boundary."""
+        return nullcontext()
 
 
 class Crossed(Protocol):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
-from petune.models.boundary import Connection
+from petune.models.boundary import Boundary
 from petune.parallel.collectives import COPY, REDUCE, MaybeGroup, Sizes
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.link import Crossing
@@ -15,10 +15,9 @@ from petune.rng.context import running
 
 
 @dataclass(frozen=True)
-class _Among(Crossing):
-    """A petune.models.boundary.Boundary among the ranks of `group`. A copy of the model has the same one, as
-    a process group cannot be copied. largest: the largest share of all tokens that one of them has beyond
-    it."""
+class _Among(Crossing, Boundary):
+    """A boundary among the ranks of `group`. largest: the largest share of all tokens that one of them has
+    beyond it."""
 
     group: MaybeGroup
     first: int = 0
@@ -32,16 +31,13 @@ class _Among(Crossing):
         """See Boundary: terms of a sum are sent, and the sum; two ranks send terms alone."""
         return self.engines is not None and self.link.terms > 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
 
 @dataclass(frozen=True)
 class WholeBoundary(_Among):
     """The boundary beyond which hidden states are whole on every rank (Shoeybi et al. 2019,
     arXiv:1909.08053)."""
 
-    connection: ClassVar[Connection] = "whole"
+    connection = "whole"
 
     def here(self) -> Self:
         return self
@@ -72,7 +68,7 @@ class SequenceBoundary(_Among):
     sizes: tokens of each rank in the call that it is for."""
 
     sizes: Sizes = ()
-    connection: ClassVar[Connection] = "sequence"
+    connection = "sequence"
     split_turns: ClassVar[bool] = True
 
     def here(self) -> Self:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,15 @@ LARGE = 2**20  # bytes of a message from which copy engines pay
 
 
 class Crossing:
-    """What boundaries and exchanges have in common (see petune.models.boundary, petune.models.exchange)."""
+    """What boundaries and exchanges have in common (see petune.models.boundary, petune.models.exchange). A
+    copy of the model has the same one, as a process group cannot be copied."""
 
     group: MaybeGroup
     overlapped: bool
     engines: CopyEngines | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
     @property
     def link(self) -> Link:

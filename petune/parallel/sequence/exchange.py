@@ -20,26 +20,99 @@ sequence is not cut, and attention is plain.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from petune.errors import UsageError
+from petune.errors import DistributedError, UsageError
 from petune.models.attention import Attended, AttentionCall, causal, no_later
-from petune.models.exchange import Exchanged, ExchangeKind, all_rows, rows_of, some_heads, unfold
+from petune.models.exchange import Exchange, Exchanged, all_rows, rows_of, some_heads, unfold
 from petune.models.transition import transition
-from petune.parallel.collectives import Sizes, gather_seq
-from petune.parallel.link import Link
+from petune.parallel.collectives import MaybeGroup, Sizes, alone, gather_seq
+from petune.parallel.copy_engines import CopyEngines
+from petune.parallel.link import Crossing, Link
 from petune.parallel.plan import apportion
 from petune.parallel.sequence import ring
-from petune.parallel.sequence.among import Among, Qkv
 from petune.parallel.sequence.ring import Trip, ring_attention
 from petune.parallel.sequence.trade import AllToAll
 from petune.rng.context import running
+
+Qkv = tuple[Tensor, Tensor, Tensor]  # query, key and value
+
+
+@dataclass(frozen=True)
+class Among(Crossing, Exchange):
+    """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a
+    cut sequence raises."""
+
+    split_turns: ClassVar[bool] = True
+    group: MaybeGroup
+    index: int
+    shares: Sizes = ()
+    sizes: Sizes = ()
+    overlapped: bool = False
+    engines: CopyEngines | None = None
+    folded: bool = False
+
+    def __call__(
+        self,
+        attend: AttentionCall,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
+    ) -> Attended:
+        """Attention of a module that holds only some tokens, as petune.models.attention has it called."""
+        sizes = self._sizes()
+        if alone(self.group) or not sizes:
+            return attend(module, query, key, value, mask, **kw)
+        qkv = _as_attended(query, key, value)
+        return self.exchanged(sizes, attend, module, qkv, mask, **kw)
+
+    @abstractmethod
+    def exchanged(
+        self, sizes: Sizes, attend: AttentionCall, module: nn.Module, qkv: Qkv, mask: Tensor | None, **kw: Any
+    ) -> Attended:
+        """Attention over a sequence that is cut into `sizes`. qkv: query, key and value, of one dtype."""
+
+    def __copy__(self) -> Among:
+        return self
+
+    def __reduce__(self) -> tuple[type[Among], tuple[None, int, Sizes]]:
+        return type(self), (None, self.index, self.shares)
+
+    def here(self) -> Self:
+        return replace(self, sizes=self._sizes(), folded=running().folded)
+
+    def _largest(self, whole: int) -> int:
+        """Bytes of the rank with most tokens, of those of all."""
+        return whole * max(self.shares) // sum(self.shares)
+
+    def _sizes(self) -> Sizes:
+        """Tokens per rank of this call. Raises DistributedError when they are for another number of ranks."""
+        sizes = running().sizes
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        if len(sizes) not in (0, ranks):
+            what = "this attention cannot reach the other parts of its sequence"
+            raise DistributedError(what, expected=f"{len(sizes)} ranks", found=f"{ranks}")
+        return sizes
+
+
+def _as_attended(*qkv: Tensor) -> Qkv:
+    """In the dtype to which attention under autocast casts them anyway: less travels, all alike."""
+    kind = qkv[0].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        qkv = tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in qkv)
+    query, key, value = qkv
+    return query, key, value
 
 
 class GatherExchange(Among):
@@ -90,34 +163,19 @@ class GatherExchange(Among):
 
 
 @dataclass(frozen=True)
-class Cross:
+class Cross(Exchange):
     """Own queries over a whole sequence of another stack. `index` is this rank's place along the cut of the
-    queries; shares, sizes: see petune.models.exchange.Exchange."""
+    queries, of which rows they are follows from all lengths: no recording knows it."""
 
-    kind: ClassVar[ExchangeKind] = "cross"
-    overlapped: ClassVar[bool] = False
-    split_turns: ClassVar[bool] = False
-    recordable: ClassVar[bool] = False  # of which rows own queries are, follows from all lengths
-    folded: ClassVar[bool] = False
+    kind = "cross"
     index: int
     shares: Sizes = ()
     sizes: Sizes = ()
+    overlapped: bool = False
+    folded: bool = False
 
     def here(self) -> Self:
         return replace(self, sizes=running().sizes)
-
-    def described(self, kv_heads: int) -> Exchanged:
-        return Exchanged(self.kind, self.shares, self.index)
-
-    def room_bytes(self, queries: int, keys: int) -> tuple[int, int]:
-        return 0, 0
-
-    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """See petune.models.exchange.Exchange: a rank says nothing here."""
-        return list(numbers)
-
-    def recorded(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def __call__(
         self,
@@ -142,12 +200,7 @@ class Cross:
 
 
 def ulysses_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Sizes, Sizes]:
-    """Query heads and key and value heads of each rank, as evenly as groups that share keys allow. Raises
-    UsageError when some get none."""
-    if kv_heads < ranks:
-        what = "exchange: ulysses gives every rank at least one head of keys and values"
-        expected, remedy = f"at most {kv_heads} ranks", "use fewer ranks, or exchange: gather"
-        raise UsageError(what, expected=expected, found=str(ranks), remedy=remedy)
+    """Query heads and key and value heads of each rank, as evenly as groups that share keys allow."""
     shared = apportion(kv_heads, (1,) * ranks)
     return tuple(count * (heads // kv_heads) for count in shared), shared
 

@@ -385,12 +385,6 @@ def test_ulysses_apportions_heads_by_groups(counts: tuple[int, int, int], expect
     assert ulysses_heads(*counts) == expected
 
 
-def test_ulysses_refuses_more_ranks_than_heads_of_keys() -> None:
-    with pytest.raises(UsageError, match="at least one head") as error:
-        ulysses_heads(8, 2, 3)
-    assert "at most 2 ranks" in str(error.value) and "exchange: gather" in str(error.value)
-
-
 def test_two_calls_of_different_length_may_be_on_their_way_at_once() -> None:
     ranks = run(2, two_lengths)
     for part, length in enumerate((9, 4)):
