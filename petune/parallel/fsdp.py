@@ -40,7 +40,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from petune.errors import PetuneError, UsageError
+from petune.errors import PetuneError
 from petune.models.frozen_weight import quantised_in
 from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack
@@ -65,19 +65,13 @@ def shard(
     CPU: it moves to the mesh's device unit by unit, so that the device never holds it whole, and comes to
     rest where the plan says. What is on the meta device stays there, to be `allocated`. Every parameter
     object that is sharded is replaced by a DTensor, so parameters must be collected again afterwards. The
-    model must be entered by calling it; it can no longer be copied. Raises UsageError for a plan that leaves
-    nothing to shard over or splits backward passes, PetuneError if what trains is not what was announced.
+    model must be entered by calling it; it can no longer be copied. Raises PetuneError if what trains is not
+    what was announced.
     """
     sharding = plan.sharding
     # T5's position bias; nobody writes into it
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-    if sharding is None or plan.dp < 2 or plan.dp % sharding.replicas or plan.dp == sharding.replicas:
-        raise UsageError(
-            "there is nothing to shard over", where="dp.shard", found=f"dp {plan.dp}, {sharding}"
-        )
-    if plan.pp > 1 and plan.schedule == "zero-bubble":
-        what = "zero-bubble computes the gradients of weights when FSDP has freed them"
-        raise UsageError(what, where="pp.schedule", remedy="use interleaved")
+    assert sharding is not None
     wanted = {id(parameter) for parameter in tuned}
     trains = {name: id(value) in wanted for name, value in model.named_parameters(remove_duplicate=False)}
     _check_mask(model, trains)

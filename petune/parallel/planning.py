@@ -172,8 +172,6 @@ def _rows(
 ) -> tuple[tuple[int, ...], int]:
     """Shares of the replicas, those of dp times those of ep, and the rows of the one that has fewest."""
     own = {"dp": (config.dp or DpConfig()).shares, "ep": (config.ep or EpConfig()).shares}
-    for name, given in own.items():
-        _entries(given, f"parallel.{name}.shares", faults)
     shares = tuple(outer * inner for outer in own["dp"] or (1,) * dp for inner in own["ep"] or (1,) * ep)
     if dp * ep > batch_size:
         remedy = f"raise batch_size to {dp * ep} or more, or use fewer replicas"
@@ -182,7 +180,7 @@ def _rows(
             "parallel.dp" if ep == 1 else "parallel.ep",
         )
         faults.append(Problem(what, where, f"at most {batch_size}", str(dp * ep), remedy))
-    return shares, min(apportion(batch_size, shares)) if all(share > 0 for share in shares) else 0
+    return shares, min(apportion(batch_size, shares))
 
 
 def _experts(
@@ -200,8 +198,7 @@ def _experts(
         )
         return ()
     given, where = config.experts, "parallel.ep.experts"
-    fine = _entries(given, where, faults) and len(given) == ep
-    if fine and sum(given) != total:
+    if len(given) == ep and sum(given) != total:
         what, found = "experts do not add up to the model's", f"{list(given)}: {sum(given)}"
         faults.append(Problem(what, where, str(total), found, suggested_list(total, given)))
     return given or apportion(total, (1,) * ep)
@@ -254,7 +251,6 @@ class _Cutting:
         if row is None:
             return None
         shape, config = family.shape(model_config), self.config
-        _entries(config.shares, f"{self.where}.shares", self.faults)
         by_heads = row.attention == "heads"
         kv_heads = self._kv_heads(shape) if by_heads else ()
         group = shape.heads // shape.kv_heads
@@ -289,7 +285,7 @@ class _Cutting:
             heads=tuple(count * group for count in kv_heads),
             kv_heads=kv_heads,
             columns=self._columns(shape) if row.mlp == "heads" else (),
-            sequence=self._sequence() if row.connection == "sequence" else (),
+            sequence=(config.sequence or self._shares()) if row.connection == "sequence" else (),
             vocabulary=self._vocabulary(row, family, model_config, vocabulary_head),
             overlap=config.overlap,
         )
@@ -311,7 +307,7 @@ class _Cutting:
         heads = self.config.heads
         if not heads:
             return apportion(shape.kv_heads, self._shares())
-        fine = _entries(heads, f"{self.where}.heads", self.faults) and len(heads) == self.ranks
+        fine = len(heads) == self.ranks
         if fine and sum(heads) != shape.heads:
             near = suggested_list(shape.kv_heads, heads, group)
             what, found = "heads do not add up to the model's", f"{list(heads)}: {sum(heads)}"
@@ -334,7 +330,7 @@ class _Cutting:
         given = self.config.columns
         if not given:
             return in_grains(columns, self._shares(), unit)
-        fine = _entries(given, f"{self.where}.columns", self.faults) and len(given) == self.ranks
+        fine = len(given) == self.ranks
         if fine and sum(given) != columns:
             found, near = f"{list(given)}: {sum(given)}", suggested_list(columns // unit, given, unit)
             self.fault("columns", "columns do not add up to the model's", str(columns), found, near)
@@ -344,19 +340,10 @@ class _Cutting:
             self.fault("columns", what, f"multiples of {unit}", str(list(given)), near)
         return given
 
-    def _sequence(self) -> tuple[int, ...]:
-        given = self.config.sequence
-        _entries(given, f"{self.where}.sequence", self.faults)
-        return given or self._shares()
-
     def _shares(self) -> tuple[int, ...]:
         """The ratio of what no list says; even where `shares` is absent or of no use."""
         shares = self.config.shares
-        return shares if self._one_each(shares) else (1,) * self.ranks
-
-    def _one_each(self, parts: Sequence[int]) -> bool:
-        """Whether a list has a part for each rank."""
-        return len(parts) == self.ranks and all(part > 0 for part in parts)
+        return shares if len(shares) == self.ranks else (1,) * self.ranks
 
     def _same_stacks(self, model_config: Config) -> None:
         """One list of heads and one of columns serve both stacks."""
@@ -414,7 +401,7 @@ class _Cutting:
         if not possible or not (row == ROWS["tp"] and family.kind != "encoder" if wanted is None else wanted):
             return ()
         lists = (self.config.shares, self.config.columns, self.config.heads)
-        return next((one for one in lists if self._one_each(one)), (1,) * self.ranks)
+        return next((one for one in lists if len(one) == self.ranks), (1,) * self.ranks)
 
 
 def meets(rule: StackRule, model_config: Config) -> str | None:
@@ -468,7 +455,7 @@ def _stages(
         faults.append(
             Problem(f"{config.schedule} has several stages on every rank", where, expected, f"{len(counts)}")
         )
-    if _entries(config.stages, where, faults) and config.stages and sum(counts) != total:
+    if config.stages and sum(counts) != total:
         blocks = " + ".join(f"{count} {name}" for name, count in depth.items())
         near = suggested_list(total, counts)
         what, expected = "stages do not add up to the model's blocks", f"{total} ({blocks})"
@@ -519,14 +506,6 @@ def _microbatches(config: PpConfig, pp: int, stages: int, rows: int, faults: lis
 
 
 # ---------------------------------------------------------------- lists
-
-
-def _entries(values: Sequence[int], where: str, faults: list[Problem]) -> bool:
-    """Whether every entry is 1 or more; a fault where not."""
-    if any(value < 1 for value in values):
-        faults.append(Problem("every rank needs one at least", where, found=str(list(values))))
-        return False
-    return True
 
 
 def suggested_list(total: int, parts: Sequence[int], unit: int = 1) -> str:

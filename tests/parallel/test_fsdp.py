@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from petune.errors import PetuneError, UsageError
+from petune.errors import PetuneError
 from petune.kernels.configs import MemoryConfig
 from petune.methods import tuned_parameters, wrap
 from petune.models import family_of
@@ -32,7 +32,7 @@ from petune.parallel.fsdp import (
     weighed,
     wholes,
 )
-from petune.parallel.mesh import Mesh, coordinate, make_mesh
+from petune.parallel.mesh import Mesh, make_mesh
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage, apportion
 from petune.parallel.tensor import hooks, shard_params
 from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, vocabulary_losses
@@ -502,26 +502,6 @@ def test_messages_name_the_models_own_class_not_fsdps() -> None:
         return [kind.__name__ for kind in (class_of(model), type(model), class_of(nn.Linear(1, 1)))]
 
     assert run(2, part) == [["LlamaForCausalLM", "FSDPLlamaForCausalLM", "Linear"]] * 2
-
-
-def test_a_schedule_that_splits_backward_passes_is_refused() -> None:
-    plan = plan_of(2, pp=2, schedule="zero-bubble")
-    with pytest.raises(UsageError, match="zero-bubble"):
-        shard(nn.Linear(2, 2), plan, Mesh(plan, 0, coordinate(plan, 0), torch.device("cpu")), ())
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        ParallelPlan(),
-        plan_of(1),
-        plan_of(2, replace(PLAIN, replicas=2)),
-        plan_of(3, replace(PLAIN, replicas=2)),
-    ],
-)
-def test_a_plan_with_nothing_to_shard_over_is_refused(plan: ParallelPlan) -> None:
-    with pytest.raises(UsageError, match="nothing to shard over"):
-        shard(nn.Linear(2, 2), plan, Mesh(plan, 0, coordinate(plan, 0), torch.device("cpu")), ())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -252,9 +252,9 @@ def test_columns_must_add_up() -> None:
 
 
 @pytest.mark.parametrize("key", ["shares", "heads", "columns", "sequence"])
-def test_a_list_has_an_entry_for_every_rank_and_no_rank_has_nothing(key: str) -> None:
-    for values in ((1, 1, 1), (8, 0)):
-        assert f"parallel.galaxy.{key}" in faults(ParallelConfig(galaxy=CutConfig(size=2, **{key: values})))
+def test_a_list_has_an_entry_for_every_rank(key: str) -> None:
+    settings = CutConfig(size=2, **{key: (1, 1, 1)})
+    assert f"parallel.galaxy.{key}" in faults(ParallelConfig(galaxy=settings))
 
 
 def test_more_ranks_than_groups_or_columns_are_refused() -> None:
@@ -374,7 +374,6 @@ def test_stages_must_add_up_and_be_one_per_rank() -> None:
     found = faults(ParallelConfig(pp=PpConfig(stages=(2, 1))))["parallel.pp.stages"]
     assert "expected 2 (2 decoder), found [2, 1]: 3" in found and "for example [1, 1]" in found
     assert set(faults(ParallelConfig(pp=PpConfig(size=3, stages=(1, 1))))) == {"parallel.pp.stages"}
-    assert "every rank needs one" in faults(ParallelConfig(pp=PpConfig(stages=(2, 0))))["parallel.pp.stages"]
 
 
 @pytest.mark.parametrize("size", [2, None])

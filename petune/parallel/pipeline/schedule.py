@@ -70,42 +70,20 @@ def cut_stages(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordin
     """The stages of the rank `at`, cut out of the whole model; the first of them is `model` itself. Works on
     meta tensors.
 
-    The others are clones of its modules that share every tensor. Raises UsageError for a plan whose stages do
-    not fit its schedule.
+    The others are clones of its modules that share every tensor. Raises UsageError for a model that has not
+    the blocks that its config says.
     """
-    _check_schedule(plan)
     # every rank sees what is wrong with another's stage, and none waits for it
     for name, stack in own_stacks(model, family).items():
-        spans = [
-            (0, 0),
-            *(stage.blocks[name] for stage in plan.stages if name in stage.blocks),
-            (len(stack), len(stack)),
-        ]
-        if any(end != start for (_, end), (start, _) in pairwise(spans)):
+        spans = [stage.blocks[name] for stage in plan.stages if name in stage.blocks]
+        if any(end != start for (_, end), (start, _) in pairwise([(0, 0), *spans, (len(stack), len(stack))])):
             what = f"the stages do not share out the {name}'s {len(stack)} blocks"
-            raise UsageError(what, where="pp.stages", found=str(spans[1:-1]))
+            raise UsageError(what, where="pp.stages", found=str(spans))
     mine = stages_of(plan, at.pp)
     modules = [model, *(_clone(model) for _ in mine[1:])]
     for module, number in zip(modules, mine, strict=True):
         cut_stage(module, family, plan.stages[number], number == 0, number == len(plan.stages) - 1)
     return modules
-
-
-def _check_schedule(plan: ParallelPlan) -> None:
-    """Raise UsageError where the plan's stages or micro-batches are not what its schedule needs."""
-    number, ranks, pieces = len(plan.stages), plan.pp, plan.microbatches
-    several = plan.schedule in SEVERAL
-    if number % ranks or (number > ranks) != several:
-        wanted = f"{2 * ranks} or another multiple of {ranks}" if several else str(ranks)
-        what = f"schedule {plan.schedule} does not fit so many stages"
-        raise UsageError(what, where="pp.stages", expected=wanted, found=str(number))
-    if several and pieces % max(1, pieces // ranks):
-        wanted = f"a multiple of {ranks}"
-        what, where = f"schedule {plan.schedule} works in rounds", "pp.microbatches"
-        raise UsageError(what, where=where, expected=wanted, found=str(pieces))
-    if plan.schedule == "1f1b" and pieces < number:
-        what, where = "schedule 1f1b needs a micro-batch for each stage", "pp.microbatches"
-        raise UsageError(what, where=where, expected=str(number), found=str(pieces))
 
 
 def _clone(model: nn.Module) -> nn.Module:

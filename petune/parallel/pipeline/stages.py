@@ -117,12 +117,16 @@ class NoBlocks(nn.Module):
 def cut_stage(model: nn.Module, family: Family, stage: Stage, first: bool, last: bool) -> Ends:
     """Reduce a whole model to one stage, in place, and leave the returned Ends on it as `model.petune_stage`.
 
-    Works on meta tensors and talks to nobody. Raises UsageError for blocks that the model lacks, and for a
-    model with a part of which it cannot be told on which stage it works.
+    Works on meta tensors and talks to nobody. Raises UsageError for a model with a part of which it cannot be
+    told on which stage it works, or whose blocks hand on what is not known.
     """
     stacks = own_stacks(model, family)
-    spans = {name: _span(stack, stage.blocks.get(name), name) for name, stack in stacks.items()}
-    _check_order(stacks, spans, first, last)
+    spans = {name: stage.blocks.get(name, (0, 0)) for name in stacks}  # [start, end) of the blocks here
+    for name, stack in stacks.items():
+        for carried in stack.rule.carry:
+            if carried not in TRAVELS + MADE_ANEW:
+                what = f"a pipeline does not know the shape of what blocks of the {name} hand on"
+                raise UsageError(what, found=carried)
     ends = _ends(stacks, spans, first, last)
     ends.splits &= not any(isinstance(one, TunedModule) for one in model.modules())
     paths = stack_paths(model, family)
@@ -143,36 +147,6 @@ def cut_stage(model: nn.Module, family: Family, stage: Stage, first: bool, last:
 def ends_of(model: nn.Module) -> Ends:
     """What `cut_stage` has left on a model."""
     return cast("Ends", getattr(model, ATTRIBUTE))
-
-
-def _span(stack: Stack, span: tuple[int, int] | None, name: str) -> tuple[int, int]:
-    """The numbers [start, end) of the blocks on this stage; (0, 0) for none."""
-    start, end = span or (0, 0)
-    if span is not None and not 0 <= start < end <= len(stack):
-        what, expected = f"there are no such blocks in the {name}", f"[0, {len(stack)})"
-        raise UsageError(what, expected=expected, found=f"[{start}, {end})")
-    for carried in stack.rule.carry:
-        if carried not in TRAVELS + MADE_ANEW:
-            raise UsageError(
-                f"a pipeline does not know the shape of what blocks of the {name} hand on", found=carried
-            )
-    return start, end
-
-
-def _check_order(
-    stacks: Mapping[StackName, Stack], spans: Mapping[StackName, tuple[int, int]], first: bool, last: bool
-) -> None:
-    """Raise UsageError unless the first stage alone has the first block, the last alone the last, and a
-    decoder waits for its encoder."""
-    here = [name for name, (start, end) in spans.items() if start < end]
-    begins = bool(here) and here[0] == next(iter(spans)) and spans[here[0]][0] == 0
-    ends = bool(here) and here[-1] == list(spans)[-1] and spans[here[-1]][1] == len(stacks[here[-1]])
-    waits = len(here) < 2 or (spans[here[0]][1] == len(stacks[here[0]]) and spans[here[1]][0] == 0)
-    if not here or begins != first or ends != last or not waits:
-        where = "first " * first + "last " * last + "stage" if first or last else "stage between"
-        raise UsageError(
-            "the blocks of a pipeline's stages do not follow one another", where=where, found=str(dict(spans))
-        )
 
 
 def _ends(

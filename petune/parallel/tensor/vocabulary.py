@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from petune.errors import DistributedError, UsageError
+from petune.errors import DistributedError
 from petune.models.boundary import put_slice
 from petune.models.spec import TensorSplit
 from petune.models.transition import applied
@@ -90,19 +90,9 @@ def has_cut_head(model: nn.Module) -> bool:
 
 
 def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
-    """Narrow every token table and the head of `model` to the rows of rank `index`, in place; `sizes` are the
-    rows of each rank.
-
-    Raises UsageError where `refusal` has a reason, and for rows that do not add up or a rank without any.
-    """
-    if (reason := refusal(model)) is not None:
-        what = f"the vocabulary of this {type(model).__name__} cannot be cut: {reason}"
-        raise UsageError(what, remedy="set vocabulary: false")
+    """Narrow every token table and the head of `model`, of which there is no `refusal`, to the rows of rank
+    `index`, in place; `sizes` are the rows of each rank."""
     tables, head = _tables(model), _head(model)
-    rows = tables[0].weight.shape[0]
-    if sum(sizes) != rows or min(sizes) < 1:
-        what = "shares of the vocabulary must add up, with at least a row for each rank"
-        raise UsageError(what, expected=str(rows), found=str(sizes))
     splits: dict[int, TensorSplit] = {id(table.weight): 0 for table in tables}
     if head is not None:
         declared = splits_of(head, "column", "the head")

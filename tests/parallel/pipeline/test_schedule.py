@@ -529,24 +529,9 @@ def test_a_module_of_which_it_cannot_be_told_where_it_works_is_refused() -> None
         cut_stages(model, family(model), three("bart-seq2seq"), Coordinate())
 
 
-@pytest.mark.parametrize(
-    ("spans", "schedule", "pieces", "what"),
-    [
-        (("d0-1", "d1-3"), "1f1b", 2, "2 blocks"),
-        (("d0-1", "d0-2"), "1f1b", 2, "2 blocks"),
-        (("d1-2", "d0-1"), "1f1b", 2, "2 blocks"),
-        (("d0-1", "d1-2"), "interleaved", 2, "so many stages"),
-        (("d0-1", "d1-2", "d2-3"), "gpipe", 2, "so many stages"),
-        (("d0-1", "d1-2"), "1f1b", 1, "for each stage"),
-        (FOUR, "zero-bubble", 5, "rounds"),
-    ],
-)
-def test_stages_that_do_not_fit_are_refused(
-    spans: tuple[str, ...], schedule: str, pieces: int, what: str
-) -> None:
+@pytest.mark.parametrize("spans", [("d0-1", "d1-3"), ("d0-1", "d0-2"), ("d1-2", "d0-1")])
+def test_stages_that_do_not_fit_are_refused(spans: tuple[str, ...]) -> None:
     for at in range(2):  # on every rank, or the others would wait
         model = build(Case("llama-causal", "lora"))
-        with pytest.raises(UsageError, match=what):
-            cut_stages(
-                model, family(model), plan_of(stages(*spans), schedule, pieces, world=2), Coordinate(pp=at)
-            )
+        with pytest.raises(UsageError, match="2 blocks"):
+            cut_stages(model, family(model), plan_of(stages(*spans), "1f1b", 2, world=2), Coordinate(pp=at))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petune.errors import DistributedError, UsageError
+from petune.errors import DistributedError
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.head import linear_cross_entropy as heads
 from petune.kernels.head.hooks import fuse_head, head_loss
@@ -310,19 +310,11 @@ def test_a_tuned_embedding_and_other_unfit_tables_are_refused_with_the_reason() 
     assert refusal(model) is None
     wrap(model, "lora", r=4, targets=["embed_tokens"])
     assert "tuned" in str(refusal(model))
-    with pytest.raises(UsageError, match="cannot be cut: an embedding is tuned"):
-        cut_vocabulary(model, SHARES[2], 0)
     assert "max_norm" in str(refusal(Looking(max_norm=1.0)))
     assert "no table" in str(refusal(nn.Linear(2, 2)))
     wider = tiny("llama-causal")
     wider.lm_head = nn.Linear(64, VOCAB + 3)
     assert "97, 100" in str(refusal(wider))
-
-
-@pytest.mark.parametrize("sizes", [(61, 35), (97, 0)])
-def test_shares_that_do_not_fit_are_refused(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="shares of the vocabulary"):
-        cut_vocabulary(tiny("llama-causal"), sizes, 0)
 
 
 # ------------------------------------------------------------------ hooks
