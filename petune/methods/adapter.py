@@ -56,7 +56,14 @@ from petune.models.spec import (
     child_of,
     stack_paths,
 )
-from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear, TunedOfAnyClass, WeightChange
+from petune.models.tuned_linear import (
+    KeptFeatures,
+    TunedLayer,
+    TunedLinear,
+    TunedOfAnyClass,
+    WeightChange,
+    linear_splits,
+)
 from petune.models.tuned_parts import BottleneckPart, LowRank
 
 # Tensors of the bottleneck's width that autograd keeps of an activation and for `up`, where they are not 2
@@ -93,11 +100,8 @@ class BottleneckLayer(TunedLayer):
         Raises UsageError, for the module `name`, where its width leaves none.
         """
         if config.reduction > width:
-            raise UsageError(
-                f"adapter.reduction {config.reduction} leaves no bottleneck",
-                where=name,
-                expected=f"at most {width}",
-            )
+            what = f"adapter.reduction {config.reduction} leaves no bottleneck"
+            raise UsageError(what, where=name, expected=f"at most {width}")
         place: Any = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
         self.adapter_down = nn.Linear(width, width // config.reduction, **place)
         self.adapter_up = nn.Linear(width // config.reduction, width, **place)
@@ -139,6 +143,10 @@ class BottleneckLayer(TunedLayer):
         own = down.out_features, ACTS.get(act, act), self.adapter_dropout, None, self.adapter_scale
         part = BottleneckPart(*own, self.beside, self.of_sum)
         return part._replace(tensors=(down.weight, down.bias, up.weight, up.bias)) if self.active else part
+
+    def after_sum(self) -> nn.Module:
+        """Where what the base gives passes before the bottleneck sees it."""
+        return self.linear_part
 
     def adapted(self, y: Tensor) -> Tensor:
         """y [..., width] and what the bottleneck adds to it, in the dtype of y."""
@@ -201,10 +209,6 @@ class AdapterNorm(AdapterOfAnyClass):
 class AdapterMixture(AdapterOfAnyClass):
     """A mixture of experts followed by a bottleneck adapter, behind the first of what the module gives."""
 
-    def after_sum(self) -> nn.Module:
-        """Where what the mixture gives passes before the bottleneck sees it."""
-        return self.linear_part
-
     def forward(self, *args: Any, **settings: Any) -> Any:
         """The mixture, then the bottleneck with its own residual."""
         found = cast("Any", super()).forward(*args, **settings)
@@ -243,14 +247,7 @@ class AdapterLinear(BottleneckLayer, TunedLinear, nn.Linear):
 
     def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """The base layer is cut; the bottleneck is not linear and acts after the sum."""
-        base: dict[str, TensorSplit] = (
-            {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
-        )
-        return base | dict.fromkeys(self.tuned(), cast("TensorSplit", "after"))
-
-    def after_sum(self) -> nn.Module:
-        """Where the base layer's output passes before the bottleneck sees it."""
-        return self.linear_part
+        return linear_splits(cut) | dict.fromkeys(self.tuned(), cast("TensorSplit", "after"))
 
     def low_rank(self) -> LowRank:
         """Weight and bias of the base layer, which the bottleneck acts behind."""

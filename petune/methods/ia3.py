@@ -19,7 +19,7 @@ from petune.errors import UsageError
 from petune.methods.configs import Ia3Config
 from petune.methods.targets import select_layers
 from petune.models.spec import CutKind, Family, TensorSplit
-from petune.models.tuned_linear import KeptFeatures, TunedLinear
+from petune.models.tuned_linear import KeptFeatures, TunedLinear, linear_splits
 from petune.models.tuned_parts import LowRank, Scaling
 
 SCALE = "ia3_l"
@@ -59,10 +59,9 @@ class Ia3Linear(TunedLinear, nn.Linear):
     def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """Scales follow the features that they scale where those are cut; whole ones scale each rank's term
         of the sum."""
-        own: TensorSplit = 1 if self.of_inputs else 0
-        if cut == "column":
-            return {"weight": 0, "bias": 0, SCALE: None if self.of_inputs else own}
-        return {"weight": 1, "bias": "owner", SCALE: own if self.of_inputs else None}
+        cuts_outputs = cut == "column"
+        own = None if self.of_inputs == cuts_outputs else int(self.of_inputs)
+        return linear_splits(cut) | {SCALE: own}
 
     def kept_features(self) -> KeptFeatures:
         """What is scaled: the input, and then its scaled form as well; or every output."""

@@ -32,7 +32,7 @@ from petune.models.experts import Experts, is_experts, weight_at, weights_of
 from petune.models.frozen_weight import sampled
 from petune.models.joined import JoinedLinear, joined_linears, part_at, split_name
 from petune.models.spec import CutKind, Family, TensorSplit
-from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear, parameter
+from petune.models.tuned_linear import KeptFeatures, TunedLayer, TunedLinear, linear_splits, parameter
 from petune.models.tuned_parts import LowRank
 
 
@@ -122,11 +122,8 @@ class LoraLayer(TunedLinear):
     def splits(self, cut: CutKind) -> dict[str, TensorSplit]:
         """By columns B follows the outputs and A is whole; by rows A follows the inputs and B is whole."""
         a, b = (None, 0) if cut == "column" else (1, None)
-        base: dict[str, TensorSplit] = (
-            {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
-        )
         start = dict(zip(pissa.START, (a, b), strict=True)) if pissa.has_start(self) else {}
-        return base | {"lora_A": a, "lora_B": b} | start
+        return linear_splits(cut) | {"lora_A": a, "lora_B": b} | start
 
     def kept_features(self) -> KeptFeatures:
         """The input, which A reads, and what it makes of it, r features."""
@@ -355,11 +352,8 @@ def settings_of(
         name = next(iter(wrong))
         classes = (kind for kind in forms if kind is not Experts)
         known = ", ".join(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in classes)
-        raise UsageError(
-            f"{method} tunes {known}, not {wrong[name]}",
-            where=name,
-            remedy="narrow `targets` or name it in `exclude`",
-        )
+        what = f"{method} tunes {known}, not {wrong[name]}"
+        raise UsageError(what, where=name, remedy="narrow `targets` or name it in `exclude`")
     if not layers:
         raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
     refuse_unreached(model, layers)

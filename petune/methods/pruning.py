@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.models.note import Note
 from petune.models.spec import Attention, Mlp, Norm, Role, RoutedMlp, Shape, StackRule, SubLayer, child_of
 
 _ELSE = "set start: random"
-ATTRIBUTE = "petune_fisher"  # where `weigh` leaves it on a model
+_FISHER = Note[Mapping[str, Tensor]]("petune_fisher")
 
 
 def kept(importance: Tensor, reduction: int) -> Tensor:
@@ -179,18 +180,15 @@ def weigh(model: nn.Module, fisher: Mapping[str, Tensor]) -> None:
     >>> weigh(base, fisher_of(base, (base(row, labels=row).loss * (row.numel() - 1) for row in rows)))
     >>> model = petune.wrap(base, "side", start="fisher", reduction=4)
     """
-    setattr(model, ATTRIBUTE, fisher)
+    _FISHER.put(model, fisher)
 
 
 def weighed(model: nn.Module) -> Mapping[str, Tensor]:
     """What `weigh` has left, which the model forgets. Raises UsageError where it was not called."""
-    found: Mapping[str, Tensor] | None = model.__dict__.pop(ATTRIBUTE, None)
-    if found is None:
-        raise UsageError(
-            "start: fisher needs gradients of training rows, which nobody has measured",
-            where="start",
-            remedy="train by a recipe, or call weigh of petune.methods.pruning before",
-        )
+    if (found := _FISHER.taken(model)) is None:
+        what = "start: fisher needs gradients of training rows, which nobody has measured"
+        remedy = "train by a recipe, or call weigh of petune.methods.pruning before"
+        raise UsageError(what, where="start", remedy=remedy)
     return found
 
 

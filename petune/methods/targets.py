@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import Problem, UsageError, nearest
 from petune.files.patterns import compile_pattern
+from petune.models.behind import output_head
 from petune.models.experts import ROLES, is_experts, weights_of
 from petune.models.joined import JoinedLinear, joined_linears, split_name
 from petune.models.sites import find_sites
@@ -76,25 +77,19 @@ def _refuse_parts(
             continue
         layer, role = at
         if not parts:
-            raise UsageError(
-                f"{role} is some of the outputs of one linear, which this method tunes whole",
-                where=layer,
-                remedy=f"target {layer.rpartition('.')[2]}, or use method lora",
-            )
+            what = f"{role} is some of the outputs of one linear, which this method tunes whole"
+            remedy = f"target {layer.rpartition('.')[2]}, or use method lora"
+            raise UsageError(what, where=layer, remedy=remedy)
         if layer in chosen and layer not in left_out:
-            raise UsageError(
-                f"targets names both this linear and {role}, which is a part of it",
-                where=layer,
-                remedy=f"name {', '.join(joined[layer].lengths)}, or the whole",
-            )
+            what = f"targets names both this linear and {role}, which is a part of it"
+            remedy = f"name {', '.join(joined[layer].lengths)}, or the whole"
+            raise UsageError(what, where=layer, remedy=remedy)
     for name in left_out:
         if (at := split_name(name, joined)) is not None and at[0] in chosen and at[0] not in left_out:
             rest = [role for role in joined[at[0]].lengths if f"{at[0]}.{role}" not in left_out]
-            raise UsageError(
-                f"exclude names {at[1]}, a part of this linear, which is tuned whole",
-                where=at[0],
-                remedy=f"name the other parts in `targets`: {', '.join(rest)}",
-            )
+            what = f"exclude names {at[1]}, a part of this linear, which is tuned whole"
+            remedy = f"name the other parts in `targets`: {', '.join(rest)}"
+            raise UsageError(what, where=at[0], remedy=remedy)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -176,22 +171,16 @@ def refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         if isinstance(owner, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-            raise UsageError(
-                f"{type(owner).__name__} reads this weight without calling the layer",
-                where=name,
-                remedy=f"exclude: [{leaf}]",
-            )
+            what = f"{type(owner).__name__} reads this weight without calling the layer"
+            raise UsageError(what, where=name, remedy=f"exclude: [{leaf}]")
         twins = (
             [twin for twin, table in tables.items() if twin != name and table.weight is layer.weight]
             if name in tables
             else []
         )
         if twins and leaf == "shared":
-            raise UsageError(
-                "this embedding is never called, only its tied twins are",
-                where=name,
-                remedy=f"target {', '.join(twins)}",
-            )
+            what = "this embedding is never called, only its tied twins are"
+            raise UsageError(what, where=name, remedy=f"target {', '.join(twins)}")
 
 
 def _roles(
@@ -221,11 +210,11 @@ def _by_word(
         wanted = {name for names in roles.values() for name in names}
         return {name: layer for name, layer in layers.items() if name in wanted}
     if word in ("auto", "all-linear"):
-        outputs = {id(module) for module in (_output_head(model),) if module is not None}
+        outputs = output_head(model)
         return {
             name: module
             for name, module in layers.items()
-            if (type(module) in LINEAR and id(module) not in outputs) or is_experts(module)
+            if (type(module) in LINEAR and module is not outputs) or is_experts(module)
         }
     pattern = compile_pattern(word, UsageError, "targets")
     hits = {name: module for name, module in layers.items() if pattern.fullmatch(name)}
@@ -252,7 +241,7 @@ def left_alone(
     and biases are not counted.
     """
     passed = [*tuned, *(module for module in model.modules() if isinstance(module, nn.Embedding))]
-    passed += [head] if (head := _output_head(model)) is not None else []
+    passed += [head] if (head := output_head(model)) is not None else []
     known = {id(value) for module in passed for value in module.parameters(recurse=False)} | {
         id(value) for value in trained
     }
@@ -285,11 +274,6 @@ def _abridged(names: Mapping[str, str], most: int = 4) -> str:
     """The first names with the classes of their owners, and how many more there are."""
     shown = [f"{name} of {owner}" for name, owner in list(names.items())[:most]]
     return ", ".join(shown + [f"{len(names) - most} more"] * (len(names) > most))
-
-
-def _output_head(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    return get() if get else None
 
 
 def _by_list(
@@ -337,7 +321,5 @@ def _no_match(
     for number in [leaf for leaf in leaves if leaf.isdigit()]:
         del leaves[number]
     near = nearest(entry.rpartition(".")[2], leaves) or [leaf for leaf, _ in leaves.most_common(8)]
-    return Problem(
-        f"{setting}: {entry!r} matches no module",
-        found="the nearest names are " + ", ".join(f"{leaf} ({leaves[leaf]})" for leaf in near),
-    )
+    found = "the nearest names are " + ", ".join(f"{leaf} ({leaves[leaf]})" for leaf in near)
+    return Problem(f"{setting}: {entry!r} matches no module", found=found)

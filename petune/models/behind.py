@@ -3,6 +3,8 @@ it is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from petune.models.spec import Family, stack_paths
@@ -18,9 +20,7 @@ def behind_blocks(model: nn.Module, family: Family) -> set[int]:
     paths = stack_paths(model, family)
     last = list(paths)[-1]
     above = {path.rpartition(".")[0] for path in paths.values()}
-    spine = {"", *above}
-    while longer := {path.rpartition(".")[0] for path in spine} - spine:
-        spine |= longer
+    spine = spine_of(above)
     makes = () if family.signal is None else family.signal.embeddings
     found: list[str] = []
     for path in spine:
@@ -34,6 +34,21 @@ def behind_blocks(model: nn.Module, family: Family) -> set[int]:
     named = list(model.named_parameters(remove_duplicate=False))
     before = {id(value) for name, value in named if not name.startswith(tuple(found))}
     return {id(value) for _, value in named} - before
+
+
+def spine_of(paths: Iterable[str]) -> set[str]:
+    """These modules, and all that they are in, the model itself as ""."""
+    spine = {"", *paths}
+    while longer := {path.rpartition(".")[0] for path in spine} - spine:
+        spine |= longer
+    return spine
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes logits of the vocabulary, as the model itself says; None for a classifier."""
+    ask = getattr(model, "get_output_embeddings", None)
+    found = ask() if callable(ask) else None
+    return found if isinstance(found, nn.Module) else None
 
 
 def embeds(module: nn.Module) -> bool:

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from petune.models.note import Note
 
 Connection = Literal["whole", "sequence"]  # how ranks hold what lies between sub-layers
-
-_BOUNDARY = "boundary"  # attribute of the module by which a sub-layer is entered
-_SLICE = "vocabulary_slice"  # attribute of a head that is cut by vocabulary
-_TOKENS = "shared_tokens"
 
 
 class Boundary(Protocol):
@@ -128,39 +126,17 @@ class BoundaryHook:
     """A hook by which a model's own modules do what a fused block does itself."""
 
 
-class StatelessHook:
-    """A hook that knows nothing of the module it hangs on: a copy of the model has the same one, as a process
-    group cannot be copied."""
+class SharedByCopies:
+    """What a copy of the model has the same one of, as a process group cannot be copied; of hooks, one that
+    knows nothing of the module it hangs on."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StatelessHook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
-def put_boundary(module: nn.Module, boundary: Boundary) -> None:
-    """Say that the sub-layer that `module` enters has this boundary."""
-    module.__dict__[_BOUNDARY] = boundary
-
-
-def boundary_of(module: nn.Module) -> Boundary | None:
-    """The boundary of the sub-layer that `module` enters; None where it is not cut."""
-    return cast("Boundary | None", module.__dict__.get(_BOUNDARY))
-
-
-def put_slice(head: nn.Module, part: VocabularySlice) -> None:
-    """Say that `head` holds this slice of its vocabulary."""
-    head.__dict__[_SLICE] = part
-
-
-def put_shared_tokens(head: nn.Module, share: SharedTokens) -> None:
-    """Say that a fused loss by `head` is made of own tokens on each rank."""
-    head.__dict__[_TOKENS] = share
-
-
-def shared_tokens_of(head: nn.Module) -> SharedTokens | None:
-    """Which tokens' loss by `head` is made here; None where it is that of all."""
-    return cast("SharedTokens | None", head.__dict__.get(_TOKENS))
-
-
-def slice_of(head: nn.Module) -> VocabularySlice | None:
-    """The slice of the vocabulary that `head` holds; None where it holds all of it."""
-    return cast("VocabularySlice | None", head.__dict__.get(_SLICE))
+_BOUNDARY = Note[Boundary]("boundary")  # of the module by which a sub-layer is entered that is cut
+put_boundary, boundary_of = _BOUNDARY.put, _BOUNDARY.of
+_SLICE = Note[VocabularySlice]("vocabulary_slice")  # of a head that holds a slice of its vocabulary
+put_slice, slice_of = _SLICE.put, _SLICE.of
+_TOKENS = Note[SharedTokens]("shared_tokens")  # of a head whose fused loss is made of own tokens on each rank
+put_shared_tokens, shared_tokens_of = _TOKENS.put, _TOKENS.of

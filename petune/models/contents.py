@@ -29,10 +29,10 @@ from petune.models.fresh import box_of, draw, holding, initialiser, tuned_owner
 from petune.models.frozen_weight import QuantisedWeight, sample_places, sampled
 from petune.models.mxfp4_files import Mxfp4
 from petune.models.nf4 import Nf4
+from petune.models.note import Note
 from petune.models.read_plan import ReadPlan
 from petune.models.tuned_linear import TunedLinear
 
-ATTRIBUTE = "petune_contents"  # where `attach` leaves them on a model
 COMPARED = 4 << 20  # elements of two tensors that are compared at once
 NO_PLAN = ReadPlan({}, frozenset(), {}, [])
 
@@ -194,12 +194,7 @@ class Contents:
         return True
 
     def _read(
-        self,
-        reader: RangeReader,
-        name: str,
-        out: Tensor,
-        start: Sequence[int],
-        by: torch.dtype | None = None,
+        self, reader: RangeReader, name: str, out: Tensor, start: Sequence[int], by: torch.dtype | None = None
     ) -> None:
         """Fill `out` with the box of its shape from `start` on of a tensor that files hold, by pieces."""
         for piece in self.plan.pieces[name]:
@@ -283,22 +278,14 @@ class Contents:
 # ---------------------------------------------------------------- a model and its contents
 
 
+_CONTENTS = Note[Contents]("petune_contents")  # of a model that is not in memory yet
+contents_of, detach = _CONTENTS.of, _CONTENTS.taken
+
+
 def attach(model: nn.Module, contents: Contents) -> None:
     """Leave its contents on a model, as it is now, until it is filled."""
     contents.remember(model)
-    setattr(model, ATTRIBUTE, contents)
-
-
-def contents_of(model: nn.Module) -> Contents | None:
-    """What `attach` has left on a model; None for one that is in memory."""
-    found: Contents | None = model.__dict__.get(ATTRIBUTE)
-    return found
-
-
-def detach(model: nn.Module) -> Contents | None:
-    """The same, which the model forgets."""
-    found: Contents | None = model.__dict__.pop(ATTRIBUTE, None)
-    return found
+    _CONTENTS.put(model, contents)
 
 
 def checksums_of(model: nn.Module, tensors: Mapping[str, Tensor], share: RankShare = ALONE) -> dict[str, int]:

@@ -11,17 +11,14 @@ from torch import Tensor, nn
 
 from petune.errors import FileError, Problem, UsageError
 from petune.files.safetensors import WEIGHTS, Header, is_finite
+from petune.models.behind import output_head
 from petune.models.contents import Contents
 from petune.models.source import ModelSource
 from petune.models.spec import Family
 
 
 def check_filled(
-    model: nn.Module,
-    family: Family | None,
-    info: Any,
-    source: ModelSource,
-    contents: Contents | None = None,
+    model: nn.Module, family: Family | None, info: Any, source: ModelSource, contents: Contents | None = None
 ) -> tuple[tuple[str, ...], str]:
     """(modules that are new, a line about them), by transformers' `info` on what a checkpoint filled.
 
@@ -68,9 +65,7 @@ def check_filled(
 def _zero_biases(model: nn.Module, new: Sequence[str], contents: Contents | None) -> set[str]:
     """Every name of the bias of a vocabulary head that is new: zero until it trains, so that nothing random
     stays."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if new and callable(get) else None
-    bias = getattr(head, "bias", None)
+    bias = getattr(output_head(model) if new else None, "bias", None)
     if bias is None:
         return set()
     names = {name for name, value in model.named_parameters(remove_duplicate=False) if value is bias}
@@ -95,11 +90,8 @@ def refuse_not_finite(names: Sequence[str], place: str) -> None:
 def refuse_absent(name: str, value: Tensor) -> None:
     """Raise UsageError for a tensor on the meta device, of which something is to be read or written."""
     if value.is_meta:
-        raise UsageError(
-            "this tensor has no values: it is on the meta device",
-            where=name,
-            remedy="load the whole model, without offloading (device_map)",
-        )
+        remedy = "load the whole model, without offloading (device_map)"
+        raise UsageError("this tensor has no values: it is on the meta device", where=name, remedy=remedy)
 
 
 def check_stored(model: nn.Module, headers: Mapping[Path, Header], four_bit: Collection[str] = ()) -> None:

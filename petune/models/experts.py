@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from petune.models.note import Note
 from petune.models.routes import Routes
 from petune.models.spec import Pieces, TensorSplit
 from petune.models.tuned_linear import TunedLayer, TunedOfAnyClass
@@ -28,7 +29,6 @@ ROLES: Mapping[str, tuple[str, ...]] = {  # the weights that a role of a dense M
     "up": ("gate_up_proj", "up_proj"),
     "down": ("down_proj",),
 }
-_SPREAD = "petune_spread"
 _GATES = "transformers.integrations.moe"
 _SAYS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
@@ -78,15 +78,11 @@ class Way(NamedTuple):
 
 class Spread(Protocol):
     """Where the experts of a mixture lie that are cut over ranks, and how tokens get there. Tensors in,
-    tensors out, no autograd, as those of a boundary (petune.models.boundary)."""
+    tensors out, no autograd, as those of a boundary (petune.models.boundary). counts: experts of each rank;
+    index: of this one."""
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Experts of each rank."""
-
-    @property
-    def index(self) -> int:
-        """Of this rank."""
+    counts: tuple[int, ...]
+    index: int
 
     def way(self, index: Tensor) -> tuple[Way, Routes]:
         """The way of tokens to the experts index [tokens, chosen], and the routes of the rows that come here
@@ -109,14 +105,8 @@ def reached(held: Sequence[int], chosen: int) -> list[float]:
     return [1 - comb(every - own, chosen) / comb(every, chosen) for own in held]
 
 
-def put_spread(module: nn.Module, spread: Spread) -> None:
-    """Say of experts which of a mixture's they are."""
-    module.__dict__[_SPREAD] = spread
-
-
-def spread_of(module: nn.Module) -> Spread | None:
-    """Where the experts of its mixture lie; None where all are here."""
-    return cast("Spread | None", module.__dict__.get(_SPREAD))
+_SPREAD = Note[Spread]("petune_spread")  # of experts: where all of the mixture lie, unless they are here
+put_spread, spread_of = _SPREAD.put, _SPREAD.of
 
 
 def number_of(module: nn.Module) -> int:

@@ -24,14 +24,14 @@ from petune.files.ranges import TensorSource
 from petune.files.safetensors import Header, read_header, read_json
 from petune.models import FAMILIES
 from petune.models.heads import Head, model_class, refuse_headless
+from petune.models.note import Note
 from petune.models.source import ModelSource, is_weights, local_folder, model_files
 
 # by model_type: those whose text model computes on texts alone what it computes inside them, as tests show
 WHOLES = ("gemma3", "gemma4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe")
 INSIDE = "model.language_model"  # the text model's blocks in the classes of transformers
-HEAD = "lm_head.weight"
+HEAD, TIES = "lm_head.weight", "tie_word_embeddings"
 OUTSIDE = "beside the text model: "  # before names of files that are none of its own
-_ATTRIBUTE = "petune_whole"
 _IN_FILES = {f"{INSIDE}.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _SAVE = "save its text model by itself, as type {}, and train that"
 
@@ -66,12 +66,8 @@ def read_part(config: Any, fields: Mapping[str, Any]) -> Any:
     """`text_part` of a config that was read from `fields`: where these say nothing of a tied head, the
     default of the whole's class may be another than its text model's, whose word counts then."""
     inner = getattr(config, "text_config", None)
-    said = None if _says_ties(fields) else getattr(inner, "tie_word_embeddings", None)
+    said = None if TIES in fields else getattr(inner, TIES, None)
     return text_part(config, said)
-
-
-def _says_ties(fields: Mapping[str, Any]) -> bool:
-    return "tie_word_embeddings" in fields
 
 
 def whole_at(source: ModelSource) -> Composite | None:
@@ -87,7 +83,7 @@ def whole_at(source: ModelSource) -> Composite | None:
     config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
     if text_part(config) is config:
         return None
-    return Composite(str(config.model_type), source, _says_ties(fields))
+    return Composite(str(config.model_type), source, TIES in fields)
 
 
 def refuse_other_head(source: ModelSource, config: Any, head: Head) -> None:
@@ -183,16 +179,8 @@ def note_of(whole: Composite, files: Mapping[str, TensorSource]) -> str:
 # ---------------------------------------------------------------- models
 
 
-def remember_whole(model: nn.Module, whole: Composite | None) -> None:
-    """Note on a text model what it is a part of."""
-    if whole is not None:
-        setattr(model, _ATTRIBUTE, whole)
-
-
-def whole_of(model: nn.Module) -> Composite | None:
-    """What a text model is a part of; None for a model by itself."""
-    found: Composite | None = model.__dict__.get(_ATTRIBUTE)
-    return found
+_WHOLE = Note[Composite]("petune_whole")  # of a text model that is a part of a checkpoint
+remember_whole, whole_of = _WHOLE.put, _WHOLE.of
 
 
 def is_whole(model: nn.Module) -> bool:

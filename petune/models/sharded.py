@@ -4,11 +4,10 @@ where memory is planned and where whole weights are needed."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from torch import nn
 
-_SHARDS = "petune_shards"  # attribute of a model
+from petune.models.note import Note
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,8 @@ class Shards:
     gathered: int
 
 
-def put_shards(model: nn.Module, shards: Shards) -> None:
-    """Say that the weights of `model` are sharded, and what of them is here."""
-    model.__dict__[_SHARDS] = shards
+_SHARDS = Note[Shards]("petune_shards")  # of a model whose weights are sharded
+put_shards, shards_of = _SHARDS.put, _SHARDS.of
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:
@@ -35,8 +33,3 @@ def class_in(module: nn.Module) -> type[nn.Module]:
     """The own class of a module of such a model: FSDP2 makes one of its own of some."""
     kind = type(module)
     return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
-
-
-def shards_of(model: nn.Module) -> Shards | None:
-    """What is here of a model whose weights are sharded; None where they are whole."""
-    return cast("Shards | None", model.__dict__.get(_SHARDS))

@@ -167,11 +167,7 @@ def class_of(form: Any, kind: Any) -> Any:
 @cache
 def _form_of(form: Any, kind: Any) -> Any:
     made = {"__module__": form.__module__, "base": kind} | form.own_of(kind)
-    return type(_name_of(form, kind), (form, kind), made)
-
-
-def _name_of(form: type, kind: type) -> str:
-    return f"{form.__name__}Of{kind.__name__}"
+    return type(f"{form.__name__}Of{kind.__name__}", (form, kind), made)
 
 
 def _blank(form: Any, kind: Any) -> Any:
@@ -248,6 +244,12 @@ class TunedLinear(TunedLayer):
 
     def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         return {"weight": self.merged_weight(dtype)}
+
+
+def linear_splits(cut: CutKind) -> dict[str, TensorSplit]:
+    """How weight and bias of a linear are cut: by columns both along the outputs; by rows the weight along
+    the inputs, and the bias is one rank's."""
+    return {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:

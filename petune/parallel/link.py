@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from petune.kernels.block.turns import then
+from petune.models.boundary import SharedByCopies
 from petune.parallel.collectives import GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, MaybeGroup, Sizes, least_of
 from petune.parallel.copy_engines import CopyEngines
 from petune.parallel.launch.lasting import LastingGroup
@@ -25,16 +25,12 @@ from petune.parallel.launch.lasting import LastingGroup
 LARGE = 2**20  # bytes of a message from which copy engines pay
 
 
-class Crossing:
-    """What boundaries and exchanges have in common (see petune.models.boundary, petune.models.exchange). A
-    copy of the model has the same one, as a process group cannot be copied."""
+class Crossing(SharedByCopies):
+    """What boundaries and exchanges have in common (see petune.models.boundary, petune.models.exchange)."""
 
     group: MaybeGroup
     overlapped: bool
     engines: CopyEngines | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
     @property
     def link(self) -> Link:

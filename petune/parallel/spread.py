@@ -26,8 +26,8 @@ from torch.autograd.function import Function, once_differentiable
 
 from petune.errors import UsageError
 from petune.kernels.grouped import combine, combined, dispatch
-from petune.models.boundary import BoundaryHook
-from petune.models.experts import Way, is_experts, put_spread
+from petune.models.boundary import BoundaryHook, SharedByCopies
+from petune.models.experts import Spread, Way, is_experts, put_spread
 from petune.models.routes import Routes, routes_of
 from petune.models.transition import transition
 from petune.parallel.collectives import MaybeGroup, Sizes, least_of
@@ -37,16 +37,12 @@ from petune.parallel.tensor.shard_params import Slice, narrow
 
 
 @dataclass(frozen=True)
-class ExpertRanks:
-    """Experts of each rank of `group`, and which of them this is (petune.models.experts.Spread). A copy of
-    the model has the same one, as a process group cannot be copied."""
+class ExpertRanks(SharedByCopies, Spread):
+    """Experts of each rank of `group`, and which of them this is."""
 
     counts: Sizes
     index: int
     group: MaybeGroup = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
-        return self
 
     def way(self, index: Tensor) -> tuple[Way, Routes]:
         """See petune.models.experts.Spread. It waits once for the device, as messages have a length."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.models.behind import embeds
+from petune.models.behind import embeds, spine_of
 from petune.models.copied import copied
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.models.stack import Stack, own_stacks
@@ -204,9 +204,7 @@ def _take_out_the_rest(
     Embeddings, these modules, and OPENERS, work before the stack they lie beside, or before the first if they
     lie further up; the tail after its stack; everything else outside, the heads, after the last one.
     """
-    spine = {""} | {path.rpartition(".")[0] for path in stacks}
-    while above := {path.rpartition(".")[0] for path in spine} - spine:
-        spine |= above
+    spine = spine_of(path.rpartition(".")[0] for path in stacks)
     for path in sorted(spine):
         owner = model.get_submodule(path)
         if not last and (bias := owner._buffers.get(LOGITS_BIAS)) is not None:

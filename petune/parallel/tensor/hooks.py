@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.models.boundary import Boundary, BoundaryHook, StatelessHook, boundary_of, put_boundary
+from petune.models.boundary import Boundary, BoundaryHook, SharedByCopies, boundary_of, put_boundary
 from petune.models.spec import Family, Region, Shape, child_of
 from petune.models.stack import ends_here
 from petune.models.transition import transition
@@ -205,7 +205,7 @@ class Across(BoundaryHook):
 
 
 @dataclass
-class EnterHook(StatelessHook, BoundaryHook):
+class EnterHook(SharedByCopies, BoundaryHook):
     """Hook before a region cut by heads: every rank needs the hidden states of the whole sequence."""
 
     boundary: Boundary
@@ -278,7 +278,7 @@ def in_rows(x: Tensor, tokens: int, act: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass
-class RefuseRecording(StatelessHook):
+class RefuseRecording(SharedByCopies):
     """Hook before the model: recorded hidden states and attentions would be shards."""
 
     plan: Cut

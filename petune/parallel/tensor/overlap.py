@@ -22,9 +22,6 @@ stand-in goes through the model's own code: nothing but its shape, dtype and dev
 numbers are NaN, nothing else goes unnoticed. Every rank makes the same calls of a site, for a tile without
 tokens too, so that all save as many tensors: recomputing stops once it has as many, on all ranks at the same
 step.
-
-The file is long because an entry and an exit are told three times: as autograd's nodes, as one call, and as
-hooks.
 """
 
 from __future__ import annotations
@@ -41,12 +38,21 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from petune.models.boundary import BoundaryHook
+from petune.models.boundary import BoundaryHook, SharedByCopies
 from petune.models.transition import applied
 from petune.models.tuned_linear import TunedLinear
 from petune.parallel.collectives import SEQ
 from petune.parallel.plan import Cut, apportion
-from petune.parallel.tensor.tiles import Incoming, Outgoing, TileRoute, Tiles, choose, receiving, sending
+from petune.parallel.tensor.tiles import (
+    Incoming,
+    Outgoing,
+    Slicing,
+    TileRoute,
+    Tiles,
+    choose,
+    receiving,
+    sending,
+)
 from petune.rng.context import running
 
 # of a region whose tokens are whole on every rank: three quarters of a sum are hidden, and matmuls stay large
@@ -219,8 +225,7 @@ class Departing:
     """What the way out of a region takes, in tiles."""
 
     def __init__(self, x: Tensor, tiles: Tiles) -> None:
-        parts: tuple[Tensor, ...] = x.split(list(tiles.sizes), SEQ)
-        self.parts = [parts[tile] for tile in tiles.order]
+        self.parts = Slicing(x, tiles).parts
         self.tiles, self.drawn = tiles, running().drawn
 
     def begin(self) -> Tensor:
@@ -256,15 +261,12 @@ _open = _Open()
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(SharedByCopies):
     """Overlap as one rank of a group does it. route: None where the connection is whole."""
 
     group: dist.ProcessGroup
     index: int
     route: TileRoute | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Overlap:
-        return self  # a process group cannot be copied
 
     def tiles(self, x: Tensor, leaving: bool) -> Tiles:
         """Tiles of a region as it is entered, with own tokens or the whole in `x`, or left."""

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petune.models.boundary import StatelessHook, put_shared_tokens
+from petune.models.behind import output_head
+from petune.models.boundary import SharedByCopies, put_shared_tokens
 from petune.models.stack import Stack
 from petune.parallel.collectives import reduce
 from petune.rng.context import Running, pieces_of
 
 
 @dataclass
-class OwnTokens:
+class OwnTokens(SharedByCopies):
     """A petune.models.boundary.SharedTokens of rank `rank` of `group`. here, batch: how tokens lie in the
     call whose hidden states have left the last stack, and how many rows they have there. still: whether
     nothing behind the blocks trains in the running call."""
@@ -30,9 +31,6 @@ class OwnTokens:
     here: Running = field(default_factory=Running)
     batch: int = 0
     still: bool = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnTokens:
-        return self
 
     def leave(self, hidden: Tensor, here: Running) -> None:
         """Note which call it is whose hidden states [b, own tokens, ...] leave the stack now, for the head
@@ -72,9 +70,8 @@ class OwnTokens:
 def share_tokens(model: nn.Module, group: dist.ProcessGroup, rank: int) -> OwnTokens | None:
     """Let the head right behind the last stack of `model`, whose sequence is cut, make the loss of own
     tokens; None where it has to make that of all."""
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
-    if not isinstance(head, nn.Module) or not still_outside(model):
+    head = output_head(model)
+    if head is None or not still_outside(model):
         return None
     share = OwnTokens(group, rank)
     put_shared_tokens(head, share)
@@ -83,7 +80,7 @@ def share_tokens(model: nn.Module, group: dist.ProcessGroup, rank: int) -> OwnTo
 
 
 @dataclass
-class EnterTokens(StatelessHook):
+class EnterTokens(SharedByCopies):
     """Looks, before a model's forward or that of its copy, whether what was frozen when it was placed trains
     now, on all ranks alike: that needs the loss of all tokens."""
 

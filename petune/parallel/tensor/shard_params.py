@@ -29,7 +29,7 @@ from petune.models.joined import MEMBERS, rows_of_heads
 from petune.models.nf4 import Nf4, refuse_cut_block
 from petune.models.spec import CutKind, Family, Member, Pieces, Region, Shape, TensorSplit, child_of
 from petune.models.stack import Stack, own_stacks, stacks_in
-from petune.models.tuned_linear import TunedLayer, TunedLinear
+from petune.models.tuned_linear import TunedLayer, TunedLinear, linear_splits
 from petune.parallel.mesh import Axis, Coordinate
 from petune.parallel.plan import Cut, ParallelPlan, in_grains
 
@@ -186,7 +186,7 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Tenso
     if experts.is_experts(layer):
         return _declared(layer, experts.splits_of(layer), where)
     if type(layer) is nn.Linear:
-        return {"weight": 0, "bias": 0} if kind == "column" else {"weight": 1, "bias": "owner"}
+        return linear_splits(kind)
     if not isinstance(layer, TunedLinear):
         expected = "a torch.nn.Linear itself, or a TunedLinear"
         raise UsageError(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.models.boundary import StatelessHook
+from petune.models.boundary import SharedByCopies
 from petune.models.exchange import fold, own_pieces, unfold
 from petune.models.stack import Arguments, Stack
 from petune.parallel.collectives import Sizes, copy, gather_shared, split_shared
@@ -20,7 +20,7 @@ from petune.rng.context import Running, pieces_of
 
 
 @dataclass
-class StackEdges(StatelessHook):
+class StackEdges(SharedByCopies):
     """Edges of a stack (stack_protocols.Edges): where the connection is cut by sequence, each rank takes its
     tokens and gives them back."""
 

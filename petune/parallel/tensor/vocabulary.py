@@ -26,6 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.errors import DistributedError
+from petune.models.behind import output_head
 from petune.models.boundary import put_slice
 from petune.models.spec import TensorSplit
 from petune.models.transition import applied
@@ -122,11 +123,8 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
 
 def _head(model: nn.Module) -> nn.Module | None:
     """The linear that makes logits of the vocabulary; None for a classifier."""
-    ask = getattr(model, "get_output_embeddings", None)
-    found = ask() if callable(ask) else None
-    return (
-        found if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor) else None
-    )
+    head = output_head(model)
+    return head if isinstance(getattr(head, "weight", None), Tensor) else None
 
 
 def _narrow(model: nn.Module, wanted: set[int], sizes: Sizes, index: int) -> None:
