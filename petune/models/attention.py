@@ -11,7 +11,6 @@ the mask acts; out comes [b, q, heads, head_dim], contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -128,15 +127,12 @@ def leave(model: nn.Module) -> None:
 def _extend(model: nn.Module, rule: StackRule, positions: Positions) -> None:
     """Extend the attention of every block by `rule`, and of blocks of a side network, which are of the same
     class."""
-    places = {one.core.at for one in rule.sublayers if isinstance(one.core, Attention) and one.core.positions}
-    for own in [module for name, module in model.named_modules() if _at(name, places)]:
+    attends = (one.core for one in rule.sublayers if isinstance(one.core, Attention))
+    places = tuple(f".{core.at}" for core in attends if core.positions)
+    for own in [module for name, module in model.named_modules() if name.endswith(places)]:
         for path, by in positions.own.items():
             if (found := child_of(own, path)) is not None:
                 extend(found[1], by)
-
-
-def _at(name: str, places: Iterable[str]) -> bool:
-    return any(name.endswith(f".{place}") for place in places)
 
 
 def _choose(model: PreTrainedModel, name: str) -> None:

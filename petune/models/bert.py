@@ -6,15 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petune.models.by_fields import deep, narrowing, sized
-from petune.models.spec import (
-    Attention,
-    Family,
-    Mlp,
-    Norm,
-    StackRule,
-    SubLayer,
-    linears,
-)
+from petune.models.spec import Attention, Family, Mlp, Norm, StackRule, SubLayer, linears
 
 
 def attention(at: str, memory: str | None = None) -> SubLayer:

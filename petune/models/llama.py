@@ -11,17 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.models.by_fields import deep
-from petune.models.spec import (
-    Attention,
-    Config,
-    Family,
-    Mlp,
-    Norm,
-    Shape,
-    StackRule,
-    SubLayer,
-    linears,
-)
+from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackRule, SubLayer, linears
 
 ATTENTION = Attention(
     at="self_attn",

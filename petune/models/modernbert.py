@@ -27,12 +27,7 @@ BLOCK = (
         norm_in=Norm("mlp_norm", "layer"),
     ),
 )
-RULE = StackRule(
-    "layers",
-    BLOCK,
-    tail="final_norm",
-    rotary="rotary_emb",
-)
+RULE = StackRule("layers", BLOCK, tail="final_norm", rotary="rotary_emb")
 
 
 def pools(config: Config) -> Pooling:

@@ -1,13 +1,17 @@
 """What sub-layers are described with: sizes, regions, roles, norms, groups of linears, positions that
-attention scores, how tensors are sliced. The vocabulary's other words, and these again, are in spec.py."""
+attention scores, how tensors are sliced, how pictures and sounds are read. The vocabulary's other words, and
+these again, are in spec.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
+
+Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
+Input = Literal["text", "image", "audio"]  # what a model reads
 
 # qkv, gate_up: linears that are several, whose outputs lie side by side in this order
 # q_pos, k_pos: of the positions that attention scores itself
@@ -211,3 +215,20 @@ class Region:
     def within(self) -> bool:
         """Whether it is inside another region, that of a mixture, by which ranks enter and leave it."""
         return self.columns == "shared"
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How a model reads what is no text. argument: of its forward pass, a tensor [rows, channels, height,
+    width] of pictures or [rows, features, frames] of sounds. embeddings: the modules before the first stack
+    that make hidden states of it, by the names they have beside the stack. shape: of one input that a config
+    is made for; fixed: it takes no other. tokens: (config, shape of one input) -> how many tokens the first
+    stack has for it. idle: tensors that pretraining alone reads, by the ends of their names."""
+
+    kind: Literal["image", "audio"]
+    argument: str
+    embeddings: tuple[str, ...]
+    shape: Callable[[Config], tuple[int, ...]]
+    tokens: Callable[[Config, Sequence[int]], int]
+    fixed: bool = True
+    idle: tuple[str, ...] = ()

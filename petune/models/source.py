@@ -20,21 +20,15 @@ from petune.files.manifest import RECORD, name_fault
 from petune.files.safetensors import read_json
 from petune.models.trust import refuse_adapter, refuse_outside
 
-# How well-known names of the hub begin that once were whole ids, and the organisation they have now.
+# Organisations of the hub, and how well-known names of theirs begin that once were whole ids.
 _ORGS = {
-    **{
-        "bert-base-": "google-bert",
-        "bert-large-": "google-bert",
-        "t5-": "google-t5",
-        "flan-t5-": "google",
-        "bart-": "facebook",
-    },
-    **{
-        "distilbert-": "distilbert",
-        "roberta-": "FacebookAI",
-        "xlm-roberta-": "FacebookAI",
-        "gpt2": "openai-community",
-    },
+    "google-bert": ("bert-base-", "bert-large-"),
+    "google-t5": ("t5-",),
+    "google": ("flan-t5-",),
+    "facebook": ("bart-",),
+    "distilbert": ("distilbert-",),
+    "FacebookAI": ("roberta-", "xlm-roberta-"),
+    "openai-community": ("gpt2",),
 }
 _CONFIGS = ("config.json", "generation_config.json")
 
@@ -84,21 +78,15 @@ def resolve_model(spec: str, folder: Path) -> ModelSource:
         or len(spec.encode()) > 4000
         or any(len(part.encode()) > 255 for part in spec.split("/"))
     ):
-        raise FileError(
-            "no model has a name like this",
-            found=repr(spec)[:200],
-            remedy="give a folder, a hub id such as org/name, or demo:NAME",
-        )
+        remedy = "give a folder, a hub id such as org/name, or demo:NAME"
+        raise FileError("no model has a name like this", found=repr(spec)[:200], remedy=remedy)
     for place in tried:
         if place.is_dir():
             _refuse_no_model(place)
             return ModelSource(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
         if place.is_file():
-            raise FileError(
-                "the model is a file, not a folder",
-                where=str(place),
-                remedy="give the folder that holds config.json",
-            )
+            remedy = "give the folder that holds config.json"
+            raise FileError("the model is a file, not a folder", where=str(place), remedy=remedy)
     name, _, revision = spec.partition("@")
     if spec.startswith((".", "/")) or name.count("/") != 1:
         raise _not_there(spec, tried)
@@ -132,7 +120,7 @@ def _find(text: str, folder: Path) -> Path:
 def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
     places = ", ".join(dict.fromkeys(str(place) for place in tried))
     names = ", ".join(f"demo:{name}" for name in demo.MODELS)
-    org = next((org for start, org in _ORGS.items() if spec.startswith(start) and "/" not in spec), None)
+    org = next((org for org, starts in _ORGS.items() if spec.startswith(starts) and "/" not in spec), None)
     remedy = f"give a folder, a hub id, which has the form org/name, or one of {names}"
     remedy = f"on the hub it is {org}/{spec}" if org else remedy
     return FileError(f"no model at {spec!r}", found=f"nothing at {places}", remedy=remedy)
@@ -217,12 +205,8 @@ def _names_in(index: Path) -> list[str]:
         fault = name_fault(name) or (None if is_weights(name) else "is no safetensors file")
         if fault:
             where = f"{index}  weight_map: {tensor!r}"[:300]
-            raise FileError(
-                f"a file's name {fault}",
-                where=where,
-                found=repr(name)[:200],
-                remedy="use a copy of the model you trust",
-            )
+            remedy = "use a copy of the model you trust"
+            raise FileError(f"a file's name {fault}", where=where, found=repr(name)[:200], remedy=remedy)
     return sorted(set(found.values()))
 
 
@@ -238,10 +222,5 @@ def check_weights(source: ModelSource) -> None:
         found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or None
         convert = "only safetensors are read: convert the weights with save_pretrained"
         remedy = convert if found else "use a complete copy of the model"
-        raise FileError(
-            f"{missing[0]} is not there",
-            where=str(folder),
-            expected=", ".join(names[:3]),
-            found=found,
-            remedy=remedy,
-        )
+        what = f"{missing[0]} is not there"
+        raise FileError(what, where=str(folder), expected=", ".join(names[:3]), found=found, remedy=remedy)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -19,7 +19,9 @@ from petune.errors import UsageError
 from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
 from petune.models.parts import Columns as Columns
+from petune.models.parts import Config as Config
 from petune.models.parts import CutKind as CutKind
+from petune.models.parts import Input as Input
 from petune.models.parts import Lending as Lending
 from petune.models.parts import LinearGroup as LinearGroup
 from petune.models.parts import Member as Member
@@ -31,15 +33,13 @@ from petune.models.parts import Positions as Positions
 from petune.models.parts import Region as Region
 from petune.models.parts import Role as Role
 from petune.models.parts import Shape as Shape
+from petune.models.parts import Signal as Signal
 from petune.models.parts import TensorSplit as TensorSplit
 from petune.models.parts import linears as linears
-from petune.models.signal import Input as Input
-from petune.models.signal import Signal as Signal
 
 StackName = Literal["encoder", "decoder"]
 ModelKind = Literal["encoder", "encoder-decoder", "decoder"]  # by the stacks that a model has
 Pooling = Literal["every", "first", "last", "end", "mean", "first and mean"]
-Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,6 @@ class RoutedMlp:
         sites: dict[Role, str] = {"experts": self.experts}
         return Region(kind="mlp", enter=self.at, leave=self.experts, sites=sites, mixture=True)
 
-    def stands_in(self, block: nn.Module) -> bool:
-        """Whether this block has experts."""
-        return child_of(block, self.experts) is not None
-
 
 @dataclass(frozen=True)
 class SubLayer:
@@ -291,7 +287,7 @@ class StackRule:
         for one in self.sublayers:
             if isinstance(one.core, LinearAttention) and one.core.full and not child_of(block, one.core.at):
                 one = replace(one, core=one.core.full)
-            if isinstance(one.core, RoutedMlp) and one.core.dense and not one.core.stands_in(block):
+            if isinstance(one.core, RoutedMlp) and one.core.dense and not child_of(block, one.core.experts):
                 one = replace(one, core=one.core.dense)
             if one.norm_first is not None and getattr(block, one.norm_first):
                 one = replace(one, norm_in=one.norm_after_sum, norm_after_sum=None, norm_first=None)

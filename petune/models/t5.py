@@ -80,10 +80,7 @@ def rule(blocks: str, sublayers: tuple[SubLayer, ...]) -> StackRule:
 FAMILY = Family(
     name="t5",
     kind="encoder-decoder",
-    stacks={
-        "encoder": rule("encoder.block", ENCODER),
-        "decoder": rule("decoder.block", DECODER),
-    },
+    stacks={"encoder": rule("encoder.block", ENCODER), "decoder": rule("decoder.block", DECODER)},
     heads=("classification_head", "classifier"),
     shape=shape,
     narrow=narrowing("d_model", "d_ff", "d_kv"),

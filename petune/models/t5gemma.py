@@ -9,16 +9,7 @@ from dataclasses import replace
 from petune.errors import UsageError
 from petune.models import gemma3, llama
 from petune.models.gemma3 import NORM
-from petune.models.spec import (
-    Attention,
-    Config,
-    Family,
-    Shape,
-    StackName,
-    StackRule,
-    SubLayer,
-    linears,
-)
+from petune.models.spec import Attention, Config, Family, Shape, StackName, StackRule, SubLayer, linears
 
 STACKS: tuple[StackName, ...] = ("encoder", "decoder")
 

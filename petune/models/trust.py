@@ -8,6 +8,7 @@ transformers has itself is read with that class; any other is refused with what 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,44 +74,34 @@ def code_refused(folder: Path | None, place: str, reason: str) -> FileError:
 def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
     """Raise FileError for settings of a config.json that make transformers read other weights or fetch code,
     and for such as no model has."""
-    problems = []
-    for path, key, value in walk(fields):
-        where = f"{place}/config.json  {path}"[:500]
-        if key in ("attn_implementation", "_attn_implementation", "experts_implementation") and "/" in repr(
-            value
-        ):
-            problems.append(
-                Problem(
-                    "names a kernel to be fetched and run",
-                    where,
-                    found=repr(value)[:80],
-                    remedy="remove the setting",
-                )
-            )
-        if key == "transformers_weights":
-            remedy = "give a folder whose weights have their usual names; a tuning is read with petune.load"
-            problems.append(
-                Problem("names the file of the weights", where, found=repr(value)[:120], remedy=remedy)
-            )
-        if key in ("dtype", "torch_dtype") and isinstance(value, str) and not _is_dtype(value):
-            problems.append(
-                Problem("is no dtype of torch", where, found=repr(value)[:80], remedy="remove the setting")
-            )
-        if isinstance(value, int) and abs(value) > (_MOST_LAYERS if key.endswith("layers") else 2**40):
-            problems.append(
-                Problem("is no size of a model", where, found=repr(value)[:40], remedy="use another copy")
-            )
-        known = isinstance(value, Mapping) and (is_readable(value) or is_mxfp4(value))
-        if key == "quantization_config" and value and not known:
-            remedy = (
-                "use the model in float32 or bfloat16, as it was before it was quantised; base_dtype: nf4"
-                " makes of it what bitsandbytes does"
-            )
-            problems.append(
-                Problem("this model is quantised, which petune cannot tune", where, remedy=remedy)
-            )
+    problems = [
+        replace(problem, where=f"{place}/config.json  {path}"[:500])
+        for path, key, value in walk(fields)
+        for problem in _wrong_setting(key, value)
+    ]
     if problems:
         raise FileError(problems[:10])
+
+
+def _wrong_setting(key: str, value: Any) -> Iterator[Problem]:
+    """What is wrong with a field of a config.json, wherever it stands there."""
+    remove, shown = "remove the setting", repr(value)
+    if key in ("attn_implementation", "_attn_implementation", "experts_implementation") and "/" in shown:
+        yield Problem("names a kernel to be fetched and run", found=shown[:80], remedy=remove)
+    if key == "transformers_weights":
+        remedy = "give a folder whose weights have their usual names; a tuning is read with petune.load"
+        yield Problem("names the file of the weights", found=shown[:120], remedy=remedy)
+    if key in ("dtype", "torch_dtype") and isinstance(value, str) and not _is_dtype(value):
+        yield Problem("is no dtype of torch", found=shown[:80], remedy=remove)
+    if isinstance(value, int) and abs(value) > (_MOST_LAYERS if key.endswith("layers") else 2**40):
+        yield Problem("is no size of a model", found=shown[:40], remedy="use another copy")
+    known = isinstance(value, Mapping) and (is_readable(value) or is_mxfp4(value))
+    if key == "quantization_config" and value and not known:
+        remedy = (
+            "use the model in float32 or bfloat16, as it was before it was quantised; base_dtype: nf4"
+            " makes of it what bitsandbytes does"
+        )
+        yield Problem("this model is quantised, which petune cannot tune", remedy=remedy)
 
 
 def _is_dtype(name: str) -> bool:
@@ -134,11 +125,8 @@ def refuse_adapter(folder: Path) -> None:
             if alone
             else "holds an adapter beside the model, which transformers would add to it"
         )
-        raise FileError(
-            what,
-            where=str(folder / ADAPTER),
-            remedy="give the base as `model` and this folder as init_adapter",
-        )
+        remedy = "give the base as `model` and this folder as init_adapter"
+        raise FileError(what, where=str(folder / ADAPTER), remedy=remedy)
 
 
 def refuse_links_out(folder: Path) -> None:

@@ -18,7 +18,7 @@ from petune.models import FAMILIES
 from petune.models.languages import in_language, is_multilingual
 from petune.models.load_errors import hub_errors
 from petune.models.loading import load_tokenizer, with_padding
-from petune.models.signal import Signal
+from petune.models.parts import Signal
 from petune.models.source import ModelSource
 from petune.tasks.configs import DataConfig
 from petune.tasks.media import ONE, Media, MediaKind, Reader, Reading, blank, made, made_of_sound
