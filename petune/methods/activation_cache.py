@@ -114,12 +114,8 @@ class ActivationCache:
                 f"dtype {dtype!r} is unknown", where="cache.dtype", expected=", ".join(get_args(Stored))
             )
         if not 0 <= room <= 1:
-            raise UsageError(
-                "room is a share of the device's free memory",
-                where="room",
-                expected="0 to 1",
-                found=str(room),
-            )
+            what = "room is a share of the device's free memory"
+            raise UsageError(what, where="room", expected="0 to 1", found=str(room))
         self.models = [model] if isinstance(model, nn.Module) else list(model)
         self.room, self._threads, self._next = CacheRoom(room), Threads(), deque[_Next]()
         self._twins: dict[int, tuple[Tensor, int, Tensor]] = {}  # on the CPU, of those that were handed on
@@ -171,20 +167,19 @@ class ActivationCache:
             self._still = [module for module in base.modules() if module.training]
             base.eval()
         call = dict(zip(names_of(type(model)), args, strict=False)) | dict(kwargs)
+        device = next((one.device for one in call.values() if isinstance(one, Tensor)), torch.device("cpu"))
         if model in self._bases:
-            self._cast = cast_of(
-                next((one.device.type for one in call.values() if isinstance(one, Tensor)), "cpu")
-            )
+            self._cast = cast_of(device.type)
         sources = sources_of(model, self._at_hand(call), self._cast)
         self.counts.passed_by += sources is None
         if not self.together:
             self.look()
         for stack, level in self.levels[model].items():
             if sources is None:
-                level.begin((), (0, 0), torch.device("cpu"))
+                level.begin((), (0, 0), device)
                 continue
             rows, ids = sources[_kind(stack, sources)]
-            level.begin(rows, (ids.shape[0], ids.shape[1]), _device_of(call), call)
+            level.begin(rows, (ids.shape[0], ids.shape[1]), device, call)
             self.counts.read += len(rows) * (level.known is not None)
             self.counts.computed += len(rows) * (level.known is None)
         self._meet(alike(sources))
@@ -366,11 +361,6 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU on a device, which nothing waits for."""
     pinned = value.pin_memory() if device.type == "cuda" else value
     return pinned.to(device, non_blocking=True)
-
-
-def _device_of(call: Mapping[str, Any]) -> torch.device:
-    """Where a call's tensors are."""
-    return next(value.device for value in call.values() if isinstance(value, Tensor))
 
 
 def waits_for_files(device: torch.device) -> bool:

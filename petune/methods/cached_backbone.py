@@ -25,13 +25,10 @@ def refuse_moving(model: nn.Module) -> None:
     stacks = list(stacks_in(model).values())
     method = method_of(tuning(model).config) if is_wrapped(model) else None
     if method is not None and not method.still:
-        raise UsageError(
-            "an activation cache is for ladders and frozen models: this method changes what blocks give",
-            where="cache",
-            expected="method side or head, or a frozen model that is not wrapped, with a head that trains",
-            found=tuning(model).method,
-            remedy="leave the cache out",
-        )
+        what = "an activation cache is for ladders and frozen models: this method changes what blocks give"
+        expected = "method side or head, or a frozen model that is not wrapped, with a head that trains"
+        remedy = "leave the cache out"
+        raise UsageError(what, where="cache", expected=expected, found=tuning(model).method, remedy=remedy)
     if (family := family_of(model)) is None:
         what = f"an activation cache needs a model family petune knows, not {type(model).__name__}"
         raise UsageError(what, where="cache", expected=", ".join(FAMILIES), remedy="leave the cache out")
@@ -45,14 +42,12 @@ def refuse_moving(model: nn.Module) -> None:
     behind = behind_blocks(model, family) if moved else set()
     for name, value in moved.items():
         if id(value) not in behind:
-            raise UsageError(
-                "an activation cache is for a backbone that stays as it is, and this tensor of it trains",
-                where=name,
-                remedy=(
-                    "take it out of also_train, or freeze it (requires_grad_(False)) where the model is not"
-                    " wrapped; or leave the cache out"
-                ),
+            what = "an activation cache is for a backbone that stays as it is, and this tensor of it trains"
+            remedy = (
+                "take it out of also_train, or freeze it (requires_grad_(False)) where the model is not"
+                " wrapped; or leave the cache out"
             )
+            raise UsageError(what, where=name, remedy=remedy)
 
 
 def identity_of(model: nn.Module, frozen: str | None = None) -> str:

@@ -58,10 +58,8 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         row."""
         if cut == "row":
             remedy = "use dp, sp or pp, name other targets (q, k, v, gate, up), or use lora"
-            raise UsageError(
-                "dora cannot cut a linear by its inputs: it needs the norms of whole rows of the weight",
-                remedy=remedy,
-            )
+            what = "dora cannot cut a linear by its inputs: it needs the norms of whole rows of the weight"
+            raise UsageError(what, remedy=remedy)
         return super().splits(cut) | {"lora_magnitude_vector": 0}
 
     def kept_features(self) -> KeptFeatures:

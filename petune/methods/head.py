@@ -41,12 +41,10 @@ def apply(model: nn.Module, family: Family | None, config: HeadConfig, also_trai
     there is nothing to train, and for modules that do not work behind the last block."""
     assert family is not None
     if not also_train:
-        raise UsageError(
-            f"head trains what a task puts behind the blocks, and this {type(model).__name__} has nothing",
-            where="also_train",
-            expected="a model of classify, tokens or rerank",
-            remedy="name modules behind the last block in also_train, or use another method",
-        )
+        what = f"head trains what a task puts behind the blocks, and this {type(model).__name__} has nothing"
+        expected = "a model of classify, tokens or rerank"
+        remedy = "name modules behind the last block in also_train, or use another method"
+        raise UsageError(what, where="also_train", expected=expected, remedy=remedy)
     _refuse_before(model, family, also_train)
     base = getattr(model, "base_model", model)
     within = {id(module) for module in base.modules()}

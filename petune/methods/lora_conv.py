@@ -34,9 +34,5 @@ def unfit(layer: nn.Module) -> tuple[str, str] | None:
 def refuse_unfit(name: str, layer: nn.Module) -> None:
     """Raise UsageError for a convolution that is `unfit`."""
     if (wrong := unfit(layer)) is not None:
-        raise UsageError(
-            f"LoRA beside a convolution wants {wrong[0]}",
-            where=name,
-            found=wrong[1],
-            remedy="narrow `targets` or name it in `exclude`",
-        )
+        what = f"LoRA beside a convolution wants {wrong[0]}"
+        raise UsageError(what, where=name, found=wrong[1], remedy="narrow `targets` or name it in `exclude`")

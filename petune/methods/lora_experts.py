@@ -57,8 +57,6 @@ class LoraExperts(NamedFactors, TunedExperts):
         for weight in tuned.scales:
             device = experts.get_parameter(weight).device
             tuned.give(shapes(experts, weight, configs[weight].r), saved, dtype, device)
-        for name in tuned.tuned() if saved is None else ():
-            tuned.draw(name)
         return tuned
 
     @property

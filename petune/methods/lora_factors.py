@@ -25,10 +25,12 @@ class NamedFactors(TunedLayer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make factors of these shapes, by their names here: as `saved`, else empty."""
+        """Make factors of these shapes, by their names here: as `saved`, else drawn."""
         for name, shape in shapes.items():
             value = torch.empty(shape, dtype=dtype, device=device) if saved is None else saved[name]
             setattr(self, name, nn.Parameter(value.to(device, dtype)))
+            if saved is None:
+                self.draw(name)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """A and B of a name."""

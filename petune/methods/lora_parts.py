@@ -58,8 +58,6 @@ class LoraParts(NamedFactors, TunedLinear):
         tuned.dropout, tuned.lr_ratio = first.dropout, first.lr_ratio
         for role in tuned.scales:
             tuned.give(shapes(joined, role, configs[role].r), saved, dtype, tuned.weight.device)
-        for name in tuned.tuned() if saved is None else ():
-            tuned.draw(name)
         return tuned
 
     @property
@@ -231,11 +229,8 @@ def from_one_form(
             at += ranks[role]
         first += length
     if at != len(a) or len(found) != 2 * len(ranks) or bool(rest.any()):
-        raise FileError(
-            "these factors are not those of the parts that petune.json names",
-            where=where,
-            expected=", ".join(f"{role} r={rank}" for role, rank in ranks.items()) + ", B block-diagonal",
-            found=f"r={len(a)}",
-            remedy="use another copy; without petune.json it is read as one LoRA of the whole linear",
-        )
+        what = "these factors are not those of the parts that petune.json names"
+        expected = ", ".join(f"{role} r={rank}" for role, rank in ranks.items()) + ", B block-diagonal"
+        remedy = "use another copy; without petune.json it is read as one LoRA of the whole linear"
+        raise FileError(what, where=where, expected=expected, found=f"r={len(a)}", remedy=remedy)
     return found

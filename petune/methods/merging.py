@@ -190,10 +190,8 @@ def rounded_whole(model: nn.Module, dtype: torch.dtype, *, seed: int | None = No
 
 def _refuse_training(model: nn.Module, args: Any) -> None:
     if model.training and torch.is_grad_enabled():
-        raise UsageError(
-            "this model's weights are merged, so training it would change nothing",
-            remedy="leave merged_weights() first",
-        )
+        what = "this model's weights are merged, so training it would change nothing"
+        raise UsageError(what, remedy="leave merged_weights() first")
 
 
 def refuse_merged(model: nn.Module) -> None:
@@ -210,10 +208,8 @@ def refuse_unmergeable(model: nn.Module) -> None:
     record = sole_tuning(model)
     method = method_of(record.config)
     if not method.mergeable:
-        raise UsageError(
-            f"{record.method} cannot be merged into the weights",
-            remedy="keep the base model and use petune.load(base, folder)",
-        )
+        remedy = "keep the base model and use petune.load(base, folder)"
+        raise UsageError(f"{record.method} cannot be merged into the weights", remedy=remedy)
     assert method.trains_base or method.head_alone or any(True for _ in tuned_layers(model))
 
 

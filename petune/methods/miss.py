@@ -57,10 +57,8 @@ class MissLinear(TunedLinear, nn.Linear):
         """By columns the shard follows the outputs. Raises UsageError by rows."""
         if cut == "row":
             remedy = "use dp, sp or pp, name other targets (q, k, v, gate, up), or use lora"
-            raise UsageError(
-                "miss cannot cut a linear by its inputs: they are summed in shards from the first on",
-                remedy=remedy,
-            )
+            what = "miss cannot cut a linear by its inputs: they are summed in shards from the first on"
+            raise UsageError(what, remedy=remedy)
         return {"weight": 0, "bias": 0, BLOCK: 1}
 
     def kept_features(self) -> KeptFeatures:

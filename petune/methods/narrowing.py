@@ -17,11 +17,8 @@ def check(config: SideConfig, depths: Mapping[str, int]) -> None:
     """Raise UsageError for settings that mean nothing beside the others, for a block that no stack has, and
     for a stack that would have no level. depths: the blocks of each stack, by its path."""
     if config.fisher_rows is not None and config.start != "fisher":
-        raise UsageError(
-            "fisher_rows is of start: fisher",
-            where="fisher_rows",
-            remedy="set start: fisher, or leave it out",
-        )
+        remedy = "set start: fisher, or leave it out"
+        raise UsageError("fisher_rows is of start: fisher", where="fisher_rows", remedy=remedy)
     if config.alpha is not None and config.climbs:
         raise UsageError("alpha is of end: blend", where="alpha", remedy="set end: blend, or leave it out")
     if config.temperature != SideConfig.temperature and not config.climbs:

@@ -102,17 +102,11 @@ def wrap(
             "leave it out, and make a petune.kernels.memory.offloaded_adamw.StreamedAdamW of the wrapped"
             " model"
         )
-        raise UsageError(
-            "memory.stream is a setting of recipes: here the optimizer is yours",
-            where="memory.stream",
-            remedy=remedy,
-        )
+        what = "memory.stream is a setting of recipes: here the optimizer is yours"
+        raise UsageError(what, where="memory.stream", remedy=remedy)
     if METHODS[method].head_alone and settings_of_memory != MemoryConfig():
-        raise UsageError(
-            "memory is about what blocks keep for a backward pass, and under head they have none",
-            where="memory",
-            remedy="leave it out",
-        )
+        what = "memory is about what blocks keep for a backward pass, and under head they have none"
+        raise UsageError(what, where="memory", remedy="leave it out")
     check_kernels(model, kernels)
     check_base_dtype(base_dtype)
     tune(model, config)
@@ -139,11 +133,8 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
     if method.needs_family and family is None:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         remedy = "use " + " or ".join(other for other, one in METHODS.items() if not one.needs_family)
-        raise UsageError(
-            f"{name} needs a model family petune knows, not {kind}",
-            expected=", ".join(FAMILIES),
-            remedy=remedy,
-        )
+        what = f"{name} needs a model family petune knows, not {kind}"
+        raise UsageError(what, expected=", ".join(FAMILIES), remedy=remedy)
     if family is not None and (why := family.refused(cast("Any", model).config).get("tuning")) is not None:
         remedy = "use another model of this type"
         raise UsageError(f"this model cannot be tuned: {why}", where="model", remedy=remedy)
@@ -163,15 +154,10 @@ def refuse_tuned(model: nn.Module) -> None:
     that has nothing to tune."""
     refuse_wrapped(model)
     for name, module in tuned_modules(model):
-        raise UsageError(
-            f"a part of this model is tuned already: {type(module).__name__}",
-            where=name,
-            remedy="load the base model again",
-        )
+        what = f"a part of this model is tuned already: {type(module).__name__}"
+        raise UsageError(what, where=name, remedy="load the base model again")
     if was_merged(model):
-        raise UsageError(
-            "this model's weights contain a merged tuning already",
-            remedy="to tune on top of it, save it, load it as a model of its own and wrap that",
-        )
+        remedy = "to tune on top of it, save it, load it as a model of its own and wrap that"
+        raise UsageError("this model's weights contain a merged tuning already", remedy=remedy)
     if next(model.parameters(), None) is None:
         raise UsageError("this model has no parameters to tune")

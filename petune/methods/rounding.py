@@ -74,19 +74,12 @@ def refuse_unrounded(layers: Iterable[TunedLayer], dtype: torch.dtype | None) ->
     weight in bfloat16."""
     found = {dtype or getattr(layer, name).dtype for layer in layers for name in layer.weights}
     if not found:
-        raise UsageError(
-            "there is no update to round stochastically: what trained lies in the model's own weights",
-            where="rounding",
-            remedy="leave it out",
-        )
+        what = "there is no update to round stochastically: what trained lies in the model's own weights"
+        raise UsageError(what, where="rounding", remedy="leave it out")
     if torch.bfloat16 not in found:
         kinds = ", ".join(sorted(str(one).removeprefix("torch.") for one in found))
-        raise UsageError(
-            "stochastic rounding is for weights that are written in bfloat16",
-            where="rounding",
-            found=kinds,
-            remedy="leave it out, or give the dtype bf16",
-        )
+        what = "stochastic rounding is for weights that are written in bfloat16"
+        raise UsageError(what, where="rounding", found=kinds, remedy="leave it out, or give the dtype bf16")
 
 
 def seed_of(rounding: str, seed: int | None, own: int) -> int | None:
@@ -99,11 +92,8 @@ def seed_of(rounding: str, seed: int | None, own: int) -> int | None:
     if rounding == "stochastic":
         return own if seed is None else seed
     if seed is not None:
-        raise UsageError(
-            "a seed is of stochastic rounding alone",
-            where="seed",
-            remedy="leave it out, or ask for stochastic rounding: --rounding stochastic",
-        )
+        remedy = "leave it out, or ask for stochastic rounding: --rounding stochastic"
+        raise UsageError("a seed is of stochastic rounding alone", where="seed", remedy=remedy)
     return None
 
 

@@ -25,13 +25,7 @@ from petune.files.safetensors import check_dtypes, read_json, write_json, write_
 from petune.methods.configs import method_of
 from petune.methods.pissa import started
 from petune.methods.targets import within
-from petune.methods.trainable import (
-    frozen_tensors,
-    mark_only_trainable,
-    tied_ends,
-    tuned_names,
-    tuned_state,
-)
+from petune.methods.trainable import frozen_tensors, mark_only_trainable, tied_ends, tuned_names, tuned_state
 from petune.methods.wrapped import Tuning
 
 TUNED = "tuned"  # the folder, inside the one that `save_pretrained` is given, that `petune.load` reads

@@ -68,10 +68,8 @@ class Chosen:
         """The choice a forward pass computes with. Raises UsageError in a backward pass, which may come when
         another is made."""
         if torch._C._current_graph_task_id() != -1:
-            raise UsageError(
-                "blocks with several adapters cannot run again in the backward pass",
-                remedy="model.gradient_checkpointing_disable()",
-            )
+            what = "blocks with several adapters cannot run again in the backward pass"
+            raise UsageError(what, remedy="model.gradient_checkpointing_disable()")
         return self.choice
 
 

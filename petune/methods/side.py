@@ -22,6 +22,7 @@ import copy
 import inspect
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from petune.kernels.block.layout import Layout
 from petune.kernels.dispatch import Ops
 from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
+from petune.methods.head import StandStill
 from petune.methods.narrowing import check, narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.copied import copied
@@ -276,12 +278,12 @@ class Ladder(TunedModule, PreTrainedModel):
         return x.to(self.dtype) if x.is_floating_point() else x
 
 
+@dataclass
 class HandOver:
     """Hook on an encoder: its last hidden state leaves with the side state beside it, [batch, seq, width +
     narrow]."""
 
-    def __init__(self, stack: Stack) -> None:
-        self.stack = stack
+    stack: Stack
 
     def __call__(self, encoder: nn.Module, args: Any, output: Any) -> Any:
         ladder = cast("Ladder | None", self.stack.ladder)
@@ -294,25 +296,15 @@ class HandOver:
         return output
 
 
+@dataclass
 class PassTail:
     """Hook on the norm after a stack: with the paper's end the side network has normed already, so the input
     passes through."""
 
-    def __init__(self, stack: Stack) -> None:
-        self.stack = stack
+    stack: Stack
 
     def __call__(self, tail: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output if self.stack.ladder is None else cast("Tensor", args[0])
-
-
-def hold_still(backbone: nn.Module, args: Any) -> None:
-    """Hook before the base model and each stack's owner: a backbone with dropout would be another one at
-    every step."""
-    if backbone.training:
-        backbone.eval()
-        for module in backbone.modules():
-            if isinstance(module, Ladder):
-                module.train()
 
 
 def apply(model: nn.Module, family: Family | None, config: SideConfig, also_train: tuple[str, ...]) -> None:
@@ -352,8 +344,8 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
             around.register_forward_hook(HandOver(stack))
         elif config.end == "paper" and (tail := tail_of(around, stack.rule)) is not None:
             tail.register_forward_hook(PassTail(stack))
-        around.register_forward_pre_hook(hold_still)  # generate calls an encoder by itself
-    getattr(model, "base_model", model).register_forward_pre_hook(hold_still)
+        around.register_forward_pre_hook(StandStill([ladders[name]]))  # generate calls an encoder by itself
+    getattr(model, "base_model", model).register_forward_pre_hook(StandStill([*ladders.values()]))
 
 
 @torch.no_grad()

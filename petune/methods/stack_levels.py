@@ -22,12 +22,7 @@ from petune.models.stack import Stack
 Stored = Literal["auto", "fp32", "bf16", "fp8"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _FP8 = torch.float8_e4m3fn
-_NAMED = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+COMPUTED = {str(one): one for one in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
 
 class StackLevels:
@@ -76,7 +71,8 @@ class StackLevels:
         self.dtype = self.form = torch.float32
         # what was computed stands in the middle
         if self.kept and (kind := RowStore.kind_in(folder, self.name)) is not None:
-            self.open(_NAMED.get(kind.split(" ")[1], torch.float32) if " " in kind else torch.float32, None)
+            computed = f"torch.{kind.split(' ')[1]}" if " " in kind else ""
+            self.open(COMPUTED.get(computed, torch.float32), None)
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model has no cache: nobody would tell it of its rows."""

@@ -44,10 +44,8 @@ def tuning(model: nn.Module) -> Tuning:
     """The tuning of a wrapped model. Raises UsageError for a model that is not wrapped."""
     found = getattr(model, "petune_tuning", None)
     if not isinstance(found, Tuning):
-        raise UsageError(
-            f"this {type(model).__name__} is not wrapped",
-            remedy='call petune.wrap(model, method="lora") first',
-        )
+        remedy = 'call petune.wrap(model, method="lora") first'
+        raise UsageError(f"this {type(model).__name__} is not wrapped", remedy=remedy)
     return found
 
 
@@ -59,10 +57,8 @@ def is_wrapped(model: nn.Module) -> bool:
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise UsageError for a wrapped model."""
     if is_wrapped(model):
-        raise UsageError(
-            f"this model is wrapped already, with {tuning(model).method}",
-            remedy="merge it, or load the base model again",
-        )
+        what = f"this model is wrapped already, with {tuning(model).method}"
+        raise UsageError(what, remedy="merge it, or load the base model again")
 
 
 def sole_tuning(model: nn.Module) -> Tuning:

@@ -211,11 +211,8 @@ class QueryRows:
             return None
         rows, keys = mask.shape[-2:]
         if keys != self.keys or rows not in (1, self.own, self.whole):
-            raise UsageError(
-                "an attention mask or bias does not fit the sequence it is for",
-                expected=f"[..., {self.whole}, {self.keys}]",
-                found=str(list(mask.shape)),
-            )
+            what = "an attention mask or bias does not fit the sequence it is for"
+            raise UsageError(what, expected=f"[..., {self.whole}, {self.keys}]", found=str(list(mask.shape)))
         return own_pieces(mask, self.pieces, -2) if rows == self.whole else mask
 
 

@@ -167,18 +167,13 @@ torch.serialization.add_safe_globals([_remade, of_bytes, *FORMS.values(), *EXPER
 
 
 def _cannot_write(weight: QuantisedWeight, by: str) -> UsageError:
-    return UsageError(
-        f"a weight in {weight.form.name} cannot be written by {by}",
-        remedy="write the whole weight with copy_",
-    )
+    what = f"a weight in {weight.form.name} cannot be written by {by}"
+    return UsageError(what, remedy="write the whole weight with copy_")
 
 
 def _cannot_train(weight: QuantisedWeight) -> UsageError:
-    return UsageError(
-        f"a weight in {weight.form.name} cannot train",
-        where="base_dtype",
-        remedy="leave base_dtype out, or do not train it",
-    )
+    what = f"a weight in {weight.form.name} cannot train"
+    return UsageError(what, where="base_dtype", remedy="leave base_dtype out, or do not train it")
 
 
 # ------------------------------------------------------------------ what keeps the form
@@ -191,7 +186,8 @@ def _shared(weight: QuantisedWeight) -> QuantisedWeight:
 
 
 def _cloned(weight: QuantisedWeight, memory_format: Any = None) -> QuantisedWeight:
-    return QuantisedWeight(weight.form.each(_dense_clone), weight.samples, part=weight.part)
+    form = weight.form.each(lambda value: value.clone(memory_format=torch.contiguous_format))
+    return QuantisedWeight(form, weight.samples, part=weight.part)
 
 
 def _like(weight: QuantisedWeight, *, device: Any = None, **_: Any) -> QuantisedWeight:
@@ -199,10 +195,6 @@ def _like(weight: QuantisedWeight, *, device: Any = None, **_: Any) -> Quantised
     return QuantisedWeight(
         weight.form.each(lambda value: torch.empty_like(value, device=device)), part=weight.part
     )
-
-
-def _dense_clone(value: Tensor) -> Tensor:
-    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _moved(

@@ -45,12 +45,8 @@ def joined_linears(model: nn.Module, family: Family | None) -> dict[str, JoinedL
             site.role, outputs, family.shape(family.part(cast("Any", model).config, site.stack))
         )
         if sum(sizes) != outputs:
-            raise UsageError(
-                f"the parts {', '.join(MEMBERS[site.role])} do not add up to this linear's outputs",
-                where=site.name,
-                expected=" + ".join(map(str, sizes)),
-                found=str(outputs),
-            )
+            what = f"the parts {', '.join(MEMBERS[site.role])} do not add up to this linear's outputs"
+            raise UsageError(what, where=site.name, expected=" + ".join(map(str, sizes)), found=str(outputs))
         found[site.name] = JoinedLinear(site.module, dict(zip(MEMBERS[site.role], sizes, strict=True)))
     return found
 

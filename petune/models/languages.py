@@ -96,36 +96,29 @@ def _known(words: Any) -> dict[str, str]:
 
 
 def _refuse_none() -> None:
-    raise UsageError(
-        "the model writes several languages, and nothing says which one its sounds are in",
-        where="data.language",
-        expected="the name or the code of a language",
-        found="none, and none in the model's tokenizer",
-        remedy="say which, for example data.language: english",
-    )
+    what = "the model writes several languages, and nothing says which one its sounds are in"
+    expected = "the name or the code of a language"
+    found = "none, and none in the model's tokenizer"
+    remedy = "say which, for example data.language: english"
+    raise UsageError(what, where="data.language", expected=expected, found=found, remedy=remedy)
 
 
 def _refuse_any(language: str, of_tokenizer: bool) -> None:
-    raise UsageError(
-        "the model writes one language alone, by is_multilingual in its generation_config.json",
-        where="data.language",
-        found=f"{language}, in the model's tokenizer" if of_tokenizer else language,
-        remedy=(
-            "remove language and task from the model's tokenizer_config.json"
-            if of_tokenizer
-            else "remove data.language, or take a model of several languages"
-        ),
+    what = "the model writes one language alone, by is_multilingual in its generation_config.json"
+    found = f"{language}, in the model's tokenizer" if of_tokenizer else language
+    remedy = (
+        "remove language and task from the model's tokenizer_config.json"
+        if of_tokenizer
+        else "remove data.language, or take a model of several languages"
     )
+    raise UsageError(what, where="data.language", found=found, remedy=remedy)
 
 
 def _refuse_unknown(language: str, known: dict[str, str]) -> None:
     names = [LANGUAGES[code] for code in dict.fromkeys(known.values())]
     more = f", ... ({len(names)} in all, or their codes)" if len(names) > _SHOWN else ", or their codes"
     remedy = did_you_mean(language.lower(), known)
-    raise UsageError(
-        "the model's tokenizer does not know this language",
-        where="data.language",
-        expected=", ".join(names[:_SHOWN]) + more if names else "a tokenizer with tokens of languages",
-        found=language,
-        remedy=remedy if names else "remove data.language, or take a model of several languages",
-    )
+    what = "the model's tokenizer does not know this language"
+    expected = ", ".join(names[:_SHOWN]) + more if names else "a tokenizer with tokens of languages"
+    remedy = remedy if names else "remove data.language, or take a model of several languages"
+    raise UsageError(what, where="data.language", expected=expected, found=language, remedy=remedy)

@@ -124,11 +124,8 @@ class TellSamples:
         if not samples[:, -1].any():
             return None
         if kwargs.get("use_cache"):
-            raise UsageError(
-                "rows of several samples leave no state to go on from",
-                where="use_cache",
-                remedy="set use_cache=False",
-            )
+            what = "rows of several samples leave no state to go on from"
+            raise UsageError(what, where="use_cache", remedy="set use_cache=False")
         return args, kwargs | {"seq_idx": samples, "use_cache": False}
 
 

@@ -75,11 +75,8 @@ def hub_errors(source: ModelSource) -> Iterator[None]:
         ):
             raise code_refused(folder, source.place, first_line(error)) from None
         remedy = "a file in it is damaged, missing or not what its name says: use another copy"
-        raise FileError(
-            f"cannot be loaded: {type(error).__name__}: {first_line(error)}",
-            where=source.place,
-            remedy=remedy,
-        ) from error
+        what = f"cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        raise FileError(what, where=source.place, remedy=remedy) from error
 
 
 _UNREACHABLE = (

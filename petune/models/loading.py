@@ -168,19 +168,12 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
     """`tokenizer` with a padding token; `place` is where it comes from. Raises as `load_tokenizer`."""
     limit = tokenizer.model_max_length
     if not isinstance(limit, int | float) or limit < 1:
-        raise FileError(
-            "model_max_length is no length",
-            where=place,
-            expected="a number, at least 1",
-            found=repr(limit)[:80],
-        )
+        what = "model_max_length is no length"
+        raise FileError(what, where=place, expected="a number, at least 1", found=repr(limit)[:80])
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise FileError(
-                "the tokenizer has neither a padding nor an end token",
-                where=place,
-                remedy="set pad_token and eos_token in it",
-            )
+            what = "the tokenizer has neither a padding nor an end token"
+            raise FileError(what, where=place, remedy="set pad_token and eos_token in it")
         tokenizer.pad_token = tokenizer.eos_token
         say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads")
     return cast("PreTrainedTokenizerBase", tokenizer)
@@ -233,11 +226,8 @@ def load_model(
         remedy = (
             "give the model as it was before it was quantised" if held else "give its text model by itself"
         )
-        raise FileError(
-            f"transformers computes tensors of this model of several, which {why} cannot be",
-            where=source.place,
-            remedy=remedy,
-        )
+        what = f"transformers computes tensors of this model of several, which {why} cannot be"
+        raise FileError(what, where=source.place, remedy=remedy)
     if plan is None:
         return _load_whole(source, head, dtype, config, headers, seed)
     contents = Contents(model, found, plan, seed, source.place, held)
@@ -276,10 +266,7 @@ def _as_transformers_leaves_it(model: Any, source: ModelSource, plan: ReadPlan) 
             found = GenerationConfig.from_pretrained(source.place, revision=revision)
         except OSError:  # of an older model it is part of the model's own
             found = GenerationConfig.from_pretrained(
-                source.place,
-                config_file_name="config.json",
-                _from_model_config=True,
-                revision=revision,
+                source.place, config_file_name="config.json", _from_model_config=True, revision=revision
             )
     model.generation_config = found
 
@@ -355,13 +342,8 @@ def adopt_model(
         names = " or ".join(one.__name__ for one in wanted)
         remedy = f"load it with {AUTO[head].__name__}.from_pretrained"
         found = type(model).__name__
-        raise UsageError(
-            f"this model has not the head for {head}",
-            where="model",
-            expected=names,
-            found=found,
-            remedy=remedy,
-        )
+        what = f"this model has not the head for {head}"
+        raise UsageError(what, where="model", expected=names, found=found, remedy=remedy)
     if labels is not None and model.config.num_labels != len(labels):
         sides = {
             "expected": f"num_labels={len(labels)}: {', '.join(labels[:10])}",

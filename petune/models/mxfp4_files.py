@@ -96,13 +96,10 @@ def _wrong(name: str, blocks: TensorSource | None, scales: TensorSource | None) 
     whole = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and blocks.shape[:3] == scales.shape
     if whole and blocks.dtype == scales.dtype == torch.uint8:
         return None
-    return Problem(
-        "experts in MXFP4 are of other shapes than petune reads",
-        where,
-        expected=f"uint8 [experts, outputs, inputs / {BLOCK}, {BLOCK // 2}] and, without the last, scales",
-        found=f"{_told(blocks)} and {_told(scales)}",
-        remedy=remedy,
-    )
+    what = "experts in MXFP4 are of other shapes than petune reads"
+    expected = f"uint8 [experts, outputs, inputs / {BLOCK}, {BLOCK // 2}] and, without the last, scales"
+    found = f"{_told(blocks)} and {_told(scales)}"
+    return Problem(what, where, expected=expected, found=found, remedy=remedy)
 
 
 def _told(source: TensorSource) -> str:

@@ -91,13 +91,11 @@ def _quantised_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 def refuse_cut_block(start: int, length: int, inputs: int) -> None:
     """Raise UsageError where `length` of a weight's inputs, from `start` on, are not whole blocks."""
     if start % BLOCK or length % BLOCK:
-        raise UsageError(
-            "base_dtype: nf4 holds inputs in blocks, and this plan cuts one",
-            where="base_dtype",
-            expected=f"shares of inputs that are multiples of {BLOCK}",
-            found=f"inputs {start} to {start + length} of {inputs}",
-            remedy="use base_dtype: int8, or shares of heads and columns that are",
-        )
+        what = "base_dtype: nf4 holds inputs in blocks, and this plan cuts one"
+        expected = f"shares of inputs that are multiples of {BLOCK}"
+        found = f"inputs {start} to {start + length} of {inputs}"
+        remedy = "use base_dtype: int8, or shares of heads and columns that are"
+        raise UsageError(what, where="base_dtype", expected=expected, found=found, remedy=remedy)
 
 
 @dataclass(frozen=True)

@@ -37,24 +37,17 @@ def quantise_blocks(
     that the form cannot hold.
     """
     if family is None:
-        raise UsageError(
-            "base_dtype quantises the blocks of a family that petune knows",
-            where="base_dtype",
-            found=type(model).__name__,
-            remedy="leave it out",
-        )
+        what = "base_dtype quantises the blocks of a family that petune knows"
+        raise UsageError(what, where="base_dtype", found=type(model).__name__, remedy="leave it out")
     if shards_of(model) is not None:
-        raise UsageError(
-            f"base_dtype: {base_dtype} quantises whole weights, and these are sharded",
-            where="base_dtype",
-            remedy="remove base_dtype, or use dp without shard",
-        )
+        what = f"base_dtype: {base_dtype} quantises whole weights, and these are sharded"
+        raise UsageError(what, where="base_dtype", remedy="remove base_dtype, or use dp without shard")
     layers = [one.module for one in find_sites(model, family) if one.role not in FINE]
-    weights = [(layer, name) for layer in layers for name in _names(layer)]
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for layer, name in weights:
-        _refuse(layer.get_parameter(name), base_dtype, device)
-        places.setdefault(layer.get_parameter(name), []).append((layer, name))
+    for layer in layers:
+        for name in weights_of(layer) if is_experts(layer) else ("weight",):
+            _refuse(layer.get_parameter(name), base_dtype, device)
+            places.setdefault(layer.get_parameter(name), []).append((layer, name))
     while places:  # nothing but the model refers to a weight, so that it is freed before the next one's turn
         own, held = places.popitem()
         made = quantised(own, base_dtype)
@@ -65,24 +58,12 @@ def quantise_blocks(
                 cast("Any", layer).config._experts_implementation = "eager"
 
 
-def _names(layer: nn.Module) -> tuple[str, ...]:
-    return weights_of(layer) if is_experts(layer) else ("weight",)
-
-
 def _refuse(weight: nn.Parameter, base_dtype: str, device: torch.device | None) -> None:
     """Raise UsageError for a weight that trains, and for one that the form cannot hold."""
     if weight.requires_grad:
-        raise UsageError(
-            f"base_dtype: {base_dtype} needs weights that do not train",
-            where="base_dtype",
-            remedy="leave it out, or train other weights",
-        )
+        what = f"base_dtype: {base_dtype} needs weights that do not train"
+        raise UsageError(what, where="base_dtype", remedy="leave it out, or train other weights")
     form = form_of(weight, base_dtype)
     if (found := form.refused(device or weight.device, weight.dtype, weight.shape)) is not None:
-        raise UsageError(
-            f"base_dtype: {base_dtype} cannot be had here",
-            where="base_dtype",
-            expected=form.needs,
-            found=found,
-            remedy="leave it out",
-        )
+        what = f"base_dtype: {base_dtype} cannot be had here"
+        raise UsageError(what, where="base_dtype", expected=form.needs, found=found, remedy="leave it out")

@@ -76,9 +76,5 @@ def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName
 
 def _no_module(block: nn.Module, what: str, path: str, where: str) -> UsageError:
     names = [name for name, _ in block.named_modules() if name]
-    return UsageError(
-        f"no module for {what}",
-        where=where,
-        expected=path,
-        found=", ".join(nearest(path, names)) or ", ".join(names[:8]),
-    )
+    found = ", ".join(nearest(path, names)) or ", ".join(names[:8])
+    return UsageError(f"no module for {what}", where=where, expected=path, found=found)

@@ -243,14 +243,6 @@ def _contiguous_slice(x: Tensor, sizes: Sizes, group: MaybeGroup) -> Tensor:
     return own_slice(x, sizes, group).contiguous()
 
 
-def _alias(x: Tensor, group: MaybeGroup) -> Tensor:
-    return x.view_as(x)
-
-
-def _unchanged(x: Tensor, group: MaybeGroup) -> Tensor:
-    return x
-
-
 def _all_reduce(x: Tensor, group: MaybeGroup, own: bool = False) -> Tensor:
     """The sum over the ranks; in the place of `x` where that is the caller's `own`."""
     x = x.contiguous() if own else x.clone(memory_format=torch.contiguous_format)
@@ -265,8 +257,8 @@ class WithAdjoint(NamedTuple):
     back: Callable[..., Tensor]
 
 
-COPY = WithAdjoint(_alias, _all_reduce)
-REDUCE = WithAdjoint(_all_reduce, _unchanged)
+COPY = WithAdjoint(lambda x, group: x.view_as(x), _all_reduce)
+REDUCE = WithAdjoint(_all_reduce, lambda x, group: x)
 GATHER_SEQ = WithAdjoint(_gather, _reduce_scatter)
 REDUCE_SCATTER_SEQ = WithAdjoint(_reduce_scatter, _gather)
 SPLIT_SHARED = WithAdjoint(_copied_slice, _gather)

@@ -22,8 +22,10 @@ from petune.kernels.block.turns import later
 from petune.kernels.dispatch import DTYPES, reference_ops, select
 from petune.parallel.cuda_driver import CopySpan
 from petune.parallel.linked import Linked
+from petune.parallel.peer_memory import aligned
 
 _GRAIN = 2**21  # bytes
+NUMBERS = 16  # bytes, at multiples of which numbers of any dtype may begin
 
 
 class CopyEngines(Linked):
@@ -157,7 +159,7 @@ class CopyEngines(Linked):
         """What each other rank has sent, of these shapes; to be read before the next but one is said. sent:
         rows that are dense, wherever they begin. most: bytes of the largest part of any rank, the same on
         all of them."""
-        most = _aligned(most)
+        most = aligned(most, NUMBERS)
         rooms, own_part = self._turn(self.ranks * most), self.rank * most
         self._copy(_dense_copy(rooms[to] + own_part, part) for to, part in sent.items())
         self._meet()
@@ -167,7 +169,7 @@ class CopyEngines(Linked):
         """Fill `whole` [b, all tokens, columns] with what each rank has for this one. parts: for each rank
         matrices [b, own tokens, some columns], which it gets side by side. sizes: tokens of each rank; most:
         see `swap`."""
-        most = _aligned(most)
+        most = aligned(most, NUMBERS)
         rows, starts, widths = _columns(whole, sizes)
         pitch, start, own_part = sum(widths), whole.data_ptr(), self.rank * most
         rooms = self._turn(self.ranks * most)
@@ -213,7 +215,7 @@ class CopyEngines(Linked):
         """Bytes of a room once a message has needed so many."""
         if size <= self.room_bytes:
             return self.room_bytes
-        return max(-(-size // _GRAIN) * _GRAIN, 2 * self.room_bytes)
+        return max(aligned(size, _GRAIN), 2 * self.room_bytes)
 
     def _grow(self, size: int) -> None:
         """Make larger rooms, while nobody reads the former ones, whose memory does not come back."""
@@ -303,11 +305,6 @@ class ForetoldEngines(CopyEngines):
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.room_bytes = ranks, 0
-
-
-def _aligned(size: int) -> int:
-    """Bytes from one part to the next, where numbers of any dtype may begin."""
-    return -(-size // 16) * 16
 
 
 def _dense_copy(to: int, part: Tensor) -> CopySpan:

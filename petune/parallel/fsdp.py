@@ -85,7 +85,10 @@ def shard(
     _move(model, left, mesh.device)
     settings: dict[str, Any] = {
         "mesh": _devices(plan, sharding, mesh),
-        "offload_policy": _offload(sharding, mesh),
+        # pinned memory is for copies to a CUDA device, and does not exist without one
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        if sharding.offload
+        else OffloadPolicy(),
         "ignored_params": left,
     }
     for block in blocks:
@@ -135,7 +138,7 @@ def _held(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> 
     inside = {id(value) for block in cut for value in block}
     rest = [value for value in every if is_sharded(value) and id(value) not in inside]
     return Shards(
-        own=_bytes(map(local, here)),
+        own=sum(local(value).nbytes for value in here),
         trained=sum(local(value).numel() for value in here if value.requires_grad),
         gathered=gathered(cut, rest, sharding),
     )
@@ -159,10 +162,6 @@ def _whole_bytes(values: Iterable[Tensor]) -> int:
     """Of tensors of which this rank may hold shards."""
     pairs = [(value, local(value)) for value in values]
     return sum(own.whole if isinstance(own, ShardedWeight) else value.nbytes for value, own in pairs)
-
-
-def _bytes(values: Iterable[Tensor]) -> int:
-    return sum(value.nbytes for value in values)
 
 
 class Settle:
@@ -231,11 +230,6 @@ def _move(model: nn.Module, left: set[nn.Parameter], device: torch.device) -> No
     for tensor in (*left, *model.buffers()):
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
-
-
-def _offload(sharding: Sharding, mesh: Mesh) -> OffloadPolicy:
-    """Where shards rest. Pinned memory is for copies to a CUDA device and does not exist without one."""
-    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if sharding.offload else OffloadPolicy()
 
 
 def _devices(plan: ParallelPlan, sharding: Sharding, mesh: Mesh) -> DeviceMesh:

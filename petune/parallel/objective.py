@@ -35,15 +35,6 @@ def _no_select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("a vocabulary cut across ranks needs Objective.select")
 
 
-def _sum(losses: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
-    return losses.sum()
-
-
-def no_fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
-    """None: this loss is made of the outputs of `forward`."""
-    return None
-
-
 @dataclass(frozen=True)
 class RowChunks:
     """How a batch whose rows are compared with one another goes through the model, so many `rows` at a time.
@@ -75,9 +66,9 @@ class Objective:
     forward: Callable[[nn.Module, Batch], Outputs]
     loss: Callable[[Outputs, Batch], Tensor]
     select: Callable[[Outputs, Batch], tuple[Tensor, Tensor]] = _no_select
-    finish: Callable[[Tensor, Outputs, Batch], Tensor] = _sum
+    finish: Callable[[Tensor, Outputs, Batch], Tensor] = lambda losses, outputs, batch: losses.sum()
     texts: int = 1
-    fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = no_fused_loss
+    fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = lambda model, batch, trained: None
     tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = trainable
     pieces: RowChunks | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

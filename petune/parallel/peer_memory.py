@@ -26,9 +26,9 @@ from petune.parallel.collectives import gather_dim, least_of
 ALIGNED = 256  # bytes
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: int, by: int = ALIGNED) -> int:
     """Bytes from where one tensor begins to where the next one may."""
-    return -(-nbytes // ALIGNED) * ALIGNED
+    return -(-nbytes // by) * by
 
 
 def reachable(device: torch.device, group: dist.ProcessGroup) -> bool:

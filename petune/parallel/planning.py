@@ -247,9 +247,10 @@ class _Cutting:
         self, family: Family, model_config: Config, vocabulary_head: bool, still: bool = False
     ) -> Cut | None:
         """Layouts and lists; None where the layouts are not settled."""
-        row = self._row()
-        if row is None:
+        found = layouts(self.name, self.config)
+        if None in found.values():
             return None
+        row = BackendLayout(**cast("Any", found))
         shape, config = family.shape(model_config), self.config
         by_heads = row.attention == "heads"
         kv_heads = self._kv_heads(shape) if by_heads else ()
@@ -289,11 +290,6 @@ class _Cutting:
             vocabulary=self._vocabulary(row, family, model_config, vocabulary_head),
             overlap=config.overlap,
         )
-
-    def _row(self) -> BackendLayout | None:
-        """The layouts; None where the settings of `cut` leave one open."""
-        found = layouts(self.name, self.config)
-        return None if None in found.values() else BackendLayout(**cast("Any", found))
 
     def _kv_heads(self, shape: Shape) -> tuple[int, ...]:
         """Key and value heads per rank. Query heads follow: a rank holds whole groups of those that share
@@ -413,11 +409,6 @@ def meets(rule: StackRule, model_config: Config) -> str | None:
 # ---------------------------------------------------------------- stages of a pipeline
 
 
-def _per_rank(config: PpConfig) -> int:
-    """Stages a rank holds when the list of stages does not say."""
-    return 2 if config.schedule in LOOPED else 1
-
-
 def head_in_blocks(family: Family, model_config: Config) -> float:
     """How many blocks compute as much as a head over the vocabulary, by their weights; 0 where blocks have
     experts, of which few compute."""
@@ -443,7 +434,7 @@ def _stages(
     where, total = "parallel.pp.stages", sum(depth.values())
     counts = config.stages
     if not counts:
-        number = pp * _per_rank(config)
+        number = pp * (2 if config.schedule in LOOPED else 1)
         if number > total:
             found = f"{number} stages on {pp} ranks with schedule {config.schedule}"
             faults.append(

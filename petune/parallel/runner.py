@@ -156,7 +156,7 @@ class Runner:
         whole: bool = True,
     ) -> float:
         """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on
-        every rank; unless `whole` of this replica alone, which `clip` sums.
+        every rank; unless `whole` of this replica alone, which `clip_with_loss` sums.
 
         `batches` are this replica's, as many on each where all go together (`together`);
         `total` counts the trained tokens of all replicas; `key` is what dropout is drawn from; `meanwhile` is
@@ -244,13 +244,9 @@ class Runner:
             [grads[name] if name in grads else self._zeros(name) for name in shared], self.mesh.groups["pp"]
         )
 
-    def clip(self, max_norm: float | None) -> float:
-        """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they
-        exceed it. See `clip_with_loss`."""
-        return self.clip_with_loss(max_norm, 0.0)[0]
-
     def clip_with_loss(self, max_norm: float | None, loss: float) -> tuple[float, float]:
-        """What `clip` gives, and the losses of all replicas summed, in one exchange. loss: of this replica.
+        """The norm of the whole gradient, on every rank, which is scaled down where that exceeds `max_norm`,
+        and the losses of all replicas summed, in one exchange. loss: of this replica.
 
         Streamed ones have been used by then, and are not scaled; without a backward pass in this step their
         norm is not a number.

@@ -35,6 +35,6 @@ class Rehearsal:
 
     def update(self) -> None:
         """Clip, step the optimizer, which changes its state alone, and drop the gradients."""
-        self.runner.clip(self.step.recipe.clip)
+        self.runner.clip_with_loss(self.step.recipe.clip, 0.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -373,8 +373,8 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module 
         )
         if step == 0:
             trace.gradients = runner.whole({name: gradient(value) for name, value in runner.tuned.items()})
-        limit = limit if limit is not None else runner.clip(None) / 2
-        trace.norms.append(runner.clip(limit))
+        limit = limit if limit is not None else runner.clip_with_loss(None, 0.0)[0] / 2
+        trace.norms.append(runner.clip_with_loss(limit, 0.0)[0])
         update.step()
     trace.tuned = runner.whole(runner.tuned)
     blocks = [block for module in runner.modules for block in fused_blocks(module)]

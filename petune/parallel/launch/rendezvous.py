@@ -199,7 +199,7 @@ def client(here: Membership, limit_s: float) -> Sealed:
     MachineError."""
     secret = secret_of(os.environ, here.one_machine)
     # the store would try for long, aloud, and say nothing of it in the end
-    _refuse_full_table(_opening_fails())
+    _refuse_full_table()
     made: list[TCPStore] = []
 
     def attempt() -> None:
@@ -260,7 +260,7 @@ def serve(host: str, port: int = 0) -> TCPStore:
 
     Raises DistributedError for a port that cannot be used, MachineError where too few files may be opened.
     """
-    _refuse_full_table(_opening_fails())
+    _refuse_full_table()
     listener = socket.socket(
         socket.AF_INET6 if host == "" and socket.has_dualstack_ipv6() else socket.AF_INET
     )
@@ -287,23 +287,17 @@ def lacks_files(error: BaseException | None) -> bool:
     ) is not None
 
 
-def _refuse_full_table(error: Exception | None) -> None:
-    """Raise MachineError where `error` is that no more files may be opened."""
-    if lacks_files(error):
-        raise too_many_files() from None
-
-
-def _opening_fails() -> OSError | None:
-    """What keeps this process from opening SPARE_FILES sockets, if anything does."""
+def _refuse_full_table() -> None:
+    """Raise MachineError where this process cannot open SPARE_FILES sockets more."""
     opened: list[socket.socket] = []
     try:
         opened += (socket.socket() for _ in range(SPARE_FILES))
     except OSError as error:
-        return error
+        if lacks_files(error):
+            raise too_many_files() from None
     finally:
         for one in opened:
             one.close()
-    return None
 
 
 def too_many_files() -> MachineError:
@@ -324,7 +318,8 @@ def _reach(here: Membership, limit_s: float) -> None:
             socket.create_connection((here.host, here.port), timeout=5).close()
             return
         except OSError as error:
-            _refuse_full_table(error)
+            if lacks_files(error):
+                raise too_many_files() from None
             if time.monotonic() > until:
                 raise DistributedError(
                     f"rank {here.rank} cannot reach {here.holder} at {here.host}:{here.port}",

@@ -57,11 +57,9 @@ class Transfers(Linked):
         if self.due:
             stage, back, piece = min(self.due)
             way = "back" if back else "on"
-            raise PetuneError(
-                f"stage {stage} of the pipeline sent micro-batch {piece} {way}, and nobody has read it",
-                found=f"torch {torch.__version__}",
-                remedy="use a version of torch that petune is tested with",
-            )
+            what = f"stage {stage} of the pipeline sent micro-batch {piece} {way}, and nobody has read it"
+            remedy = "use a version of torch that petune is tested with"
+            raise PetuneError(what, found=f"torch {torch.__version__}", remedy=remedy)
 
     def send(self, stage: int, back: bool, tensors: Sequence[Tensor]) -> None:
         """Leave a message of `stage` to the one before it or behind it."""

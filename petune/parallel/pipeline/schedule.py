@@ -254,7 +254,7 @@ class Pipeline:
         training = self.now.training
         if training and self.plan.schedule == "zero-bubble":
             self._say_what_is_not_split()
-        return made(self.plan, stages, pieces, _as_it_is if training else None)
+        return made(self.plan, stages, pieces, (lambda loss, rows: loss) if training else None)
 
     def _stage(self, chunk: Chunk, batch: Batch, pieces: int) -> PipelineStage:
         """torch's stage around a chunk, told what it will receive and send."""
@@ -342,7 +342,3 @@ def _trained(batch: Batch, pieces: int, texts: int) -> list[int]:
     rows = (labels >= 0).view(len(labels), -1).sum(1).tolist()
     each = -(-len(labels) // (pieces * texts)) * texts
     return [sum(rows[at * each : (at + 1) * each]) for at in range(pieces)]
-
-
-def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:
-    return loss
