@@ -239,8 +239,7 @@ def hollow() -> Ops:
     rest = dict.fromkeys(
         ("cross_entropy_", "quantise", "transposed", "drop", "mix", "mix_backward", "total"), made
     )
-    return Ops(
-        "hollow",
+    forms = dict[str, Any](
         rms_norm=rms,
         rms_norm_backward=lambda dy, *_: (made(dy), None),
         layer_norm=layer,
@@ -265,6 +264,7 @@ def hollow() -> Ops:
         add_dropped_low_=lambda dx, *_: dx,
         **rest,
     )
+    return Ops("hollow", tuple(forms.items()))
 
 
 def hollow_attention(q: Tensor, k: Tensor, v: Tensor, how: Any) -> Any:
