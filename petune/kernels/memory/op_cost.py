@@ -7,10 +7,12 @@ bytes per element; ranks may be 0: no low-rank part.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, sqrt
-from typing import Literal
+from typing import Literal, Protocol
 
 # Of operation: which rate bounds it. Narrow: a product that reads or writes a large matrix and has few ranks,
 # on the memory's side. Grouped: products of rows in groups with weights of their own.
@@ -35,18 +37,10 @@ class Cost:
     pieces: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flop + other.flop,
-            self.bytes + other.bytes,
-            self.hashes + other.hashes,
-            self.beside + other.beside,
-            self.tiles + other.tiles,
-            self.pieces + other.pieces,
-        )
+        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> Cost:
-        own = self.flop, self.bytes, self.hashes, self.beside, self.tiles, self.pieces
-        return Cost(*(times * one for one in own))
+        return Cost(*(times * one for one in vars(self).values()))
 
     __rmul__ = __mul__
 
@@ -168,6 +162,33 @@ def stepwise_rms_norm(rows: float, columns: float, itemsize: int = 2) -> tuple[l
     return forward, backward
 
 
+class CostOfEach(Protocol):
+    """What an operation on each number of [rows, columns] costs."""
+
+    def __call__(self, rows: float, columns: float, itemsize: int = 2) -> Cost: ...
+
+
+def each(flop: float, matrices: int) -> CostOfEach:
+    """So many FLOP for each number, and so many matrices read or written."""
+
+    def cost(rows: float, columns: float, itemsize: int = 2) -> Cost:
+        return Cost(flop * rows * columns, matrices * itemsize * rows * columns)
+
+    return cost
+
+
+rope_ = each(3, 2)  # qkv read and written in place
+rope_backward = each(3, 2)  # dq, dk and dv read, dqkv written
+rope_unscale = each(10, 3)  # dq, dk, dv and qkv read, the gradient of what was scaled written
+norm_rope = each(7, 2)  # raw read, qkv written
+norm_rope_backward = each(15, 3)  # dq, dk, dv and raw read, the gradient of raw written
+add = each(1, 3)  # x and y read, their sum written
+copy = each(0, 2)  # a matrix read and written elsewhere
+unscale = each(4, 3)  # dy and y read, dz written
+# logits [rows, vocabulary] read twice, for the partition sum and for the gradient that takes their place
+cross_entropy_ = each(6, 3)
+
+
 def layer_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
     """As `rms_norm`, with a mean and a bias."""
     return rms_norm(rows, columns, itemsize, residual) + Cost(3 * rows * columns, 4 * rows)
@@ -176,31 +197,6 @@ def layer_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = 
 def layer_norm_backward(rows: float, columns: float, itemsize: int = 2, dresidual: bool = False) -> Cost:
     """As `rms_norm_backward`, with a mean."""
     return rms_norm_backward(rows, columns, itemsize, dresidual) + Cost(3 * rows * columns, 4 * rows)
-
-
-def rope_(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """qkv read and written in place."""
-    return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
-
-
-def rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """dq, dk and dv read, dqkv written."""
-    return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
-
-
-def rope_unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """dq, dk, dv and qkv read, the gradient of what was scaled written."""
-    return Cost(10 * rows * columns, 3 * itemsize * rows * columns)
-
-
-def norm_rope(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """raw read, qkv written."""
-    return Cost(7 * rows * columns, 2 * itemsize * rows * columns)
-
-
-def norm_rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """dq, dk, dv and raw read, the gradient of raw written."""
-    return Cost(15 * rows * columns, 3 * itemsize * rows * columns)
 
 
 def activate(
@@ -224,16 +220,6 @@ def activate_backward(
     )
 
 
-def add(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """x and y read, their sum written."""
-    return Cost(rows * columns, 3 * itemsize * rows * columns)
-
-
-def copy(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """A matrix read and written elsewhere."""
-    return Cost(0, 2 * itemsize * rows * columns)
-
-
 def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
     """A product in float32 read, its low-rank part added, the sum written."""
     return Cost(
@@ -244,16 +230,6 @@ def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> 
 def over_lengths(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
     """A weight read once, for the lengths of its rows and what an update of that rank adds to them."""
     return Cost(2 * (1 + rank) * rows * columns, itemsize * (rows * columns + (rows + columns) * rank))
-
-
-def unscale(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """dy and y read, dz written."""
-    return Cost(4 * rows * columns, 3 * itemsize * rows * columns)
-
-
-def cross_entropy_(rows: float, vocabulary: int, itemsize: int = 2) -> Cost:
-    """Logits read twice, for the partition sum and for the gradient that takes their place."""
-    return Cost(6 * rows * vocabulary, 3 * itemsize * rows * vocabulary)
 
 
 def drop(rows: float, columns: float, itemsize: int = 2) -> Cost:
@@ -282,37 +258,23 @@ def attention(
     keys: float | None = None,
     window: float | None = None,
     own: bool = False,
+    back: bool = False,
 ) -> Cost:
     """Softmax attention that keeps no scores, of `tokens` in sequences of `sequence` (Dao et al. 2022,
     arXiv:2205.14135).
 
     keys: of each sequence of another kind that the queries attend to, in cross-attention. window: the last
     keys that a query of causal attention sees, of any other those to either side. own: by our own kernels.
+    back: its backward pass: scores made again and four more products; dq is summed in float32.
     """
     others = 1 if keys is None else keys / max(1, sequence)  # keys for each query
-    flop = 4 * heads * head_dim * tokens * _seen(sequence, causal, keys, window)
-    moved = tokens * (2 * (heads + others * kv_heads) * head_dim * itemsize + 4 * heads)
-    return Cost(flop, moved, beside=_beside(flop, head_dim, own, OF_512[0]))
+    flop = 4 * heads * head_dim * tokens * _seen(sequence, causal, keys, window) * (2.5 if back else 1)
+    moved = tokens * (2 * (heads + others * kv_heads) * head_dim * itemsize + 4 * heads) * (1 + back)
+    moved += 8 * tokens * heads * head_dim * back
+    return Cost(flop, moved, beside=_beside(flop, head_dim, own, OF_512[back]))
 
 
-def attention_backward(
-    tokens: float,
-    sequence: float,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    causal: bool = True,
-    itemsize: int = 2,
-    keys: float | None = None,
-    window: float | None = None,
-    own: bool = False,
-) -> Cost:
-    """Its backward: scores made again and four more products; dq is summed in float32."""
-    flop = 2.5 * attention(tokens, sequence, heads, kv_heads, head_dim, causal, itemsize, keys, window).flop
-    others = 1 if keys is None else keys / max(1, sequence)
-    of_heads = 4 * (heads + others * kv_heads) * head_dim * itemsize
-    moved = tokens * (of_heads + 8 * heads * head_dim + 8 * heads)
-    return Cost(flop, moved, beside=_beside(flop, head_dim, own, OF_512[1]))
+attention_backward = partial(attention, back=True)
 
 
 def _beside(flop: float, head_dim: int, own: bool, widest: float) -> float:
