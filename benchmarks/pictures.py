@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from petune.estimate.forecast import forecast
 from petune.estimate.timeline import charts
 from petune.kernels.configs import KEEPS
 from petune.kernels.memory.buffers import kept_sizes
-from petune.kernels.memory.shape import BlockShape
+from petune.kernels.memory.shape import Ranks
 from petune.models import fp8, int8, nf4
 from petune.recipe import load_recipe
+from tests.kernels.shapes import LLAMA
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 UNIT = 10  # pixels of a step of the grid that boxes are placed on
@@ -220,7 +221,7 @@ def plans() -> Iterator[tuple[str, str]]:
         yield name, as_svg(charts(found), [f"llama_lora under {settings[0]}"])
 
 
-LLAMA = BlockShape(width=4096, heads=32, kv_heads=8, head_dim=128, columns=14336)
+BLOCK = replace(LLAMA, ranks=Ranks())
 SCALE = 6  # pixels a KiB
 VALUES = {"x": "input", "qkv": "q, k, v", "a": "attn", "r": "sum", "u": "gate and up"}
 
@@ -229,7 +230,7 @@ def memory() -> str:
     """What a block of an 8B Llama keeps for each token on each rung, as bars of its values."""
     body, top, left = [], 12.0, 100
     for keep in (one for one in KEEPS if one != "auto"):
-        sizes = {name: size / 1024 for name, size in kept_sizes(LLAMA, keep).items() if size >= 512}
+        sizes = {name: size / 1024 for name, size in kept_sizes(BLOCK, keep).items() if size >= 512}
         body.append(f'<text x="10" y="{top + 20:g}">{keep}</text>')
         x = float(left)
         for at, (name, size) in enumerate(sizes.items()):

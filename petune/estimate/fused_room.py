@@ -59,11 +59,11 @@ def fused_blocks_of(drawn: Sketch, plan: ParallelPlan, held: Sequence[nn.Module]
 
 
 def _enlarged(own: BlockShape, whole: BlockShape) -> BlockShape:
-    gathers = own.described is not None and any(_gathers(one) for one in own.described)
+    gathers = any(_gathers(one) for one in own.sublayers)
     if own.share == 1 and not gathers:
         return whole
     heads, kv_heads, columns = whole.heads, whole.kv_heads, whole.columns
-    described = own.described and tuple(_of_all(one) if gathers else one for one in own.described)
+    sublayers = tuple(_of_all(one) if gathers else one for one in own.sublayers)
     return replace(
         own,
         heads=heads,
@@ -71,7 +71,7 @@ def _enlarged(own: BlockShape, whole: BlockShape) -> BlockShape:
         columns=columns,
         experts=whole.experts,
         share=1.0,
-        described=described,
+        sublayers=sublayers,
     )
 
 

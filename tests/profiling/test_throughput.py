@@ -36,6 +36,7 @@ from petune.profiling.throughput import (
 )
 from petune.recipe import Recipe
 from petune.tasks import Example
+from tests.kernels.shapes import DECODER, sublayers
 from tests.methods.zoo import tiny
 from tests.small_runs import settings, write_model
 from tests.written_recipes import recipe_of
@@ -159,7 +160,7 @@ AGAIN = {
 @pytest.mark.parametrize("kept", AGAIN)
 def test_what_is_not_kept_is_executed_again(tmp_path: Path, kept: Any) -> None:
     flops, row = counted("llama-causal", tmp_path), example(8)
-    block = of_shape(BlockShape(64, 4, 2, 16, 128))
+    block = of_shape(BlockShape(64, 4, 2, 16, 128, sublayers=DECODER))
     again = CHECKPOINT if kept == "checkpoint" else Again(kept, *remade(block, kept))
     every = {(one.stack, one.block) for one in flops.linears}
     extra = flops.executed(row, dict.fromkeys(every, again)) - flops.executed(row, dict.fromkeys(every, ALL))
@@ -169,7 +170,7 @@ def test_what_is_not_kept_is_executed_again(tmp_path: Path, kept: Any) -> None:
 
 
 def test_a_post_norm_block_runs_its_down_projection_again() -> None:
-    bert = of_shape(BlockShape(64, 4, 4, 16, 128, gated=False, norm="layer"))
+    bert = of_shape(BlockShape(64, 4, 4, 16, 128, gated=False, sublayers=sublayers(False, "layer", True)))
     assert remade(bert, "all") == (frozenset(), False)
     assert remade(bert, "projections") == ({"up"}, False)
     assert remade(bert, "attention") == ({"q", "k", "v", "o", "up", "down"}, False)

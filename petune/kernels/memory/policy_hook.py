@@ -359,9 +359,7 @@ def shape_of(
         ranks=Ranks(**ranks),
         trained=trained.weight.requires_grad,
         itemsize=itemsize,
-        norm=program.norms[0].kind,
-        described=program.sublayers,
-        causal=all(one.causal for one in program.attends[:1]),
+        sublayers=program.sublayers,
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks)
         or any(isinstance(form, Fp8) for form in sharded if not leave.transposed),
         made=max(0, *(0 if bank is None else bank.base.made for bank in spec.banks), *unbanked),

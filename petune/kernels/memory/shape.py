@@ -9,7 +9,7 @@ from typing import Literal
 
 from petune.kernels.block.packed_linear import FOLDED, SUMMED
 from petune.models.joined import MEMBERS
-from petune.models.spec import Attention, Mlp, Norm, Role, SubLayer, linears
+from petune.models.spec import Attention, Role, SubLayer
 from petune.models.tuned_parts import TENSORS
 
 
@@ -115,17 +115,15 @@ class CoreShape:
 @dataclass(frozen=True)
 class BlockShape:
     """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes
-    of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
-    multiply in eight bits; made: bytes a number in which they are held that are made dense for each product,
-    0 where they are dense. drops: the inputs of its updates drop out; dropouts: so do its own values.
-    share: the part of all tokens that a rank has between sub-layers that are cut and connected by sequence.
-    weight: bytes of a weight that autocast may round anew in every pass, 0 where it may not. memory: of the
-    tokens of an encoder, how many there are for each own one, and how many the longest text has; None: as of
-    own ones. described: its sub-layers, where they are others than these. experts: of its mixture, None
-    without one;
+    of an activation and of a weight; fp8: frozen weights multiply in eight bits; made: bytes a number in
+    which they are held that are made dense for each product, 0 where they are dense. drops: the inputs of its
+    updates drop out; dropouts: so do its own values. share: the part of all tokens that a rank has between
+    sub-layers that are cut and connected by sequence. weight: bytes of a weight that autocast may round anew
+    in every pass, 0 where it may not. memory: of the tokens of an encoder, how many there are for each own
+    one, and how many the longest text has; None: as of own ones. experts: of its mixture, None without one;
     gated and columns are then the shared expert's. roomless: behind its weights, which are transposed, is no
-    room for factors. called: its core that is called as it is, None where steps
-    compute all; heads are 0 then where it makes all of what it gives."""
+    room for factors. called: its core that is called as it is, None where steps compute all; heads are 0 then
+    where it makes all of what it gives."""
 
     width: int
     heads: int
@@ -136,8 +134,6 @@ class BlockShape:
     ranks: Ranks = field(default_factory=Ranks)
     trained: bool = False
     itemsize: int = 2
-    norm: Literal["rms", "layer"] = "rms"
-    causal: bool = True
     fp8: bool = False
     made: float = 0.0
     drops: bool = False
@@ -145,24 +141,10 @@ class BlockShape:
     share: float = 1.0
     weight: int = 0
     memory: tuple[float, int] | None = None
-    described: tuple[SubLayer, ...] | None = None
     experts: ExpertSizes | None = None
     roomless: bool = False
     called: CoreShape | None = None
-
-    @property
-    def sublayers(self) -> tuple[SubLayer, ...]:
-        """Attention and MLP as its fields say, or those that are described."""
-        if self.described is not None:
-            return self.described
-        rms, up = self.norm == "rms", linears(gate="gate", up="up") if self.gated else linears(up="up")
-        attention = Attention(
-            "", (linears(q="q", k="k", v="v"),), "o", rotary=rms, causal=self.causal, scale=1.0
-        )
-        before, after = (Norm("", "rms"), None) if rms else (None, Norm("", "layer"))
-        return tuple(
-            SubLayer(core, norm_in=before, norm_after_sum=after) for core in (attention, Mlp("", up, "down"))
-        )
+    sublayers: tuple[SubLayer, ...] = field(kw_only=True)
 
     def linears(self, place: GroupPlace) -> tuple[int, int, int]:
         """(inputs, outputs, rank) of a group."""

@@ -225,7 +225,7 @@ def test_a_block_costs_what_one_with_separate_linears_does(tuning: str) -> None:
     changes = {"sliding_window": None}  # as Llama's attention has none
     spec, other = (blocks(fused_twin(tuned(name, tuning, changes)))[0].spec for name in (PHI, "llama-causal"))
     shape, like = shape_of(spec), shape_of(other)
-    assert replace(shape, described=None) == replace(like, described=None)
+    assert replace(shape, sublayers=()) == replace(like, sublayers=())
     rooms = [[None if bank is None else bank.room for bank in own.banks] for own in (spec, other)]
     assert rooms[0] == rooms[1] and any(rooms[0])
     layer = fused_twin(tuned(PHI, tuning)).model.layers[0]

@@ -36,6 +36,7 @@ from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS, MOVED, fresh
 from tests.kernels.replays import Again, replayed, stacks
+from tests.kernels.shapes import DECODER, ENCODER
 from tests.methods.zoo import batch as of_zoo
 from tests.methods.zoo import tiny
 
@@ -460,7 +461,7 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     gated = width == 4096
     ranks = Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
     heads = (32, 8, 128, 14336) if gated else (16, 16, 64, 4096)
-    shape = BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
+    shape = BlockShape(width, *heads, gated, ranks, sublayers=DECODER if gated else ENCODER)
     monkeypatch.setattr(replay, "shape_of", lambda spec, dtype, longest: shape)
     monkeypatch.setattr(block_cost, "rates_of", lambda name: block_cost.H200)
     spec = SimpleNamespace(computes_in=lambda kind: torch.bfloat16, peers=None)

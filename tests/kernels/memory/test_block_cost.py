@@ -118,7 +118,7 @@ def test_what_trains_is_updated_in_its_own_bytes_and_rounded_where_it_is_wider()
 
 
 def test_a_decoder_reads_all_that_its_encoder_gives() -> None:
-    own = BlockShape(64, 4, 4, 16, 256, ranks=Ranks(*[4] * 7), described=t5.DECODER)
+    own = BlockShape(64, 4, 4, 16, 256, ranks=Ranks(*[4] * 7), sublayers=t5.DECODER)
     longer = replace(own, memory=(3.0, 96))
     for way, times in zip(PASSES, (1, 2.5), strict=True):
         one, two = (total(part for part in way(shape, 128, 32)) for shape in (own, longer))
@@ -134,7 +134,7 @@ def test_a_decoder_reads_all_that_its_encoder_gives() -> None:
 def test_norms_over_whole_widths_take_them_apart() -> None:
     """q, k and v are copied, normed, put together and turned; in one kernel where each head is normed."""
     heads, widths = (
-        replace(LLAMA, described=(SubLayer(replace(core, scale=1.0)),))
+        replace(LLAMA, sublayers=(SubLayer(replace(core, scale=1.0)),))
         for core in (llama.ATTENTION, olmo2.ATTENTION)
     )
     moved = [total(block_cost.forward(one, 64, 64)).bytes for one in (heads, widths)]
@@ -252,7 +252,7 @@ def test_dropout_of_updates_costs_time_and_no_flop() -> None:
 
 
 def test_a_blocks_own_dropouts_cost_passes_of_their_own() -> None:
-    described = replace(BERT, described=tuple(replace(one, drop="drop") for one in BERT.sublayers))
+    described = replace(BERT, sublayers=tuple(replace(one, drop="drop") for one in BERT.sublayers))
     plain, drops = (
         total(block_cost.forward(one, 512, 512)) for one in (described, replace(described, dropouts=True))
     )

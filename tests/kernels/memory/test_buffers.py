@@ -323,7 +323,7 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, BlockRun, list[bool]]:
         groups.append(Group(own, torch.bfloat16, place.first, ops, base, gates=place.kind == "up"))
     norm = torch.empty(shape.width, **frozen)
     norms = [(norm,) if one.kind == "rms" else (norm, norm) for one in program.norms]
-    how = attending.How(shape.causal, 1.0, 1)
+    how = attending.How(all(one.causal for one in program.attends[:1]), 1.0, 1)
     angles = (torch.empty(1, shape.head_dim, **frozen),) * 2
     linears = TENSORS * sum(len(place.roles) for place in program.groups)
     # linears have no bias
@@ -415,26 +415,26 @@ def adapted(shape: BlockShape, beside: bool = False, of_sum: bool = False) -> Bl
     sublayers = [replace(one, bottleneck=features, beside=beside, of_sum=of_sum) for one in shape.sublayers]
     if beside or of_sum:
         sublayers[:-1] = shape.sublayers[:-1]
-    return replace(shape, ranks=Ranks(), described=tuple(sublayers))
+    return replace(shape, ranks=Ranks(), sublayers=tuple(sublayers))
 
 
 def scaled(shape: BlockShape) -> BlockShape:
     """The block with all results of its linears scaled, as DoRA's are."""
     roles: frozenset[Role] = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
-    return replace(shape, described=tuple(replace(one, scaled=roles) for one in shape.sublayers))
+    return replace(shape, sublayers=tuple(replace(one, scaled=roles) for one in shape.sublayers))
 
 
 def ia3(shape: BlockShape) -> BlockShape:
     """The block with keys, values and what enters down scaled, and nothing else that trains."""
     attention, mlp = shape.sublayers
     own = replace(attention, scaled=frozenset(("k", "v"))), replace(mlp, entries=frozenset(("down",)))
-    return replace(shape, ranks=Ranks(), described=own)
+    return replace(shape, ranks=Ranks(), sublayers=own)
 
 
 def sized(shape: BlockShape, learns: bool = False) -> BlockShape:
     """The block with a vector, which trains or does not, that scales what each sub-layer gives."""
     return replace(
-        shape, described=tuple(replace(one, vector="by", learns=learns) for one in shape.sublayers)
+        shape, sublayers=tuple(replace(one, vector="by", learns=learns) for one in shape.sublayers)
     )
 
 
@@ -442,7 +442,7 @@ def normed(shape: BlockShape) -> BlockShape:
     """The block with norms of the heads of queries and keys."""
     attention, mlp = shape.sublayers
     core = replace(attention.core, q_norm=Norm("", "rms", over="head"), k_norm=Norm("", "rms", over="head"))
-    return replace(shape, described=(replace(attention, core=core), mlp))
+    return replace(shape, sublayers=(replace(attention, core=core), mlp))
 
 
 def by_parts(shape: BlockShape) -> BlockShape:
@@ -454,34 +454,34 @@ def by_parts(shape: BlockShape) -> BlockShape:
     )
     cores = replace(attention.core, groups=(qkv,)), replace(mlp.core, up=gate_up)  # type: ignore[call-arg]  # by kind
     own = tuple(replace(one, core=core) for one, core in zip(shape.sublayers, cores, strict=True))
-    return replace(shape, described=own)
+    return replace(shape, sublayers=own)
 
 
 def parallel(shape: BlockShape) -> BlockShape:
     """The block with its MLP beside attention, as Cohere's."""
     attention, mlp = shape.sublayers
-    return replace(shape, described=(attention, replace(mlp, norm_in=attention.norm_in, parallel=True)))
+    return replace(shape, sublayers=(attention, replace(mlp, norm_in=attention.norm_in, parallel=True)))
 
 
 def reaching(shape: BlockShape) -> BlockShape:
     """The block with queries that are multiplied by what positions say."""
     attention, mlp = shape.sublayers
     core = replace(attention.core, reach=by_position)  # type: ignore[type-var]  # by kind
-    return replace(shape, described=(replace(attention, core=core), mlp))
+    return replace(shape, sublayers=(replace(attention, core=core), mlp))
 
 
 def cut(shape: BlockShape) -> BlockShape:
     """A quarter of the block, whose sums are whole on every rank."""
     sublayers = tuple(replace(one, connection="whole") for one in shape.sublayers)
     own = {"heads": shape.heads // 4, "kv_heads": shape.kv_heads // 4, "columns": shape.columns // 4}
-    return replace(shape, described=sublayers, **own)
+    return replace(shape, sublayers=sublayers, **own)
 
 
 def by_sequence(shape: BlockShape) -> BlockShape:
     """The same quarter, between whose sub-layers a rank has half of the tokens."""
     whole = cut(shape)
     sublayers = tuple(replace(one, connection="sequence") for one in whole.sublayers)
-    return replace(whole, described=sublayers, share=0.5)
+    return replace(whole, sublayers=sublayers, share=0.5)
 
 
 def exchanging(shape: BlockShape, kind: ExchangeKind) -> BlockShape:
@@ -489,7 +489,7 @@ def exchanging(shape: BlockShape, kind: ExchangeKind) -> BlockShape:
     attention, *rest = shape.sublayers
     heads = (shape.kv_heads // 2,) * 2 if kind == "ulysses" else ()
     core = replace(attention.core, exchange=Exchanged(kind, (1, 1), 1, heads))  # type: ignore[type-var]
-    return replace(shape, described=(replace(attention, core=core), *rest))
+    return replace(shape, sublayers=(replace(attention, core=core), *rest))
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_blocks_that_do_not_train_do_not_stream() -> None:
 def test_blocks_of_several_kinds_take_the_time_of_each_and_a_step_what_is_once() -> None:
     """A quarter of the blocks have a window of 128; which is typical decides about their bytes alone."""
     attention, mlp = LLAMA.sublayers
-    narrow = replace(LLAMA, described=(replace(attention, core=replace(attention.core, window=128)), mlp))
+    narrow = replace(LLAMA, sublayers=(replace(attention, core=replace(attention.core, window=128)), mlp))
 
     def found(shape: BlockShape, *numbers: int, once: float = 0.0) -> Policy:
         kinds = zip((LLAMA, narrow), numbers, strict=False)
@@ -311,9 +311,9 @@ def test_ranks_that_share_blocks_keep_the_least_that_one_of_them_would() -> None
 def test_blocks_compute_on_own_tokens_and_the_head_on_all() -> None:
     attention, mlp = LLAMA.sublayers
     core = replace(attention.core, exchange=Exchanged("ring", (3, 1), 1))  # type: ignore[type-var]
-    shape = replace(LLAMA, described=(replace(attention, core=core), mlp))
+    shape = replace(LLAMA, sublayers=(replace(attention, core=core), mlp))
     assert shape.own(8192) == 2048 and LLAMA.own(8192) == 8192
-    cut = replace(shape, described=(shape.sublayers[0], replace(mlp, connection="sequence")))
+    cut = replace(shape, sublayers=(shape.sublayers[0], replace(mlp, connection="sequence")))
     assert cut.own(8192) == 8192, "an MLP that is cut by columns is handed all of them"
     found = BlockStep(shape, 4, 8192, 2048, VOCABULARY, H200)
     whole = BlockStep(LLAMA, 4, 8192, 2048, VOCABULARY, H200)
