@@ -17,6 +17,7 @@ BaseDtype = Literal["fp8", "int8", "nf4"]
 KEEPS: tuple[str, ...] = get_args(Keep)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 STREAMS: tuple[str, ...] = get_args(Stream)
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,12 @@ def refuse_contradiction(config: MemoryConfig) -> None:
         raise UsageError(what, where=where, expected=expected, found=str(config.tile), remedy=remedy)
 
 
+Parks = Literal["none", "input", "attention"]  # what rests in host memory, from the least to the most
+
+
 @dataclass(frozen=True)
 class Rung:
     """What one block keeps and where: MemoryConfig's keep and offload, decided."""
 
     keep: Level = "all"
-    offload: Literal["none", "input", "attention"] = "none"
+    offload: Parks = "none"

@@ -81,14 +81,15 @@ class Wire(Protocol):
 
 class Edges(Protocol):
     """How calls enter and leave a stack that computes on other tensors inside: on some tokens of each row,
-    say. replays: whether blocks inside these edges may be replayed from recordings; least: tokens that a call
-    must have."""
+    say; who says nothing leaves them as they are. replays: whether blocks inside these edges may be replayed
+    from recordings; least: tokens that a call must have."""
 
-    replays: bool
+    replays: bool = True
 
     @property
     def least(self) -> int:
         """See the class."""
+        return 1
 
     def begin(self, stack: Stack, carry: Arguments, here: Running) -> tuple[Arguments, Running]:
         """What the first block is handed by the one before, as it is inside, and where that lies in the
@@ -96,15 +97,19 @@ class Edges(Protocol):
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
         """Any other argument of a block, as it is inside; asked once for each tensor of a pass."""
+        return value
 
     def begin_side(self, stack: Stack, carry: Arguments, here: Running) -> Arguments:
         """A ladder's carry, made of one that is inside."""
+        return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         """Hidden states as they are inside, of whole ones."""
+        return hidden
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
         """Hidden states made whole again, [batch, seq, width]."""
+        return hidden
 
 
 class Whole(Protocol):

@@ -35,6 +35,7 @@ class Program:
     sinks: tuple[str, ...]  # paths of those of attentions
     called: tuple[Attention, ...]  # the cores that are called as they are
     vectors: tuple[str, ...]  # paths of those that scale what sub-layers give
+    tensors: int  # that autograd knows of it, weights and those of its tuning
     schedules: Schedules = field(init=False)
 
     def __post_init__(self) -> None:

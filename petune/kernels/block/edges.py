@@ -13,10 +13,11 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, pack, unpack
 from petune.models.disentangled import by_distance
 from petune.models.stack import Arguments, Stack
+from petune.models.stack_protocols import Edges
 from petune.rng.context import Running
 
 
-class Unpadded:
+class Unpadded(Edges):
     """Edges of a stack (stack_protocols.Edges) that leave padding outside, where `running().segments` says
     what is kept; else they do nothing.
 
@@ -24,10 +25,8 @@ class Unpadded:
     has [1, total] instead, `position_embeddings` and `position_ids` among them, and there is no attention
     mask, as there is none where rows have no padding: blocks have to attend within segments. Where
     `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask
-    of them.
+    of them. A ladder's carry is made from one that has entered.
     """
-
-    replays, least = True, 1
 
     def begin(self, stack: Stack, carry: Arguments, here: Running) -> tuple[Arguments, Running]:
         return carry | {"hidden_states": self.part(carry["hidden_states"], here)}, here
@@ -42,10 +41,6 @@ class Unpadded:
             apart = name == positions.distances and here.segments is not None
             return by_distance(value) if apart else value
         return cast("Tensor", _packed(value, here.memory if name == MEMORY else here.segments))
-
-    def begin_side(self, stack: Stack, carry: Arguments, here: Running) -> Arguments:
-        """See stack_protocols.Edges: a ladder's carry is made from one that has entered."""
-        return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         return hidden if here.segments is None else pack(hidden, here.segments)
@@ -62,11 +57,9 @@ def _packed(value: Any, segments: Segments | None) -> Any:
     return pack(value, segments) if value.shape[0] in (1, rows) and value.shape[1] == tokens else value
 
 
-class InDtype:
+class InDtype(Edges):
     """Edges of a stack (stack_protocols.Edges): under autocast a norm of the embeddings gives float32, as
     does an earlier stage that runs unfused, and blocks compute in a narrower dtype."""
-
-    replays, least = True, 1
 
     def begin(self, stack: Stack, carry: Arguments, here: Running) -> tuple[Arguments, Running]:
         """Hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
@@ -76,16 +69,3 @@ class InDtype:
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
             carry = carry | {"hidden_states": hidden.to(dtype)}
         return carry, here
-
-    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """As it is, like all that follows."""
-        return value
-
-    def begin_side(self, stack: Stack, carry: Arguments, here: Running) -> Arguments:
-        return carry
-
-    def part(self, hidden: Tensor, here: Running) -> Tensor:
-        return hidden
-
-    def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        return hidden

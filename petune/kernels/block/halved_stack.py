@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -23,9 +23,6 @@ class HalvedStack:
     Only in training with gradients, without a ladder, padding or hooks on blocks. Everything else goes block
     by block. What ranks say has another order then, so hooks on blocks must be on all ranks that share them.
     """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HalvedStack, ()
 
     def takes(self, stack: Stack, call: Arguments) -> bool:
         hidden = call["hidden_states"]

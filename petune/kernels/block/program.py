@@ -93,7 +93,7 @@ class _Build:
         first = self.sublayers, self.sizes, tuple(self.inputs), tuple(self.steps), y
         parts = tuple(self.groups), tuple(self.norms), tuple(self.dropouts), tuple(self.bottlenecks)
         others = tuple(self.mixtures), tuple(self.order), tuple(self.sinks), tuple(self.called)
-        return Program(*first, *parts, *others, tuple(self.vectors))
+        return Program(*first, *parts, *others, tuple(self.vectors), self.tensors)
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""

@@ -15,10 +15,7 @@ from typing import NamedTuple
 from petune.kernels.block.attention_steps import Attend
 from petune.kernels.block.linear_steps import Activated, Product
 from petune.kernels.block.steps import Add, AddNormalize, BlockRun, Normalize, Step, Values
-from petune.kernels.configs import Level
-
-# from the least that is kept to the most
-LEVELS: tuple[Level, ...] = ("input", "attention", "projections", "all")
+from petune.kernels.configs import LEVELS, Level
 
 
 class Action(NamedTuple):

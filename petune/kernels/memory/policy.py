@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, product
 from math import ceil, inf
-from typing import Literal
+from typing import get_args
 
 from petune.errors import UsageError
-from petune.kernels.configs import Level, MemoryConfig, Rung, refuse_contradiction
+from petune.kernels.configs import LEVELS, Level, MemoryConfig, Parks, Rung, refuse_contradiction
 from petune.kernels.memory import block_cost, buffers
 from petune.kernels.memory.block_step import GIB, BlockStep
 from petune.kernels.memory.op_cost import total
@@ -36,10 +36,7 @@ from petune.kernels.memory.op_cost import total
 TILES = (16384, 8192, 4096, 2048)  # tokens per tile of the MLP that are tried, after no tiles at all
 SLOTS = 2  # offloaded blocks with their tensors on the device: one that computes, one in transit
 UNBOUNDED = 2**62  # bytes
-# from the least that is kept to the most
-LADDER: tuple[Level, ...] = ("input", "attention", "projections", "all")
-# from the least that is offloaded
-LEVELS: tuple[Literal["none", "input", "attention"], ...] = ("none", "input", "attention")
+PARKED: tuple[Parks, ...] = get_args(Parks)
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Policy:
         """What all ranks that share the blocks keep: the least of what each would. They talk to one another
         in what they compute again, so that all have to do the same. least: of each number among the ranks."""
         *levels, tile = least(levels_of(self))
-        rungs = tuple(_lowered(rung, LADDER[level]) for rung, level in zip(self.rungs, levels, strict=True))
+        rungs = tuple(_lowered(rung, LEVELS[level]) for rung, level in zip(self.rungs, levels, strict=True))
         return replace(self, rungs=rungs, tile=None if tile == sys.maxsize else tile)
 
     def lines(self) -> tuple[str, ...]:
@@ -83,7 +80,7 @@ class Policy:
 
 def levels_of(policy: Policy) -> list[int]:
     """The rung of each block by its place on the ladder, and the rows of a tile."""
-    return [*(LADDER.index(rung.keep) for rung in policy.rungs), policy.tile or sys.maxsize]
+    return [*(LEVELS.index(rung.keep) for rung in policy.rungs), policy.tile or sys.maxsize]
 
 
 def _lowered(rung: Rung, keep: Level) -> Rung:
@@ -120,7 +117,7 @@ class _Option:
     while it runs, seconds of both passes with their copies; `alone` is the seconds without."""
 
     rung: Rung
-    place: tuple[int, int]  # of keep in LADDER, of offload in LEVELS
+    place: tuple[int, int]  # of keep in LEVELS, of offload in PARKED
     kept: int
     host: int
     working: int
@@ -143,8 +140,8 @@ class _Plan:
 
 def _tables(step: BlockStep, config: MemoryConfig) -> Iterator[tuple[int | None, list[_Option]]]:
     """(tile, the options it leaves), each list from the least that blocks keep to the most."""
-    keeps = [keep for keep in LADDER if config.keep in ("auto", keep)]
-    levels = tuple(level for level in LEVELS if config.offload in ("auto", level))
+    keeps = [keep for keep in LEVELS if config.keep in ("auto", keep)]
+    levels = tuple(level for level in PARKED if config.offload in ("auto", level))
     tiles = (None, *TILES) if config.tile is None else (config.tile,)
     whole = _options(step, "all", None, levels) if "all" in keeps else ()
     for tile in dict.fromkeys(None if tile is None or tile >= step.own else tile for tile in tiles):
@@ -154,7 +151,7 @@ def _tables(step: BlockStep, config: MemoryConfig) -> Iterator[tuple[int | None,
 
 @lru_cache(maxsize=128)
 def _options(
-    step: BlockStep, keep: Level, tile: int | None, levels: tuple[Literal["none", "input", "attention"], ...]
+    step: BlockStep, keep: Level, tile: int | None, levels: tuple[Parks, ...]
 ) -> tuple[_Option, ...]:
     """A rung's options by what is offloaded; the attention output can be where it is kept. Kept, for a step
     is searched again where a budget holds nothing, or for another budget."""
@@ -175,7 +172,7 @@ def _options(
     return tuple(
         _Option(
             Rung(keep, level),
-            (LADDER.index(keep), LEVELS.index(level)),
+            (LEVELS.index(keep), PARKED.index(level)),
             (kept - moved[level]) * tokens,
             moved[level] * tokens,
             working,

@@ -6,12 +6,10 @@ from petune.kernels.block.attention_steps import Attend
 from petune.kernels.block.called_step import CallCore
 from petune.kernels.block.cores import CoreSizes, vectors_in
 from petune.kernels.block.linear_steps import Activated, Product
-from petune.kernels.block.mixture import OF_MIXTURE
 from petune.kernels.block.program import Program, compiled
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape
 from petune.models.spec import Role
-from petune.models.tuned_parts import TENSORS
 
 
 def of_shape(shape: BlockShape) -> Program:
@@ -21,11 +19,7 @@ def of_shape(shape: BlockShape) -> Program:
 
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
-    tensors = TENSORS * sum(len(group.roles) for group in program.groups)
-    tensors += 4 * len(program.bottlenecks) + OF_MIXTURE * len(program.mixtures)
-    tensors += len(program.sinks) + sum(core.called for core in program.called)
-    tensors += len(program.vectors) + 2 * len(program.norms)
-    back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
+    back = program.schedules.backward(keep, (True,) * program.tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(
         role for step in steps if isinstance(step, Product | Activated) for role in step.place.sites
