@@ -12,7 +12,7 @@ is x logistic(2 z).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels.reference import LowFactors, Scale
-from petune.kernels.triton.dropout import placed, scaled, stays
+from petune.kernels.triton.dropout import draw_of, placed, stays
 from petune.kernels.triton.residual import Tile, multiprocessors, padded, shares, total
-from petune.rng.dropout import Drop, threshold
+from petune.rng.dropout import Drop
 
 KernelAct = Literal["silu", "gelu", "gelu_tanh", "relu"]  # the activations that kernels know
 
@@ -54,13 +54,6 @@ def activate(
         BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return h, None if a is None else total(sums, u.dtype)
-
-
-def draw_of(how: Drop | None, absent: Tensor) -> tuple[Any, ...]:
-    """What a kernel reads of a draw: numbers, base, feature, least and scale; `absent` for none."""
-    if how is None:
-        return absent, 0, 0, 0, 1.0
-    return how.numbers, how.base, how.feature, threshold(how.p), scaled(how)
 
 
 def _forward_tile(dtype: torch.dtype, scales: bool) -> Tile:

@@ -20,13 +20,12 @@ from petune.kernels.block.packed_linear import SUMMED
 from petune.kernels.reference import Added, LowFactors, Scale
 from petune.kernels.triton.activation import (
     KernelAct,
-    draw_of,
     rows_of,
     scale_of,
     scaled_by,
     valued,
 )
-from petune.kernels.triton.dropout import placed, scaled, stays
+from petune.kernels.triton.dropout import draw_of, placed, scaled, stays
 from petune.kernels.triton.residual import Tile, multiprocessors, padded, shares, total
 from petune.rng.dropout import Drop
 

@@ -31,8 +31,9 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels.triton.bucket_sums import bucket_sums
-from petune.kernels.triton.dropout import factors, hashed
-from petune.rng.dropout import Drop, threshold
+from petune.kernels.triton.dropout import draw_of, factors, hashed
+from petune.kernels.triton.residual import power_of
+from petune.rng.dropout import Drop
 
 # exponentials are made in base 2, as the device has them
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -275,7 +276,7 @@ def forward(
     lse = q.new_empty((heads, m), dtype=torch.float32)
     if m:
         block, warps = _tile(q.dtype, d, max(longest, more.longest), more.bias is not None)
-        numbers, base, least, rescale = _draw(how)
+        numbers, base, _, least, rescale = draw_of(how if how is not None and how.p else None)
         blocks = triton.cdiv(longest, block)
         bias, *middle = _by_distance(more)
         _forward_kernel[((len(starts) - 1) * heads * blocks,)](
@@ -283,7 +284,7 @@ def forward(
             None if more.sinks is None else more.sinks.contiguous(), *more.bucketed,
             *(blocks, m, least, rescale, float(scale), *middle),
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(heads, heads // k.shape[1], d, _width(d), block, causal, more.window, more.cap, isinstance(base, Tensor)),
+            *(heads, heads // k.shape[1], d, power_of(d), block, causal, more.window, more.cap, isinstance(base, Tensor)),
             num_warps=warps, num_stages=_STAGES,
         )  # fmt: skip
     return out, lse
@@ -469,12 +470,12 @@ def backward(
     if not m:
         return dq, dk.zero_(), dv.zero_()
     block, warps = _tile(q.dtype, d, max(longest, more.longest), more.bias is not None, back=True)
-    numbers, base, least, rescale = _draw(how)
+    numbers, base, _, least, rescale = draw_of(how if how is not None and how.p else None)
     delta = torch.empty_like(lse)
     places = None if numbers is None else torch.empty_like(lse, dtype=torch.int64)
     _prepare_kernel[(triton.cdiv(m, block) * heads,)](
         *(dout, out, delta, places, numbers, base, m, dout.stride(0), dout.stride(1)),
-        *(heads, d, _width(d), block, isinstance(base, Tensor)),
+        *(heads, d, power_of(d), block, isinstance(base, Tensor)),
         num_warps=warps,
     )
     blocks = triton.cdiv(longest, block)
@@ -484,7 +485,7 @@ def backward(
     sides = starts, more.starts, _tokens(numbers, more), bias, *more.bucketed, longest
     left = [None if one is None else q.new_empty(heads, m, longest) for one in dpositions]
     rest = (m, least, rescale, float(scale), *middle, *(size for x in given[:4] for size in x.stride()[:2]))
-    consts = heads, heads // groups, d, _width(d), block, causal, more.window, more.cap
+    consts = heads, heads // groups, d, power_of(d), block, causal, more.window, more.cap
     how_run = {"num_warps": warps, "num_stages": _STAGES}
     segments = len(starts) - 1
     parts = None if dbias is None else lse.new_zeros(segments * blocks, heads, 2 * blocks * block)
@@ -521,19 +522,6 @@ def _by_distance(more: More) -> tuple[Tensor | None, int, int]:
     return more.bias.contiguous(), more.bias.shape[1], more.bias.shape[1] // 2
 
 
-def _draw(how: Drop | None) -> tuple[Tensor | None, int | Tensor, int, float]:
-    """(numbers and base, or None and 0 where nothing is drawn; what an int32 has to reach; 1 / (1 - p), or 0
-    where all is dropped)."""
-    if how is None or not how.p:
-        return None, 0, 0, 1.0
-    return how.numbers, how.base, threshold(how.p), 1 / (1 - how.p) if how.p < 1 else 0.0
-
-
-def _width(d: int) -> int:
-    """Columns of a tile: the narrowest that a tensor core takes, or a power of two."""
-    return max(16, 1 << (d - 1).bit_length())
-
-
 def _tile(
     dtype: torch.dtype, d: int, longest: int, biased: bool = False, back: bool = False
 ) -> tuple[int, int]:
@@ -543,6 +531,6 @@ def _tile(
     if dtype == torch.float32:
         return 16 if d > 64 or biased or longest <= 16 else 32, 4
     if d > 256:
-        return min(32, _width(longest)), 4
-    block = min(64, _width(longest))
+        return min(32, power_of(longest)), 4
+    block = min(64, power_of(longest))
     return block, block // 16 * (1 + (back and d > 128))

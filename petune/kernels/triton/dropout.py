@@ -8,6 +8,8 @@ Face layers included.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,11 +74,20 @@ def drop(x: Tensor, how: Drop | None) -> Tensor:
     y = x.new_empty(rows, columns)
     if y.numel():
         per, block = _tile(columns)
-        rest = how.base, how.feature, threshold(how.p), scaled(how), isinstance(how.base, Tensor), per, block
+        numbers, *drawn = draw_of(how)
         _drop[(triton.cdiv(rows, per), triton.cdiv(columns, block))](
-            x, how.numbers, y, rows, columns, x.stride(0), *rest, num_warps=4
-        )
+            *(x, numbers, y, rows, columns, x.stride(0), *drawn),
+            *(isinstance(how.base, Tensor), per, block), num_warps=4,
+        )  # fmt: skip
     return y
+
+
+def draw_of(how: Drop | None, absent: Tensor | None = None) -> tuple[Any, ...]:
+    """What a kernel reads of a draw: numbers, base, feature, what an int32 has to reach, and what is left is
+    multiplied by; `absent` for numbers of none."""
+    if how is None:
+        return absent, 0, 0, 0, 1.0
+    return how.numbers, how.base, how.feature, threshold(how.p), scaled(how)
 
 
 def scaled(how: Drop) -> float:

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petune.kernels.triton.residual import power_of
 from petune.models.gated_delta import CHUNK, EPS, MixedHeads
 
 MANY = 64  # heads of all rows
@@ -45,11 +46,6 @@ class ChunksKept(NamedTuple):
     states: Tensor
     decay: Tensor
     units: Tensor
-
-
-def power_of(size: int) -> int:
-    """The power of two that covers `size`, from 16, the least a tensor core takes."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def columns_of(heads: MixedHeads, rows: int) -> int:

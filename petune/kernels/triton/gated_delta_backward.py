@@ -18,12 +18,12 @@ from petune.kernels.triton.gated_delta import (
     columns_of,
     features_of,
     numbers_of,
-    power_of,
     seen_in,
     sizes_of,
     square_of,
     stages_of,
 )
+from petune.kernels.triton.residual import power_of
 from petune.models.gated_delta import CHUNK, MixedHeads
 
 BLOCK = 32  # value features at a time of a program for one chunk

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.residual import MAX_RANK
+from petune.kernels.triton.residual import MAX_RANK, dense_rows, power_of
 
 
 class GroupedTile(NamedTuple):
@@ -32,16 +32,6 @@ class GroupedTile(NamedTuple):
     depth: int
     warps: int
     stages: int
-
-
-def _power(size: int, most: int) -> int:
-    """The power of two that covers `size`, from 16, the least a tensor core takes, to `most`."""
-    return min(most, max(16, 1 << (size - 1).bit_length()))
-
-
-def _dense(x: Tensor) -> Tensor:
-    """A matrix whose rows are dense each."""
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 # ------------------------------------------------------------------ x W + low up
@@ -57,7 +47,7 @@ def product(
     if not y.numel():
         return y
     tile = tile or product_tile(m, k, n, groups, x.dtype)
-    x, low, rank = _dense(x), None if low is None else _dense(low), 0 if low is None else low.shape[1]
+    x, low, rank = dense_rows(x), None if low is None else dense_rows(low), 0 if low is None else low.shape[1]
     tiles = min(m, (m + groups * (tile.rows - 1)) // tile.rows)
     _product_kernel[(tiles * triton.cdiv(n, tile.columns),)](
         *(x, weight, ends, rows, low, up, y, groups, k, weight.stride(0), 0 if up is None else up.stride(0)),
@@ -71,16 +61,16 @@ def product_tile(m: int, k: int, n: int, groups: int, dtype: torch.dtype) -> Gro
     """Of a product of m rows: narrow ones wait for memory, so many small programs read at once; of wide ones
     a tile as large as registers hold, but for groups of few rows."""
     if dtype.itemsize == 4:
-        tile = GroupedTile(32, _power(n, 64), 32, 4, 2)
+        tile = GroupedTile(32, power_of(n, 64), 32, 4, 2)
     elif n <= MAX_RANK:
-        tile = GroupedTile(64, _power(n, MAX_RANK), 128, 4, 4)
+        tile = GroupedTile(64, power_of(n, MAX_RANK), 128, 4, 4)
     elif m < 96 * groups:
         tile = GroupedTile(64, 128, 64, 4, 4)
     elif n < 512:
         tile = GroupedTile(128, 128, 64, 8, 4)
     else:
         tile = GroupedTile(128, 256, 64, 8, 3)
-    return tile._replace(depth=_power(k, tile.depth))
+    return tile._replace(depth=power_of(k, tile.depth))
 
 
 def _strides(x: Tensor, weight: Tensor, low: Tensor | None, up: Tensor | None) -> dict[str, int]:
@@ -97,7 +87,7 @@ def _product_form(tile: GroupedTile, groups: int, k: int, n: int, rank: int) -> 
     sizes = {
         "N": n,
         "RANK": rank,
-        "R": _power(rank, MAX_RANK),
+        "R": power_of(rank, MAX_RANK),
         "GROUPS": max(32, 1 << (groups - 1).bit_length()),
     }
     even = k % tile.depth == 0 and n % tile.columns == 0
@@ -191,7 +181,7 @@ def outer(
     found = torch.empty((len(ends), x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
     if not found.numel():
         return found
-    sides = [(_dense(x), x_rows), (_dense(dy), dy_rows)]
+    sides = [(dense_rows(x), x_rows), (dense_rows(dy), dy_rows)]
     out = found
     if x.shape[1] < dy.shape[1]:
         sides, out = sides[::-1], found.transpose(1, 2)
@@ -208,9 +198,9 @@ def outer(
 def outer_tile(k: int, n: int, dtype: torch.dtype) -> GroupedTile:
     """Of an outer product of k columns and no more than n; `depth` is of rows."""
     if dtype.itemsize == 4:
-        return GroupedTile(_power(k, 32), _power(n, 64), 32, 4, 2)
+        return GroupedTile(power_of(k, 32), power_of(n, 64), 32, 4, 2)
     if n <= MAX_RANK:
-        return GroupedTile(_power(k, 128), _power(n, MAX_RANK), 64, 4, 4)
+        return GroupedTile(power_of(k, 128), power_of(n, MAX_RANK), 64, 4, 4)
     return GroupedTile(128, 128, 64, 8, 3)
 
 

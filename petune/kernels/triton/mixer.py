@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.gated_delta import numbers_of, power_of
+from petune.kernels.triton.gated_delta import numbers_of
+from petune.kernels.triton.residual import power_of
 
 TOKENS, FEATURES = 16, 128  # of a program of the convolution
 HEADS = 32  # of a program of the norm

@@ -37,11 +37,22 @@ class Tile(NamedTuple):
     resident: int
 
 
+def power_of(size: int, most: int | None = None) -> int:
+    """The power of two that covers `size`, from 16, the least a tensor core takes, to `most`."""
+    found = max(16, 1 << (size - 1).bit_length())
+    return found if most is None else min(most, found)
+
+
 def padded(rank: int) -> int:
     """The power of two that a rank is padded to; ValueError above `MAX_RANK`."""
     if rank > MAX_RANK:
         raise ValueError(f"a low-rank update of rank {rank}, but these kernels take up to {MAX_RANK}")
-    return max(16, 1 << (rank - 1).bit_length())
+    return power_of(rank)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """A matrix whose rows are dense each."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @lru_cache(maxsize=1024)

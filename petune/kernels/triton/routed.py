@@ -14,17 +14,13 @@ from torch import Tensor
 from petune.kernels.grouped_reference import ALPHA, LIMIT
 from petune.kernels.reference import Act
 from petune.kernels.triton.activation import valued
+from petune.kernels.triton.residual import dense_rows
 
 COLUMNS = 2048  # of a token's sum that a program makes
 BM, BN = 8, 256  # of the activation forward
 BACK_BM, BACK_BN = 4, 256  # of a step of its backward pass, which walks whole rows
 WARPS = 4
 _ALPHA, _LIMIT = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """A matrix whose rows are dense each."""
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 # ------------------------------------------------------------------ copies of a token
@@ -35,7 +31,7 @@ def combined(y: Tensor, inverse: Tensor, chosen: int, weights: Tensor | None = N
     tokens, n = len(inverse) // chosen, y.shape[1]
     out = torch.empty((tokens, n), dtype=y.dtype, device=y.device)
     if out.numel():
-        y, block = _dense(y), min(COLUMNS, triton.next_power_of_2(n))
+        y, block = dense_rows(y), min(COLUMNS, triton.next_power_of_2(n))
         weights = None if weights is None else weights.contiguous()
         _combine_kernel[(tokens, triton.cdiv(n, block))](
             *(y, inverse, weights, out, n, y.stride(0)), CHOSEN=chosen, BLOCK=block, num_warps=WARPS
@@ -66,7 +62,7 @@ def gated(gate_up: Tensor, share: Tensor, act: Act) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     m = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if m.numel():
-        gate_up, share = _dense(gate_up), share.contiguous()
+        gate_up, share = dense_rows(gate_up), share.contiguous()
         grid = (triton.cdiv(rows, BM) * triton.cdiv(width, BN),)
         _gated_kernel[grid](
             *(gate_up, share, m, rows, width, gate_up.stride(0)), ACT=act, BM=BM, BN=BN, num_warps=WARPS
@@ -125,7 +121,7 @@ def dgated(dm: Tensor, gate_up: Tensor, share: Tensor, act: Act) -> tuple[Tensor
     dshare = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
     m = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        dm, gate_up, share = _dense(dm), _dense(gate_up), share.contiguous()
+        dm, gate_up, share = dense_rows(dm), dense_rows(gate_up), share.contiguous()
         _dgated_kernel[(triton.cdiv(rows, BACK_BM),)](
             *(dm, gate_up, share, d_gate_up, dshare, m, rows, width, dm.stride(0), gate_up.stride(0)),
             ACT=act, BM=BACK_BM, BN=BACK_BN, num_warps=WARPS,
