@@ -20,7 +20,7 @@ from petune.kernels.block.product_cost import (
     updated,
 )
 from petune.kernels.block.rows import LinearInput
-from petune.kernels.block.steps import BlockRun, Charge, Normalize, Step, Values
+from petune.kernels.block.steps import BlockRun, Charge, Normalize, OfNormed, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add, low_rank
 from petune.kernels.memory.shape import BlockShape, GroupPlace
@@ -55,7 +55,7 @@ class Low(Step):
 
 
 @dataclass(eq=False)
-class Product(Step):
+class Product(OfNormed):
     """y = x W^T + bias + s b^T of a group. norm: the step that gave x, from which x need not be made again
     for the gradients of A. behind: which of the block's bottlenecks reads y, not rounded. filled: the norm
     wrote x beside room for s, as it does for the first group that reads x."""
@@ -75,10 +75,9 @@ class Product(Step):
         self.takes, self.gives, self.trained = (self.x, self.s), (self.y,), self.place.tensors
         self.inlets = () if self.norm is None or not self.filled else (self.norm.inlet,)
         self.keeps = {} if self.keep is None else {self.y: self.keep}
-        self.reads = (self.s, self.x) if self.norm is None else (self.s, *self.norm.reads)
         self.unscales = self.place.scaled and not self.place.unscaled_by_reader
+        self.reading(self.x, self.s)
         self.reads += (self.y,) if self.unscales else ()
-        self.soft = () if self.norm is None else (self.x,)
 
     def forward(self, run: BlockRun, v: Values) -> None:
         inlet = v[self.inlets[0]] if self.inlets else None
@@ -91,8 +90,7 @@ class Product(Step):
         dy = group.unscaled(run.sink, dy, v[self.y]) if self.unscales else dy
         wanted = self.x in run.wants
         dx, ds = group.dproducts(dy) if wanted or group.entry is not None else (None, group.dlow(dy))
-        x = v.get(self.x)
-        rows = LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]  # x is kept where there is none
+        rows = self.entered(run, v)
         group.learn(run.sink, dy, group.entered(rows), v[self.s], ds, db=db)
         if dx is not None:
             dx = group.unentered(run.sink, dx, rows)
@@ -113,13 +111,12 @@ class Product(Step):
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         inputs, outputs, _ = shape.linears(self.place)
-        made = inputs * shape.itemsize * self._makes_x_again(shape, there)
+        made = inputs * shape.itemsize * self.makes_again(shape, there)
         own = outputs * shape.fp8 + made + bytes_within_back(shape, self.place)
         return int(of_rows(shape, self.x, own))
 
-    def _makes_x_again(self, shape: BlockShape, there: bool) -> bool:
-        """Whether the gradients of what trains need x, which is gone: those of A alone do not where an RMS
-        norm gave it."""
+    def makes_again(self, shape: BlockShape, there: bool) -> bool:
+        """See OfNormed. The gradients of A alone do not need x where an RMS norm gave it."""
         tuned = not (self.norm is None or self.norm.rms) and shape.linears(self.place)[2] > 0
         return self.norm is not None and not there and (shape.trained or tuned)
 
@@ -134,10 +131,6 @@ class Product(Step):
         yield added_back(shape, self.place, rows)
         if found or self.x == MEMORY:
             yield "memory", add(rows, inputs, shape.itemsize)
-
-    def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
-        if self.norm is not None and self._makes_x_again(shape, there):
-            yield self.norm.charge(shape, rows)
 
 
 @dataclass(eq=False)

@@ -52,7 +52,7 @@ class Dispatched(OfMixture):
         self.takes, self.gives = (self.h, self.routes), (self.s, self.u)
         self.keeps = dict.fromkeys(self.gives, "all")
         self.trained = (*range(self.first + UP, self.first + UP + 3), self.first + UP_BIAS)
-        self.reading(self.routes, self.s)
+        self.reading(self.h, self.routes, self.s)
 
     def forward(self, run: BlockRun, v: Values) -> None:
         mixture, x, routes = run.mixtures[self.at], v[self.h], Routes(*v[self.routes])
@@ -86,7 +86,7 @@ class Dispatched(OfMixture):
     def made_dense(self, shape: BlockShape) -> int:
         return 2 * _dense_bytes(shape)
 
-    def makes_h_again(self, shape: BlockShape, there: bool) -> bool:
+    def makes_again(self, shape: BlockShape, there: bool) -> bool:
         return self.norm is not None and not there and (shape.trained or shape.routed.up > 0)
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:

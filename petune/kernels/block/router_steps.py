@@ -11,8 +11,7 @@ from torch import Tensor
 
 from petune.kernels.block.dense import matmul32
 from petune.kernels.block.mixture import GATE, ROUTER, ROUTER_BIAS
-from petune.kernels.block.rows import LinearInput
-from petune.kernels.block.steps import BlockRun, Charge, Normalize, Step, Values
+from petune.kernels.block.steps import BlockRun, Charge, Normalize, OfNormed, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import SMALL, Cost, add, low_rank, matmul
 from petune.kernels.memory.shape import BlockShape
@@ -28,7 +27,7 @@ ROUTING, UNROUTING = 22, 8
 
 
 @dataclass(eq=False)
-class OfMixture(Step):
+class OfMixture(OfNormed):
     """A step of the mixture number `at` of a block, of whose tensors the first is at `first`; norm: the step
     that gave h, from which h is made again where a weight's gradient asks for it."""
 
@@ -38,27 +37,8 @@ class OfMixture(Step):
     norm: Normalize | None
     rows = False
 
-    def reading(self, *names: str) -> None:
-        """Read these values on the way back, and h where it is there."""
-        self.reads, self.soft = (*names, self.h) if self.norm is None else (*names, *self.norm.reads), ()
-        if self.norm is not None:
-            self.soft = (self.h,)
-
-    def entered(self, run: BlockRun, v: Values) -> LinearInput:
-        """h, made only if it must be."""
-        x = v.get(self.h)
-        return LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]  # x is kept where there is none
-
-    def makes_h_again(self, shape: BlockShape, there: bool) -> bool:
-        """Whether its backward pass asks for h, which is gone."""
-        return self.norm is not None and not there and shape.trained
-
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        return shape.width * shape.itemsize * self.makes_h_again(shape, there)
-
-    def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
-        if self.norm is not None and self.makes_h_again(shape, there):
-            yield self.norm.charge(shape, rows)
+        return shape.width * shape.itemsize * self.makes_again(shape, there)
 
 
 @dataclass(eq=False)
@@ -83,7 +63,7 @@ class Route(OfMixture):
         self.takes, self.gives = (self.h,), (*read, *((self.routes,) if self.here else ()))
         self.keeps = dict.fromkeys(self.gives, "input")
         self.trained = (self.first + ROUTER, self.first + ROUTER_BIAS)
-        self.reading(*read)
+        self.reading(self.h, *read)
 
     def forward(self, run: BlockRun, v: Values) -> None:
         """See Step. Rounded where the routers of transformers round."""
@@ -169,7 +149,7 @@ class AddShared(OfMixture):
         self.takes, self.gives, self.over = (self.d, self.e, self.h), (self.y, self.gate), self.d
         self.keeps = {self.gate: "input"} if self.keep is None else {self.gate: "input", self.y: self.keep}
         self.trained = (self.first + GATE,)
-        self.reading(self.e, self.gate)
+        self.reading(self.h, self.e, self.gate)
 
     def forward(self, run: BlockRun, v: Values) -> None:
         part, d = run.mixtures[self.at], v[self.d]

@@ -242,6 +242,32 @@ class Normalize(Step):
                 yield "memory", SMALL
 
 
+class OfNormed(Step):
+    """A step whose gradients of what trains read x, which `norm` gave, so that it may be made again; without
+    a norm x is kept."""
+
+    norm: Normalize | None
+
+    def reading(self, x: str, *names: str) -> None:
+        """Read these values on the way back, and x where it is there."""
+        self.entry, self.reads, self.soft = x, (*names, x), ()
+        if self.norm is not None:
+            self.reads, self.soft = (*names, *self.norm.reads), (x,)
+
+    def entered(self, run: BlockRun, v: Values) -> LinearInput:
+        """x, made only if it must be."""
+        x = v.get(self.entry)
+        return LinearInput.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]  # x is kept where there is none
+
+    def makes_again(self, shape: BlockShape, there: bool) -> bool:
+        """Whether its backward pass asks for x, which is gone."""
+        return self.norm is not None and not there and shape.trained
+
+    def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
+        if self.norm is not None and self.makes_again(shape, there):
+            yield self.norm.charge(shape, rows)
+
+
 @dataclass(eq=False)
 class DropStep(Step):
     """y = drop(x), x itself where nothing drops out. at: which of the block's dropouts. held: x is read on
