@@ -347,16 +347,6 @@ def _f_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return input.copy_(drop(input, p)) if inplace else drop(input, p)
 
 
-def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """torch.dropout, what the functional form calls below."""
-    return _f_dropout(input, p, train)
-
-
-def _torch_dropout_(input: Tensor, p: float, train: bool) -> Tensor:
-    """torch.dropout_."""
-    return _f_dropout(input, p, train, inplace=True)
-
-
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a dropout function of torch called so would draw."""
     given = signature(func).bind(*args, **kwargs)
@@ -385,8 +375,8 @@ _ZERO = "set that dropout to 0"
 
 _DRAWN: dict[Any, Callable[..., Tensor]] = {
     F.dropout: _f_dropout,
-    torch.dropout: _torch_dropout,
-    torch.dropout_: _torch_dropout_,
+    torch.dropout: lambda input, p, train: _f_dropout(input, p, train),  # by which the functional form acts
+    torch.dropout_: lambda input, p, train: _f_dropout(input, p, train, inplace=True),
 }
 # Function: whether this call of it would draw, and what to do instead.
 _REFUSED: dict[Any, tuple[Callable[[Any, Any, Any], bool], str]] = {

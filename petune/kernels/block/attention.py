@@ -452,19 +452,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, KeptTensor
 def _sdpa_backward(
     dout: Tensor, done: AttentionPass, dbias: Tensor | None = None, dsinks: Tensor | None = None
 ) -> QkvGradients:
-    q, k, v = leaves = [x.detach().requires_grad_() for x in done[:3]]
-    how = done.how
-    asked = [one for one in (dbias, dsinks) if one is not None]
-    if dbias is not None and how.bias is not None:
-        how = replace(how, bias=how.bias.detach().requires_grad_())
-        leaves.append(cast("Tensor", how.bias))
-    if dsinks is not None and how.sinks is not None:
-        how = replace(how, sinks=how.sinks.detach().requires_grad_())
-        leaves.append(cast("Tensor", how.sinks))
+    q, k, v = (x.detach().requires_grad_() for x in done[:3])
+    asked = {name: one for name, one in (("bias", dbias), ("sinks", dsinks)) if one is not None}
+    added = {name: getattr(done.how, name).detach().requires_grad_() for name in asked}
     with torch.enable_grad():
-        again = _attended(q, k, v, how)
-    dq, dk, dv, *found = torch.autograd.grad(again, leaves, dout)
-    for total, own in zip(asked, found, strict=True):
+        again = _attended(q, k, v, replace(done.how, **added))
+    dq, dk, dv, *found = torch.autograd.grad(again, [q, k, v, *added.values()], dout)
+    for total, own in zip(asked.values(), found, strict=True):
         total.add_(own)
     return dq, dk, dv
 

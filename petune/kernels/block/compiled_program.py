@@ -9,11 +9,11 @@ from petune.kernels.block.attention_steps import Attend, NormHeads
 from petune.kernels.block.cores import CoreSizes, Drawing
 from petune.kernels.block.lent_steps import KEYS, Lend, OfTokens
 from petune.kernels.block.linear_steps import Activated, Low
-from petune.kernels.block.rotary_steps import Rotate, pairs_of, reaching
+from petune.kernels.block.rotary_steps import Rotate
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.steps import Step
 from petune.kernels.memory.shape import GroupPlace
-from petune.models.spec import Attention, Norm, RoutedMlp, SubLayer
+from petune.models.spec import Attention, Norm, Pairs, RoutedMlp, SubLayer
 
 
 @dataclass(eq=False)
@@ -40,7 +40,10 @@ class Program:
 
     def __post_init__(self) -> None:
         self.schedules = Schedules(self.inputs, self.steps, self.y)
-        self.pairs, self.reach = pairs_of(self.sublayers), reaching(self.sublayers)
+        attentions = [one.core for one in self.sublayers if isinstance(one.core, Attention)]
+        # how the angles lie that it is given, see Pairs; whose queries what positions say multiplies
+        self.pairs: Pairs = next((core.pairs for core in attentions), "halves")
+        self.reach = tuple(core for core in attentions if core.rotary and core.reach)
 
     @cached_property
     def attends(self) -> list[Attend]:

@@ -21,16 +21,10 @@ from petune.kernels.block.turns import InTurns, Turns, together
 from petune.kernels.memory.offload import Parked
 
 
-def halves(rows: int) -> tuple[slice, slice]:
-    """Those of a batch."""
-    middle = (rows + 1) // 2
-    return slice(0, middle), slice(middle, rows)
-
-
-def halves_of(rows: int, length: int) -> tuple[slice, slice]:
-    """The halves of `rows` rows within a matrix or list of `length`, where every row is equally long."""
-    middle = halves(rows)[0].stop * (length // rows)
-    return slice(0, middle), slice(middle, length)
+def halves(rows: int, each: int = 1) -> tuple[slice, slice]:
+    """Those of a batch, within a matrix that has so many rows for each of the batch's."""
+    middle = (rows + 1) // 2 * each
+    return slice(0, middle), slice(middle, rows * each)
 
 
 def calls_of_halves(rows: int, apart: bool, call: Callable[[slice], Call]) -> tuple[Call, Call]:

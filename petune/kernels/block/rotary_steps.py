@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,21 +10,9 @@ from torch import Tensor
 from petune.kernels.block.steps import BlockRun, Charge, Step, Values
 from petune.kernels.memory.op_cost import rope_, rope_backward, rope_unscale
 from petune.kernels.memory.shape import BlockShape
-from petune.models.spec import Attention, Pairs, SubLayer
+from petune.models.spec import Attention, Pairs
 
 SIDE_BY_SIDE: tuple[Pairs, ...] = ("neighbours", "twins")
-
-
-def pairs_of(sublayers: Sequence[SubLayer]) -> Pairs:
-    """How the angles lie that a block of these is given, see Pairs."""
-    cores = (one.core for one in sublayers)
-    return next((one.pairs for one in cores if isinstance(one, Attention)), "halves")
-
-
-def reaching(sublayers: Sequence[SubLayer]) -> tuple[Attention, ...]:
-    """The attentions whose queries are multiplied by what their positions say."""
-    cores = (one.core for one in sublayers)
-    return tuple(one for one in cores if isinstance(one, Attention) and one.rotary and one.reach)
 
 
 def angles_in(run: BlockRun) -> tuple[Tensor, Tensor]:

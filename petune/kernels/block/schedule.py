@@ -219,7 +219,7 @@ def _passed(
     alive, begins, found, drops = set(there), 0, [], []
     for section, tiled in zip(sections, (False, True, False), strict=True):
         stop = begins + len(section)
-        given = {name for step, back in section if not back for name in step.gives}
+        given = [name for step, back in section if not back for name in step.gives]
         used = {name for step, back in section for name in _uses(step, back)}
         enters = tuple(sorted(used & alive))
         actions, local = [], set(alive)
@@ -229,16 +229,12 @@ def _passed(
             gone = tuple(sorted(name for name in local if last.get(name, -1) <= at))
             local.difference_update(gone)
             actions.append(Action(step, back, step.backward if back else step.forward, gone))
-        leaves = tuple(name for name in _ordered(section) if name in local and name in given)
+        leaves = tuple(name for name in given if name in local)
         returns = frozenset(name for step, back in section if back for name in (*step.takes, *step.gives))
         found.append(Section(tuple(actions), tiled, enters, leaves, returns))
         drops.append(tuple(sorted(alive - local)))
         alive, begins = local, stop
     return ScheduledPass(tuple(found), tuple(drops), kept, wants)
-
-
-def _ordered(section: Sequence[tuple[Step, bool]]) -> list[str]:
-    return [name for step, back in section if not back for name in step.gives]
 
 
 def _uses(step: Step, back: bool) -> tuple[str, ...]:

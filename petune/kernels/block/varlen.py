@@ -184,14 +184,10 @@ def from_positions(positions: Tensor) -> Segments | None:
     firsts = begins.flatten().cpu().nonzero().squeeze(1).tolist()
     if len(firsts) == len(positions):
         return None
-    starts = F.pad(_true(begins.flatten(), len(firsts)), (0, 1), value=positions.numel()).to(torch.int32)
+    found = torch.nonzero_static(begins.flatten(), size=len(firsts))  # the device is not asked how many
+    starts = F.pad(found.squeeze(1), (0, 1), value=positions.numel()).to(torch.int32)
     lengths = tuple(end - first for first, end in pairwise([*firsts, positions.numel()]))
     return Segments(starts, lengths, None, _shape(positions))
-
-
-def _true(values: Tensor, count: int) -> Tensor:
-    """Places of the `count` entries of `values` [n] that are not zero; the device is not asked how many."""
-    return torch.nonzero_static(values, size=count).squeeze(1)
 
 
 def _shape(x: Tensor) -> tuple[int, int]:

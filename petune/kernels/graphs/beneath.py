@@ -16,7 +16,7 @@ from torch import Tensor
 from petune.kernels.block.call import BlockLayers, Call
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
-from petune.kernels.graphs.graph import Arrival, Graph, fill, taken_levels
+from petune.kernels.graphs.graph import Arrival, Graph, fill, taken
 from petune.kernels.graphs.passes import RecordedBlock, Upwards
 from petune.kernels.graphs.recorder import Recorder
 from petune.kernels.graphs.replay import Graphs
@@ -42,7 +42,7 @@ class ForwardGraph(Graph):
         for room, value in zip(self.inlets, inputs, strict=True):
             fill(room, value)
         self._forward()
-        return taken_levels(self.outlet, torch.Size((len(self.outlet), *inputs[0].shape)))
+        return taken(self.outlet, torch.Size((len(self.outlet), *inputs[0].shape)))
 
 
 class BeneathGraphs(Graphs):

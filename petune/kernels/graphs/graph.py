@@ -323,7 +323,7 @@ class Graph:
         for room, value in zip((*self.vectors, *self.meeting), others, strict=True):
             _fill_levels(room, value)
         self._forward()
-        return _taken(self.outlet, inputs[0].shape)
+        return taken(self.outlet, inputs[0].shape)
 
     def backward(
         self, dy: Tensor, shapes: Sequence[torch.Size], needed: Sequence[bool]
@@ -332,14 +332,14 @@ class Graph:
         fill(self.outlet, dy)
         self._backward()
         found = [
-            _taken(room, shape) if need else None
+            taken(room, shape) if need else None
             for room, shape, need in zip(self.inlets, shapes, needed, strict=False)
         ]
         for room, shape, need in zip(self.vectors, shapes[len(found) :], needed[len(found) :], strict=False):
-            found.append(taken_levels(room, shape) if need else None)
+            found.append(taken(room, shape) if need else None)
         if self.meeting:
             *_, below, _ = shapes
-            found += [taken_levels(self.meeting[0], below), self.dgates.clone()]
+            found += [taken(self.meeting[0], below), self.dgates.clone()]
         return found, self.learned.taken()
 
 
@@ -367,11 +367,6 @@ def fill(room: Tensor, x: Tensor) -> None:
         room[rows:].zero_()
 
 
-def _taken(room: Tensor, shape: torch.Size) -> Tensor:
-    """A copy of the first rows in a shape."""
-    return room[: shape.numel() // shape[-1]].clone().view(shape)
-
-
 def _fill_levels(room: Tensor, x: Tensor) -> None:
     """`fill` for each of several levels, [levels, b, t, w] into [levels, m, w]; or a number for each."""
     if x.dim() == 1:
@@ -383,7 +378,7 @@ def _fill_levels(room: Tensor, x: Tensor) -> None:
         room[:, rows.shape[1] :].zero_()
 
 
-def taken_levels(room: Tensor, shape: torch.Size) -> Tensor:
-    """`_taken` for each of several levels."""
-    rows = shape[1:-1].numel()
-    return room[:, :rows].clone(memory_format=torch.contiguous_format).view(shape)
+def taken(room: Tensor, shape: torch.Size) -> Tensor:
+    """A copy of the first rows in a shape, or of those of each of several levels."""
+    rows = shape[room.dim() - 2 : -1].numel()
+    return room[..., :rows, :].clone(memory_format=torch.contiguous_format).view(shape)

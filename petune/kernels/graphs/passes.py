@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block.call import Call, Spec, factors_of
-from petune.kernels.block.halves import BlockPass, BlockTensors, both_ahead, both_back, halves_of
+from petune.kernels.block.halves import BlockPass, BlockTensors, both_ahead, both_back, halves
 from petune.kernels.block.lent_steps import KEYS, OF_ONE, TOKENS
 from petune.kernels.block.node import without_lent
 from petune.kernels.block.steps import Values
@@ -191,7 +191,7 @@ class HalvedPasses(Passes):
     ) -> None:
         super().__init__(pieces, inlets, outlet)
         (self.inlet,) = inlets
-        self.halves = halves_of(rows, len(outlet))
+        self.halves = halves(rows, len(outlet) // rows)
         self.blocks, self.held = list[BlockPass](), list[BlockTensors]()
 
     @contextmanager

@@ -104,9 +104,7 @@ def offloadable(shape: BlockShape) -> dict[str, int]:
 def phases(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None) -> tuple[Phase, ...]:
     """The phases of a block's forward pass, then of its backward pass; whole where it keeps all."""
     program = of_shape(shape)
-    walk = _Walk(
-        shape, program, keep, tokens, tile if tile is not None and tile < tokens and keep != "all" else None
-    )
+    walk = _Walk(shape, program, keep, tokens, tile if _is_tiled(keep, tokens, tile) else None)
     back = program.schedules.backward(keep, needs_of(shape, program), (True,) * len(program.inputs))
     lent = {name: size * tokens for name, size in kept_sizes(shape, "input").items() if name == LENT}
     return *walk.through(program.schedules.forward(keep), {}), *walk.through(back, {program.y: 0} | lent)
