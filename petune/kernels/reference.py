@@ -471,16 +471,15 @@ def linear_low(
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, scale: float | Tensor, softcap: float = 0.0, smoothing: float = 0.0
+    logits: Tensor, labels: Tensor, softcap: float = 0.0, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(loss [n], log of the partition sum [n]), both float32, of logits [n, v]; `logits` become `scale` times
-    their own gradient.
+    """(loss [n], log of the partition sum [n]), both float32, of logits [n, v]; `logits` become their own
+    gradient.
 
     labels [n] int64 within the vocabulary, or negative: such a row counts nothing, and its loss, log and
     gradient are 0. A label beyond the vocabulary is an error here and a loss of NaN in a kernel. With a
     softcap the scores are softcap * tanh(logits / softcap) (Gemma 2). smoothing spreads that share of the
-    target over all classes alike (Szegedy et al. 2016). `scale`, a number or a scalar tensor, multiplies the
-    gradient alone.
+    target over all classes alike (Szegedy et al. 2016).
     """
     scores = wide(logits)
     ignored, target = labels < 0, labels.clamp(min=0)[:, None]
@@ -494,7 +493,7 @@ def cross_entropy_(
     grad.scatter_add_(1, target, torch.full_like(grad[:, :1], smoothing - 1))
     if softcap:
         grad = grad * (1 - (capped / softcap).square())
-    logits.copy_((grad * scale).masked_fill(ignored[:, None], 0))
+    logits.copy_(grad.masked_fill(ignored[:, None], 0))
     return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
 
 

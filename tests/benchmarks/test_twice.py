@@ -99,7 +99,7 @@ def written_over() -> list[Tensor]:
     how = Drop(torch.arange(4, device=device), 7, 0.5, 0)
     qkv = ops.rope_(value.clone(), value[:, :2], value[:, 2:], 2)
     logits = value.clone()
-    losses, logs = ops.cross_entropy_(logits, torch.tensor([1, 2, 3, IGNORED], device=device), 1.0)
+    losses, logs = ops.cross_entropy_(logits, torch.tensor([1, 2, 3, IGNORED], device=device))
     dx = ops.add_dropped_low_(value.clone(), value[:, :2], value[:2], [2], [how])
     states = [value.clone() for _ in range(3)]
     adamw_(states[0], value, *states[1:], AdamWStep(0.1, (0.9, 0.99), 1e-8, 0.1, 1), (1, 2, 3, 4))

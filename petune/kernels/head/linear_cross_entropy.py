@@ -140,7 +140,7 @@ def chunk_rows(columns: int, itemsize: int = 2) -> int:
 
 
 def _entropy(ops: Ops, softcap: float, smoothing: float, logits: Tensor, labels: Tensor) -> Tensor:
-    losses: Tensor = ops.cross_entropy_(logits, labels, 1.0, softcap, smoothing)[0]
+    losses: Tensor = ops.cross_entropy_(logits, labels, softcap, smoothing)[0]
     return losses
 
 
@@ -161,7 +161,7 @@ def _entropy_of_slice(
     scores, slope = _scores(logits, softcap) if smoothing else (None, None)
     losses: Tensor
     logs: Tensor
-    losses, logs = ops.cross_entropy_(logits, at.masked_fill(~counts, IGNORED), 1.0, softcap)
+    losses, logs = ops.cross_entropy_(logits, at.masked_fill(~counts, IGNORED), softcap)
     hit = logs - losses
     facts = [logs, hit.masked_fill(~own, 0), own.to(hit.dtype)]
     every = part.gather(torch.stack(facts if scores is None else [*facts, scores]))

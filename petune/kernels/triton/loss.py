@@ -26,8 +26,8 @@ def _capped(x, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _cross_entropy(
-    logits, labels, losses, logs, scale, stride, columns,
-    SCALE_LIES_IN_MEMORY: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    logits, labels, losses, logs, stride, columns,
+    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
@@ -62,13 +62,12 @@ def _cross_entropy(
     tl.store(losses + number, loss)
     tl.store(logs + number, log)
 
-    factor = tl.load(scale).to(tl.float32) if SCALE_LIES_IN_MEMORY else scale
     for start in range(0, columns, BLOCK):
         inside = start + lanes < columns
         x = _capped(tl.load(row + start + lanes, mask=inside, other=0.0), SOFTCAP)
-        grad = tl.exp(x - log) * factor - tl.where(start + lanes == label, factor * (1.0 - SMOOTHING), 0.0)
+        grad = tl.exp(x - log) - tl.where(start + lanes == label, 1.0 - SMOOTHING, 0.0)
         if SMOOTHING != 0.0:
-            grad -= factor * SMOOTHING / columns
+            grad -= SMOOTHING / columns
         if SOFTCAP != 0.0:
             slope = x * (1.0 / SOFTCAP)
             grad *= 1.0 - slope * slope
@@ -76,7 +75,7 @@ def _cross_entropy(
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, scale: float | Tensor, softcap: float = 0.0, smoothing: float = 0.0
+    logits: Tensor, labels: Tensor, softcap: float = 0.0, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`petune.kernels.reference.cross_entropy_`."""
     rows, columns = logits.shape
@@ -84,10 +83,9 @@ def cross_entropy_(
     if rows == 0:
         return losses, logs
     block, warps = _launch(columns)
-    in_memory = isinstance(scale, Tensor)
     _cross_entropy[(rows,)](
-        *(logits, labels.contiguous(), losses, logs, scale if in_memory else float(scale), logits.stride(0)),
-        *(columns, in_memory, float(softcap), float(smoothing), block),
+        *(logits, labels.contiguous(), losses, logs, logits.stride(0), columns),
+        *(float(softcap), float(smoothing), block),
         num_warps=warps,
     )
     return losses, logs

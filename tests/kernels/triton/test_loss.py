@@ -39,10 +39,10 @@ def plain(logits: Tensor, labels: Tensor, softcap: float = 0.0, smoothing: float
     return cross_entropy(scores, labels, reduction="none", label_smoothing=smoothing)
 
 
-def exact(logits: Tensor, labels: Tensor, setting: str, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def exact(logits: Tensor, labels: Tensor, setting: str) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, logs and gradient in float64."""
     wide = logits.double()
-    losses, logs = reference.cross_entropy_(wide, labels, scale, **SETTINGS[setting])
+    losses, logs = reference.cross_entropy_(wide, labels, **SETTINGS[setting])
     return losses, logs, wide
 
 
@@ -62,9 +62,9 @@ def test_the_reference_is_the_plain_formula_and_its_gradient(setting: str) -> No
     wanted = plain(logits.requires_grad_(), labels, **SETTINGS[setting])
     (grad,) = torch.autograd.grad(wanted.sum(), logits)
     found = logits.detach().clone()
-    losses, logs = reference.cross_entropy_(found, labels, 0.7, **SETTINGS[setting])
+    losses, logs = reference.cross_entropy_(found, labels, **SETTINGS[setting])
     torch.testing.assert_close(losses, wanted.detach())
-    torch.testing.assert_close(found, 0.7 * grad)
+    torch.testing.assert_close(found, grad)
     capped = SETTINGS[setting].get("softcap")
     scores = capped * torch.tanh(logits.detach() / capped) if capped else logits.detach()
     torch.testing.assert_close(logs, torch.logsumexp(scores, -1).masked_fill(labels < 0, 0))
@@ -82,20 +82,10 @@ def test_the_kernel_is_the_reference_rounded_once(
 ) -> None:
     logits, labels = operands(*shape, dtype)
     losses, logs, grad = exact(logits, labels, setting)
-    found = loss.cross_entropy_(logits, labels, 1.0, **SETTINGS[setting])
+    found = loss.cross_entropy_(logits, labels, **SETTINGS[setting])
     assert [part.dtype for part in found] == [torch.float32] * 2
     torch.testing.assert_close(found[0].double(), losses, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(found[1].double(), logs, rtol=1e-5, atol=2e-5)
-    assert_rounded_once(logits, grad)
-
-
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_the_scale_is_a_number_or_a_scalar_tensor(in_memory: bool) -> None:
-    logits, labels = operands(4, 50, torch.float32)
-    losses, _, grad = exact(logits, labels, "all", 0.3)
-    scale = torch.tensor(0.3, device=DEVICE) if in_memory else 0.3
-    found = loss.cross_entropy_(logits, labels, scale, **SETTINGS["all"])[0]
-    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=1e-5)
     assert_rounded_once(logits, grad)
 
 
@@ -104,7 +94,7 @@ def test_rows_may_lie_apart_and_what_is_between_them_stays() -> None:
     before, logits = whole.clone(), whole[:, 3:70]
     labels = labels.clamp(max=66)
     _, _, grad = exact(logits, labels, "plain")
-    loss.cross_entropy_(logits, labels, 1.0)
+    loss.cross_entropy_(logits, labels)
     assert_rounded_once(logits, grad)
     assert torch.equal(whole[:, :3], before[:, :3])
     assert torch.equal(whole[:, 70:], before[:, 70:])
@@ -114,16 +104,14 @@ def test_labels_may_lie_apart() -> None:
     logits, _ = operands(5, 40, torch.float32)
     labels = torch.arange(10, device=DEVICE)[::2]
     losses, _, _ = exact(logits, labels, "plain")
-    torch.testing.assert_close(
-        loss.cross_entropy_(logits, labels, 1.0)[0].double(), losses, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(loss.cross_entropy_(logits, labels)[0].double(), losses, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("module", [reference, loss])
 def test_an_ignored_row_counts_nothing_whatever_its_logits(module: object) -> None:
     logits, labels = operands(5, 60, torch.float32)
     logits[3] = math.nan
-    losses, logs = module.cross_entropy_(logits, labels, 1.0)  # type: ignore[attr-defined]
+    losses, logs = module.cross_entropy_(logits, labels)  # type: ignore[attr-defined]
     assert labels.tolist()[3] == -100
     assert losses[3] == logs[3] == 0
     assert not logits[3].any()
@@ -138,7 +126,7 @@ def test_a_class_that_cannot_be_has_no_probability_and_no_gradient(module: objec
     logits[:, :8_500] = -math.inf
     labels[:] = 8_700
     wanted = cross_entropy(logits[:, 8_500:], labels - 8_500, reduction="none")
-    losses, _ = module.cross_entropy_(logits, labels, 1.0)  # type: ignore[attr-defined]
+    losses, _ = module.cross_entropy_(logits, labels)  # type: ignore[attr-defined]
     torch.testing.assert_close(losses, wanted)
     assert not logits[:, :8_500].any()
     torch.testing.assert_close(logits.sum(1), torch.zeros_like(wanted), atol=1e-6, rtol=0)
@@ -147,16 +135,16 @@ def test_a_class_that_cannot_be_has_no_probability_and_no_gradient(module: objec
 def test_a_label_beyond_the_vocabulary_is_loud() -> None:
     logits, labels = operands(2, 30, torch.float32)
     labels[1] = 30
-    found = loss.cross_entropy_(logits, labels, 1.0)[0]
+    found = loss.cross_entropy_(logits, labels)[0]
     assert found.isnan().tolist() == [False, True]
     if DEVICE == "cpu":
         with pytest.raises(RuntimeError, match="out of bounds"):
-            reference.cross_entropy_(logits, labels, 1.0)
+            reference.cross_entropy_(logits, labels)
 
 
 def test_no_rows_are_no_work() -> None:
     losses, logs = loss.cross_entropy_(
-        torch.empty(0, 9, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0
+        torch.empty(0, 9, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
     )
     assert losses.shape == logs.shape == (0,)
 
@@ -168,5 +156,5 @@ def test_offsets_do_not_end_at_two_to_the_31() -> None:
     logits, labels = memory.as_strided((3, 64), (apart, 1)), torch.tensor([1, 2, 3], device=DEVICE)
     logits.copy_(operands(3, 64)[0])
     _, _, grad = exact(logits, labels, "plain")
-    loss.cross_entropy_(logits, labels, 1.0)
+    loss.cross_entropy_(logits, labels)
     assert_rounded_once(logits, grad)
