@@ -182,21 +182,17 @@ class TradeBack(_Crossing):
 
 def shared(how: How, step: Attend, exchange: Exchange) -> How:
     """How this rank attends, of how all tokens attend; exchange: as of the running call."""
-    part = _part_of(how, step, exchange)
+    if step.traded is not None:
+        part = AttentionPart(exchange, all_rows(sum(exchange.sizes)), step.traded)
+    else:
+        masked = how.mask.shape[-1] if step.crosses and how.mask is not None else None
+        rows = rows_of(exchange.sizes, exchange.index, masked, exchange.folded)
+        # what comes later is not attended to at all
+        later = exchange.kind == "gather" and how.causal and how.mask is None
+        part = AttentionPart(exchange, rows, seen=(0, rows.end) if later else None)
     if how.segments is None or part.heads is not None:
         return replace(how, mask=part.of(how.mask), part=part)
     others = how.memory if step.crosses else how.segments
     assert others is not None, "segments of queries go with segments of keys"
     own, keys, seen = overlapping(how.segments, others, part.rows.first, part.rows.end, how.causal)
     return replace(how, segments=own, memory=keys, part=replace(part, seen=seen))
-
-
-def _part_of(how: How, step: Attend, exchange: Exchange) -> AttentionPart:
-    if step.traded is not None:
-        whole = sum(exchange.sizes)
-        return AttentionPart(exchange, all_rows(whole), step.traded)
-    keys = how.mask.shape[-1] if step.crosses and how.mask is not None else None
-    rows = rows_of(exchange.sizes, exchange.index, keys, exchange.folded)
-    # what comes later is not attended to at all
-    later = exchange.kind == "gather" and how.causal and how.mask is None
-    return AttentionPart(exchange, rows, seen=(0, rows.end) if later else None)

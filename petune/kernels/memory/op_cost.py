@@ -115,13 +115,6 @@ def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cos
     return Cost(2 * rows * columns * rank, itemsize * (rows * columns + (rows + columns) * rank))
 
 
-def low_rank_update(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
-    """dx += ds a, dx read and written. Nothing for rank 0."""
-    if not rank:
-        return Cost()
-    return Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank))
-
-
 def dropped_low(rows: float, columns: float, rank: float, parts: int, itemsize: int = 2) -> Cost:
     """`low_rank` of a matrix of which each of so many parts drops elements of its own; the way back costs the
     same."""
@@ -129,8 +122,9 @@ def dropped_low(rows: float, columns: float, rank: float, parts: int, itemsize: 
 
 
 def add_dropped_low_(rows: float, columns: float, rank: float, parts: int, itemsize: int = 2) -> Cost:
-    """`low_rank_update` by such parts, dx read and written once."""
-    return low_rank_update(rows, columns, rank, itemsize) + Cost(hashes=parts * rows * columns * (rank > 0))
+    """dx += ds a by such parts, dx read and written once. Nothing for rank 0."""
+    written = Cost(0, itemsize * rows * columns * (rank > 0))
+    return dropped_low(rows, columns, rank, parts, itemsize) + written
 
 
 def rms_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:

@@ -46,7 +46,6 @@ def test_every_operation_of_a_step_has_a_cost() -> None:
     [
         (op_cost.matmul(2, 3, 5), 60, 2 * (6 + 15 + 10)),
         (op_cost.low_rank(100, 10, 4), 8000, 2 * (1000 + 440)),
-        (op_cost.low_rank_update(100, 10, 4), 8000, 2 * (2000 + 440)),
         (op_cost.low_rank(100, 10, 0), 0, 0),
         (op_cost.dropped_low(100, 10, 4, 2), 8000, 2 * (1000 + 440)),
         (op_cost.add_dropped_low_(100, 10, 4, 2), 8000, 2 * (2000 + 440)),
