@@ -122,6 +122,7 @@ class Whole(Protocol):
     def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
         """Tokens that it has room for, where a pass is to be computed as one of more tokens than it has; else
         None. hidden: of all tokens, before they are cut across ranks."""
+        return None
 
     def __call__(
         self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None

@@ -12,10 +12,11 @@ from petune.kernels.block.layout import BIAS
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.watchers import block_by_block, hooked
 from petune.models.stack import Arguments, Stack
+from petune.models.stack_protocols import Whole
 from petune.rng.context import Running, bound_to
 
 
-class HalvedStack:
+class HalvedStack(Whole):
     """A way through a fused stack (stack_protocols.Whole) whose blocks ranks share, where what they say
     is to be hidden: what a half says last in one block is hidden behind the other's last turn there and its
     own first one in the next.
@@ -36,9 +37,6 @@ class HalvedStack:
             and not hooked(stack.blocks)
             and not block_by_block()
         )
-
-    def room_for(self, stack: Stack, hidden: Tensor, here: Running) -> int | None:
-        return None
 
     def __call__(
         self, stack: Stack, calls: Sequence[Arguments], here: Running, below: Tensor | None = None

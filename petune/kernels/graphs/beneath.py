@@ -18,7 +18,7 @@ from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.kernels.graphs.graph import Arrival, Graph, fill, taken
 from petune.kernels.graphs.passes import RecordedBlock, Upwards
-from petune.kernels.graphs.recorder import Recorder
+from petune.kernels.graphs.recorder import CudaRecorder
 from petune.kernels.graphs.replay import Graphs
 from petune.kernels.graphs.weights import Weights
 from petune.models.stack import Arguments, Stack
@@ -32,7 +32,7 @@ class ForwardGraph(Graph):
         """See Graph; nothing is kept for a backward pass."""
         return tuple(replace(one, rung=Rung("input")) for one in super().calls(at, block, parts))
 
-    def record(self, recorder: Recorder, pieces: Sequence[RecordedBlock]) -> None:
+    def record(self, recorder: CudaRecorder, pieces: Sequence[RecordedBlock]) -> None:
         ahead = Upwards(pieces, self.inlets, self.outlet)
         with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):
             (self._forward,) = recorder.record(ahead.forward)

@@ -22,7 +22,7 @@ from petune.kernels.block.varlen import Segments, each_row
 from petune.kernels.block.watchers import hooked
 from petune.kernels.graphs.bucket import Bucket, Size, Slots
 from petune.kernels.graphs.passes import Gate, HalvedPasses, Passes, RecordedBlock
-from petune.kernels.graphs.recorder import Recorder, Replay
+from petune.kernels.graphs.recorder import CudaRecorder, Replay
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.models.stack import Arguments
 from petune.rng.context import Running, bound, bound_to
@@ -276,7 +276,7 @@ class Graph:
         cos, sin = angles
         return own, (part(cos), part(sin))
 
-    def record(self, recorder: Recorder, pieces: Sequence[RecordedBlock]) -> None:
+    def record(self, recorder: CudaRecorder, pieces: Sequence[RecordedBlock]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in
         the same memory."""
         passes = (

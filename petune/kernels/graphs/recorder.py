@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -16,17 +15,6 @@ Replay = Callable[[], None]
 
 class NotRecorded(RuntimeError):
     """A pass that has run cannot be recorded."""
-
-
-class Recorder(Protocol):
-    """What turns passes of a stack into something that does the same again."""
-
-    def refusal(self) -> str | None:
-        """Why nothing can be recorded or replayed at this moment, or None."""
-
-    def record(self, *passes: Replay) -> list[Replay]:
-        """Passes that follow one another again, over the memory they are recorded on. Raises NotRecorded
-        where one cannot be recorded, and what the passes raise where they are tried."""
 
 
 @contextmanager
@@ -44,14 +32,15 @@ def _nothing_freed() -> Iterator[None]:
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs of one device, which share a pool of memory and so must not be replayed between
-    each other's two passes."""
+    """CUDA graphs of passes of a stack on one device, which share a pool of memory and so must not be
+    replayed between each other's two passes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def refusal(self) -> str | None:
+        """Why nothing can be recorded or replayed at this moment, or None."""
         if torch.cuda.is_current_stream_capturing():
             return "the call is part of another CUDA graph"
         if torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device):
@@ -59,7 +48,9 @@ class CudaRecorder:
         return None
 
     def record(self, *passes: Replay) -> list[Replay]:
-        """See Recorder. All run once before, so that kernels are compiled, which a capture cannot."""
+        """Passes that follow one another again, over the memory they are recorded on. All run once before, so
+        that kernels are compiled, which a capture cannot. Raises NotRecorded where one cannot be recorded,
+        and what the passes raise where they are tried."""
         with torch.cuda.device(self.device):
             for run in passes:
                 run()

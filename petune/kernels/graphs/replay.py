@@ -24,7 +24,7 @@ m, w], and the gates themselves are another. The blocks beside it have a recordi
 
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
 so no other forward may be replayed in between: a `GraphPass` says whether one is on its way, and a second
-forward pass runs block by block, or takes another lane (see lanes.py).
+forward pass runs block by block, or takes another lane (see ways.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from petune.kernels.graphs.bucket import Bucket, Size
 from petune.kernels.graphs.graph import Arrival, Graph, Meeting, drawn, handed_on
 from petune.kernels.graphs.node import GraphNode, GraphPass
 from petune.kernels.graphs.passes import Gate, RecordedBlock
-from petune.kernels.graphs.recorder import CudaRecorder, NotRecorded, Recorder
+from petune.kernels.graphs.recorder import CudaRecorder, NotRecorded
 from petune.kernels.graphs.weights import Learned, Weights
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of
@@ -82,7 +82,7 @@ class Graphs:
 
     def __init__(
         self,
-        make: Callable[[torch.device], Recorder] = CudaRecorder,
+        make: Callable[[torch.device], CudaRecorder] = CudaRecorder,
         beside: bool = False,
         staged: bool = False,
     ) -> None:
@@ -105,7 +105,7 @@ class Graphs:
         """Forget all recordings, and begin with these weights."""
         self.weights = weights
         self.learned = learned or Learned(weights.trained if weights else ())
-        self.recorder: Recorder | None = None
+        self.recorder: CudaRecorder | None = None
         self.graphs: dict[Bucket, Graph] = {}
         # replays, for want of a recording of just this size
         self.lost: dict[Bucket, float] = defaultdict(float)

@@ -24,9 +24,9 @@ from petune.kernels.fuse import fuse, fused_blocks, unfuse
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay
 from petune.kernels.graphs.bucket import Size
-from petune.kernels.graphs.lanes import Lanes
 from petune.kernels.graphs.recorder import CudaRecorder
 from petune.kernels.graphs.replay import Graphs, ungraph
+from petune.kernels.graphs.ways import Lanes
 from petune.kernels.memory import block_cost
 from petune.models import family_of
 from petune.models.frozen_weight import FORMS, QuantisedWeight

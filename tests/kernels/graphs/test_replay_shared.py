@@ -18,9 +18,9 @@ from petune.kernels.configs import MemoryConfig
 from petune.kernels.graphs import bucket as buckets
 from petune.kernels.graphs import replay, ways
 from petune.kernels.graphs.bucket import Bucket
-from petune.kernels.graphs.lanes import Lanes
 from petune.kernels.graphs.recorder import NotRecorded
 from petune.kernels.graphs.replay import Graphs
+from petune.kernels.graphs.ways import Lanes
 from petune.kernels.memory import block_cost
 from petune.models import family_of
 from petune.parallel.collectives import Sizes

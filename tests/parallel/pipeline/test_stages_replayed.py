@@ -13,8 +13,8 @@ import pytest
 from torch import nn
 
 from petune.kernels.configs import MemoryConfig
-from petune.kernels.graphs.lanes import Lanes
 from petune.kernels.graphs.replay import Graphs
+from petune.kernels.graphs.ways import Lanes
 from petune.parallel.plan import ParallelPlan, in_flight
 from tests.kernels.replays import Again, stacks
 from tests.parallel import harness
