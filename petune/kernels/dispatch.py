@@ -7,10 +7,11 @@ petune.kernels.torch_ops registers each with torch.library, for torch.compile an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_args
+from types import ModuleType
+from typing import Any, get_args
 
 import torch
 
@@ -24,21 +25,37 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations of petune.kernels.reference, which says what each means, in one form: an attribute
-    each."""
+    """The operations of petune.kernels.reference, which says what each means, in one form."""
 
     name: str
-    forms: tuple[tuple[str, Callable[..., Any]], ...]
+    rms_norm: Callable[..., Any]
+    rms_norm_backward: Callable[..., Any]
+    layer_norm: Callable[..., Any]
+    layer_norm_backward: Callable[..., Any]
+    rope_: Callable[..., Any]
+    rope_backward: Callable[..., Any]
+    rope_unscale: Callable[..., Any]
+    norm_rope: Callable[..., Any]
+    norm_rope_backward: Callable[..., Any]
+    activate: Callable[..., Any]
+    activate_backward: Callable[..., Any]
+    add_low: Callable[..., Any]
+    unscale: Callable[..., Any]
+    over_lengths: Callable[..., Any]
+    mix: Callable[..., Any]
+    mix_backward: Callable[..., Any]
+    total: Callable[..., Any]
+    linear_low: Callable[..., Any]
+    cross_entropy_: Callable[..., Any]
+    quantise: Callable[..., Any]
+    transposed: Callable[..., Any]
+    dense_into: Callable[..., Any]
+    drop: Callable[..., Any]
+    dropped_low: Callable[..., Any]
+    dropped_low_backward: Callable[..., Any]
+    add_dropped_low_: Callable[..., Any]
 
-    def __post_init__(self) -> None:
-        vars(self).update(self.forms)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Callable[..., Any]: ...
-
-
-# of each operation the module of petune.kernels.triton that has it
 _FILES = {
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), "norm"),
     **dict.fromkeys(("rope_", "rope_backward", "rope_unscale"), "rope"),
@@ -54,20 +71,23 @@ _FILES = {
     "drop": "dropout",
     **dict.fromkeys(("dropped_low", "dropped_low_backward", "add_dropped_low_"), "dropped_low"),
 }
+NAMES = tuple(field.name for field in fields(Ops) if field.name != "name")
 
 
 @lru_cache
 def reference_ops() -> Ops:
     """Plain torch, on any device and in any dtype."""
-    return Ops("reference", tuple((name, getattr(reference, name)) for name in _FILES))
+    return Ops("reference", **{name: getattr(reference, name) for name in NAMES})
 
 
 @lru_cache
 def triton_ops() -> Ops:
     """Triton's kernels, which from then on make quantised weights dense on GPUs outside fused blocks too.
     Raises ImportError where Triton is not there."""
-    own = ((name, import_module(f"petune.kernels.triton.{file}")) for name, file in _FILES.items())
-    ops = Ops("triton", tuple((name, getattr(module, name)) for name, module in own))
+    files: dict[str, ModuleType] = {
+        file: import_module(f"petune.kernels.triton.{file}") for file in set(_FILES.values())
+    }
+    ops = Ops("triton", **{name: getattr(files[_FILES[name]], name) for name in NAMES})
     DENSE_INTO["cuda"] = ops.dense_into
     return ops
 

@@ -4,6 +4,7 @@ recomputed and compiled."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -37,7 +38,6 @@ from petune.models.stack import own_stacks
 from petune.models.tuned_linear import TunedLinear
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
-from tests.kernels.operations import exchanged
 from tests.methods import zoo
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
@@ -365,7 +365,7 @@ def test_kernels_get_matrices_whose_last_dim_is_dense() -> None:
 
         return run
 
-    ops = exchanged(OPS, **{name: strict(name) for name in ("rms_norm", "rms_norm_backward", "drop")})
+    ops = replace(OPS, **{name: strict(name) for name in ("rms_norm", "rms_norm_backward", "drop")})
     model = nn.Sequential(T5LayerNorm(6).double(), layer(dropout=0.5)).train()
     fuse_sites(model, ops)
     model(torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True).mT).sum().backward()

@@ -22,7 +22,7 @@ from petune.kernels.block.program import Program, compiled
 from petune.kernels.block.steps import BlockRun
 from petune.kernels.block.turns import alone
 from petune.kernels.configs import Level
-from petune.kernels.dispatch import Ops, reference_ops
+from petune.kernels.dispatch import NAMES, Ops, reference_ops
 from petune.kernels.memory.shaped_program import remade
 from petune.models import bert, llama
 from petune.models.spec import Attention
@@ -69,9 +69,14 @@ def recorded(program: Program, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
             patch.setattr(Group, name, watched(name, getattr(Group, name)))
         patch.setattr(attending, "forward", watched("attention", attending.forward))
         patch.setattr(attending, "backward", watched("attention_backward", attending.backward))
+        own = {name: getattr(reference_ops(), name) for name in NAMES}
         inside = ("linear_low", "add_low")  # a product's own affair
-        own = ((name, op if name in inside else watched(name, op)) for name, op in reference_ops().forms)
-        yield Ops("recording", tuple(own)), log
+        yield (
+            Ops(
+                "recording", **{name: op if name in inside else watched(name, op) for name, op in own.items()}
+            ),
+            log,
+        )
 
 
 def groups_of(program: Program, ops: Ops, rank: dict[str, int]) -> list[Group]:

@@ -4,6 +4,7 @@ kernels, and the numbers of those in a bank."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -17,7 +18,6 @@ from petune.kernels.block.linear import Apart, Bank, at_hand
 from petune.kernels.dispatch import Ops, reference_ops
 from petune.models.frozen_weight import FORMS, QuantisedWeight
 from petune.models.tuned_parts import LowRank
-from tests.kernels.operations import exchanged
 
 OPS: Ops = reference_ops()
 ROWS = (96, 32)
@@ -76,7 +76,7 @@ def test_an_input_is_quantised_once_for_all_weights_in_eight_bits() -> None:
         found: tuple[Tensor, Tensor] = OPS.quantise(*given)
         return found
 
-    weight = at_hand(None, parts("fp8"), exchanged(OPS, quantise=quantise))
+    weight = at_hand(None, parts("fp8"), replace(OPS, quantise=quantise))
     assert weight is not None
     weight.linear(torch.randn(9, 64))
     assert count == 1

@@ -4,6 +4,7 @@ is refused; planted faults."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from tests.kernels.gemma4_blocks import (
     set_factors,
     wide_norm,
 )
-from tests.kernels.operations import exchanged
 from tests.kernels.own_blocks import assert_trains_alike, cells_of_methods
 from tests.kernels.replays import replayed
 from tests.methods.zoo import assert_same_gradients, batch, gradients, of_64
@@ -251,6 +251,6 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attribute, wrong = FAULTS[fault]
     made, plain = pair("lora", "input", attention_dropout=0.0)
     for block in fused_blocks(made):
-        block.spec.ops = exchanged(block.spec.ops, **{attribute: wrong})
+        block.spec.ops = replace(block.spec.ops, **{attribute: wrong})
     with pytest.raises(AssertionError):
         assert_trains_alike(made, plain, rows_of(NAME, "one row"), 1)

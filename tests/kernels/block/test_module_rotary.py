@@ -25,7 +25,6 @@ from petune.methods import wrap
 from petune.models import family_of
 from tests.kernels import own_blocks
 from tests.kernels.fused_pairs import stand_on
-from tests.kernels.operations import exchanged
 from tests.kernels.own_blocks import assert_streams_alike, assert_trains_alike, fused, tuned
 from tests.kernels.replays import replayed
 from tests.methods.more_models import TURNED
@@ -330,7 +329,7 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, plain = pair(name, keep="input")
     if owner is reference:
         for block in fused_blocks(made):
-            block.spec.ops = exchanged(block.spec.ops, **{attribute: wrong})
+            block.spec.ops = replace(block.spec.ops, **{attribute: wrong})
     monkeypatch.setattr(owner, attribute, wrong)
     with pytest.raises(AssertionError):
         assert_trains_alike(made, plain, rows_of(name, "one row"), 1)

@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Barrier
 from typing import Any
 
@@ -30,7 +30,6 @@ from petune.models.boundary import put_slice
 from petune.run.evaluate import forward, outputs_of, real_rows
 from petune.tasks import loss_sum
 from tests.kernels.head.operands import SETTINGS, K, Made, N, V, assert_alike, grads, operands
-from tests.kernels.operations import exchanged
 from tests.methods.zoo import (
     GENERATE,
     GENERATING,
@@ -277,7 +276,7 @@ def test_the_kernel_stands_in_for_the_reference(dtype: torch.dtype, setting: str
     drawn, labels = operands(dtype)
     parts = {name: value.detach().to(DEVICE).requires_grad_() for name, value in drawn.items()}
     wide = {name: value.detach().double().requires_grad_() for name, value in drawn.items()}
-    ops = exchanged(OPS, cross_entropy_=kernels.cross_entropy_)
+    ops = replace(OPS, cross_entropy_=kernels.cross_entropy_)
     low = (parts["a"], parts["b"], 2.0)
     found = linear_cross_entropy(
         parts["hidden"],

@@ -239,7 +239,8 @@ def hollow() -> Ops:
     rest = dict.fromkeys(
         ("cross_entropy_", "quantise", "transposed", "drop", "mix", "mix_backward", "total"), made
     )
-    forms = dict[str, Any](
+    return Ops(
+        "hollow",
         rms_norm=rms,
         rms_norm_backward=lambda dy, *_: (made(dy), None),
         layer_norm=layer,
@@ -264,7 +265,6 @@ def hollow() -> Ops:
         add_dropped_low_=lambda dx, *_: dx,
         **rest,
     )
-    return Ops("hollow", tuple(forms.items()))
 
 
 def hollow_attention(q: Tensor, k: Tensor, v: Tensor, how: Any) -> Any:
