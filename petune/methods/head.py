@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from petune.errors import Problem, UsageError
@@ -23,17 +24,35 @@ from petune.models.stack import own_stacks
 
 
 class StandStill:
-    """Hook before the base model and each stack's owner: eval mode for all of it but what trains, `inside`,
-    as a base with dropout would be another one in every step."""
+    """Hook before the base model and each stack's owner, of a base without a backward pass: eval mode for all
+    of it but `inside`, as a base with dropout would be another one in every step. trained: what learns.
 
-    def __init__(self, inside: Sequence[nn.Module]) -> None:
-        self.inside = inside
+    Raises UsageError for what would learn nothing there, where it begins to train: other tensors that require
+    gradients, and noise on embeddings, which eval mode leaves out."""
+
+    def __init__(self, inside: Sequence[nn.Module], trained: Sequence[nn.Module]) -> None:
+        self.inside, self.trained = inside, trained
 
     def __call__(self, base: nn.Module, args: Any) -> None:
         if base.training:
             base.eval()
             for module in self.inside:
                 module.train()
+            if torch.is_grad_enabled():
+                self._refuse_idle(base)
+
+    def _refuse_idle(self, base: nn.Module) -> None:
+        own = {id(value) for module in self.trained for value in module.parameters()}
+        for name, value in base.named_parameters():
+            if value.requires_grad and id(value) not in own:
+                what = "this tensor requires gradients and is none that trains: blocks have no backward pass"
+                remedy = "freeze it (petune.mark_only_trainable(model)), or use another method, or also_train"
+                raise UsageError(what, where=name, remedy=remedy)
+        for name, module in base.named_modules():
+            if (noise := module.__dict__.get("neftune_noise_alpha")) is not None:
+                what = "embeddings get no noise: under side and head the base is in eval mode"
+                remedy = "leave neftune_noise_alpha out, or use another method"
+                raise UsageError(what, where=name, found=f"neftune_noise_alpha {noise}", remedy=remedy)
 
 
 def apply(model: nn.Module, family: Family | None, config: HeadConfig, also_train: tuple[str, ...]) -> None:
@@ -45,11 +64,11 @@ def apply(model: nn.Module, family: Family | None, config: HeadConfig, also_trai
         expected = "a model of classify, tokens or rerank"
         remedy = "name modules behind the last block in also_train, or use another method"
         raise UsageError(what, where="also_train", expected=expected, remedy=remedy)
-    _refuse_before(model, family, also_train)
+    refuse_before("head", model, family, also_train)
     base = getattr(model, "base_model", model)
     within = {id(module) for module in base.modules()}
     trained = [model.get_submodule(name) for name in also_train]
-    hold = StandStill([module for module in trained if id(module) in within])
+    hold = StandStill([module for module in trained if id(module) in within], trained)
     paths = stack_paths(model, family)
     for name, stack in own_stacks(model, family).items():
         owner = model.get_submodule(paths[name].rpartition(".")[0])
@@ -57,7 +76,7 @@ def apply(model: nn.Module, family: Family | None, config: HeadConfig, also_trai
         stack.around += (owner.register_forward_pre_hook(hold), base.register_forward_pre_hook(hold))
 
 
-def _refuse_before(model: nn.Module, family: Family, also_train: Sequence[str]) -> None:
+def refuse_before(method: str, model: nn.Module, family: Family, also_train: Sequence[str]) -> None:
     """Raise UsageError for tensors that something before the end of the last block reads, too."""
     behind = behind_blocks(model, family)
     wrong = [
@@ -68,5 +87,5 @@ def _refuse_before(model: nn.Module, family: Family, also_train: Sequence[str]) 
     ]
     if wrong:
         remedy = "take it out of also_train, or use another method"
-        what = "head trains what works behind the last block alone, and this is read before"
+        what = f"{method} trains what works behind the last block alone, and this is read before"
         raise UsageError([Problem(what, where=name, remedy=remedy) for name in wrong[:10]])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from petune.methods.rounding import merged_tensors, refuse_unrounded, rounded_bi
 from petune.methods.saving import forget
 from petune.methods.several import settle
 from petune.methods.trainable import base_dtype, bias_changes, trained_whole
-from petune.methods.wrapped import sole_tuning
+from petune.methods.wrapped import bare, sole_tuning
 from petune.models import attention
 from petune.models.damage import refuse_absent
 from petune.models.frozen_weight import quantised_in, restore_dense
@@ -36,8 +36,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def merge(model: Model, name: str | None = None) -> Model:
-    """A plain model with the tuning in its weights and nothing of petune left in it; `model` itself, changed
-    in place.
+    """A plain model with the tuning in its weights and nothing of petune left in it; `model` itself, or what
+    torch.compile or DistributedDataParallel is around, changed in place.
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> plain = petune.merge(petune.load(base, "tuned"))
@@ -49,6 +49,7 @@ def merge(model: Model, name: str | None = None) -> Model:
     quantised base becomes dense, with the values that it was trained with. Raises UsageError for adapter and
     side, and for several adapters without a name.
     """
+    model = cast("Model", bare(model))
     if name is not None:
         settle(model, name)
     refuse_unmergeable(model)

@@ -38,7 +38,7 @@ from petune.kernels.block.layout import Layout
 from petune.kernels.dispatch import Ops
 from petune.kernels.mixing import mixed
 from petune.methods.configs import SideConfig
-from petune.methods.head import StandStill
+from petune.methods.head import StandStill, refuse_before
 from petune.methods.narrowing import check, narrow_block, narrow_config, narrow_norm
 from petune.methods.pruning import Chain, of_embedding, prune_into, weighed
 from petune.models.copied import copied
@@ -313,6 +313,7 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
     assert family is not None
     paths = stack_paths(model, family)
     check(config, {path: len(cast("Any", model.get_submodule(path))) for path in paths.values()})
+    refuse_before("side", model, family, also_train)
     small = narrow_config(model, family, config.reduction)
     ladders = {}
     for name, path in paths.items():
@@ -337,6 +338,8 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
         ladders[name] = ladder.train(around.training)
     if config.start != "random":
         _start_pruned(model, family, config, ladders, paths)
+    trained = [*ladders.values(), *map(model.get_submodule, also_train)]
+    hold = StandStill([*ladders.values()], trained)
     for name, stack in own_stacks(model, family).items():
         around = model.get_submodule(paths[name].rpartition(".")[0])
         stack.add_module("side", ladders[name])
@@ -344,8 +347,8 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
             around.register_forward_hook(HandOver(stack))
         elif config.end == "paper" and (tail := tail_of(around, stack.rule)) is not None:
             tail.register_forward_hook(PassTail(stack))
-        around.register_forward_pre_hook(StandStill([ladders[name]]))  # generate calls an encoder by itself
-    getattr(model, "base_model", model).register_forward_pre_hook(StandStill([*ladders.values()]))
+        around.register_forward_pre_hook(hold)  # generate calls an encoder by itself
+    getattr(model, "base_model", model).register_forward_pre_hook(hold)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.targets import left_alone, within
 from petune.methods.token_rows import RowLayer
-from petune.methods.wrapped import is_wrapped, tuning
+from petune.methods.wrapped import bare, is_wrapped, tuning
 from petune.models import family_of
 from petune.models.checksums import ALONE, RankShare, digest
 from petune.models.contents import checksums_of
@@ -25,6 +25,7 @@ from petune.models.tuned_linear import tuned_layers, tuned_modules
 def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every name of every parameter that trains; a tensor tied to two of them appears under both, as a file
     must have it."""
+    model = bare(model)
     record = tuning(model)
     if method_of(record.config).trains_base:
         family = family_of(model)

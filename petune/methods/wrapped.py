@@ -40,6 +40,17 @@ def refuse_no_model(model: object) -> None:
         )
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's and DistributedDataParallel's wrappers."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
 def tuning(model: nn.Module) -> Tuning:
     """The tuning of a wrapped model. Raises UsageError for a model that is not wrapped."""
     found = getattr(model, "petune_tuning", None)

@@ -27,8 +27,9 @@ from petune.methods import Tuning, lora
 from petune.methods.configs import LoraConfig
 from petune.methods.registry import refuse_tuned
 from petune.methods.saving import remember
+from petune.methods.wrapped import bare
 from petune.models.experts import weight_at
-from petune.saving.fingerprint import bare, plain_name
+from petune.saving.fingerprint import plain_name
 from petune.saving.multimodal import in_text
 from petune.saving.peft import CONFIG, TENSORS, Adapter, check_config, from_peft
 from petune.saving.peft_parts import parts_named

@@ -28,7 +28,7 @@ from petune.files.manifest import MANIFEST, RECORD, check_folder
 from petune.files.ranges import TensorSource
 from petune.files.safetensors import read_json, write_json, write_tensors
 from petune.log import warn
-from petune.methods import merged_weights, tuned_state, tuning
+from petune.methods import merged_weights, tuned_parameters, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.methods.merging import (
     refuse_merged,
@@ -40,7 +40,7 @@ from petune.methods.merging import (
 from petune.methods.rounding import RoundingCost, cost_of, refuse_unrounded
 from petune.methods.saving import plain_class
 from petune.methods.trainable import base_dtype, bias_changes, refuse_tied_heads
-from petune.methods.wrapped import sole_tuning
+from petune.methods.wrapped import bare, sole_tuning
 from petune.models import family_of
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
@@ -48,7 +48,7 @@ from petune.models.multimodal import whole_of
 from petune.models.read_plan import names_in_model, plan_reads
 from petune.models.tuned_linear import TunedLayer, tuned_layers
 from petune.saving.adapters import to_adapters
-from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name
+from petune.saving.fingerprint import fingerprint, full_hash, plain_name
 from petune.saving.load import TUNED, kinds_of
 from petune.saving.multimodal import in_whole, read_again, refuse_apart, refuse_part, write_whole
 from petune.saving.one_tensor import LAYOUTS, to_one_tensor
@@ -117,6 +117,7 @@ def save(
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
+    _warn_of_unsaved(model)
     base = origin(model)
     name = base_name or base
     if (
@@ -137,6 +138,16 @@ def save(
 
     fill_all = partial(save_each, model, fill=fill) if record.adapters else fill
     return commit_folder(folder, fill_all, overwrite, OURS)
+
+
+def _warn_of_unsaved(model: nn.Module) -> None:
+    """Say which tensors were let train by hand, beside what the method trains: no file has them."""
+    own = {id(value) for value in tuned_parameters(model).values()}
+    named = model.named_parameters()
+    if extra := [name for name, value in named if value.requires_grad and id(value) not in own]:
+        what = f"{len(extra)} tensors that require gradients are no part of {tuning(model).method}, nor saved"
+        remedy = "name their modules in also_train, or freeze them: petune.mark_only_trainable(model)"
+        warn(f"{what}: {extra[0]}; {remedy}")
 
 
 def in_peft() -> str:
@@ -160,6 +171,7 @@ def write_peft(
     model = bare(model)
     record = sole_tuning(model)
     refuse_merged(model)
+    _warn_of_unsaved(model)
     if method_of(record.config).files != "peft":
         remedy = "use petune.save, and petune.load to read it"
         raise UsageError(f"peft has no file for {record.method}", expected=in_peft(), remedy=remedy)

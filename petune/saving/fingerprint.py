@@ -22,6 +22,7 @@ from petune.files.safetensors import bytes_of
 from petune.methods import is_wrapped, pissa, tuned_parameters, tuning
 from petune.methods.configs import method_of
 from petune.methods.merging import refuse_merged
+from petune.methods.wrapped import bare
 from petune.models.contents import contents_of
 from petune.models.damage import refuse_absent
 from petune.models.frozen_weight import QuantisedWeight, sampled
@@ -38,17 +39,6 @@ _WRAPPER = re.compile(r"(^|\.)_orig_mod(?=\.)")
 def plain_name(name: str) -> str:
     """`name` without the parts that torch.compile puts into it."""
     return _WRAPPER.sub("", name).removeprefix(".") if "_orig_mod" in name else name
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's and DistributedDataParallel's wrappers."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
 
 
 def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:

@@ -18,13 +18,14 @@ from petune.files.safetensors import read_header, read_json, write_json
 from petune.methods import is_wrapped, tuning
 from petune.methods.merging import refuse_merged
 from petune.methods.pissa import started
+from petune.methods.wrapped import bare
 from petune.models.bitsandbytes_files import beside, four_bit_weights, has_place_for, in_files, settings_of
 from petune.models.damage import refuse_absent
 from petune.models.frozen_weight import QuantisedWeight
 from petune.models.nf4 import Nf4
 from petune.models.tuned_linear import TunedLayer
 from petune.saving.export import OURS, Processor, check_complete, write_hugging_face
-from petune.saving.fingerprint import bare, base_tensors, plain_name
+from petune.saving.fingerprint import base_tensors, plain_name
 from petune.saving.multimodal import refuse_part
 
 

@@ -26,11 +26,11 @@ from petune.methods.configs import METHODS, LoraConfig, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import check_tensors, plain_class, remember, shapes_of
 from petune.methods.trainable import base_biases, fill, widen
-from petune.methods.wrapped import refuse_no_model, refuse_wrapped
+from petune.methods.wrapped import bare, refuse_no_model, refuse_wrapped
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
 from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters, refuse_pickle
-from petune.saving.fingerprint import bare, plain_name
+from petune.saving.fingerprint import plain_name
 from petune.saving.multimodal import in_text
 from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
 from petune.saving.peft import CONFIG, TENSORS, check_config, from_peft

@@ -33,11 +33,11 @@ from petune.methods.lora import LoraEmbedding
 from petune.methods.merging import refuse_merged
 from petune.methods.saving import plain_class
 from petune.methods.targets import within
-from petune.methods.wrapped import sole_tuning
+from petune.methods.wrapped import bare, sole_tuning
 from petune.models.experts import weights_of
 from petune.models.multimodal import name_in_whole, whole_of
 from petune.saving.export import logits_of, probe
-from petune.saving.fingerprint import bare, plain_name
+from petune.saving.fingerprint import plain_name
 from petune.saving.gguf import ADAPTER, need_gguf, write_gguf
 from petune.saving.modelfile import MODELFILE, write_modelfile
 from petune.saving.peft import (

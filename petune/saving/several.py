@@ -16,10 +16,10 @@ from petune.log import say
 from petune.methods import Tuning, describe, lora, tune, tuning
 from petune.methods.configs import LoraConfig, make_config
 from petune.methods.several import alone, bare_base, refuse_unfit, take
-from petune.methods.wrapped import refuse_no_model
+from petune.methods.wrapped import bare, refuse_no_model
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.combining import read_adapter
-from petune.saving.fingerprint import bare, plain_name
+from petune.saving.fingerprint import plain_name
 from petune.saving.peft import CONFIG, Adapter
 from petune.saving.tuning_record import family_name
 

@@ -355,8 +355,10 @@ def test_the_blocks_keep_nothing_even_when_their_inputs_ask_for_gradients(name: 
 def test_the_count_finds_blocks_that_run_with_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two tests above can fail: without no_grad the blocks keep tensors as soon as anything in them asks
     for a gradient."""
-    model = wrap(tiny(name), "side", reduction=4).train().requires_grad_(True)
+    model = wrap(tiny(name), "side", reduction=4).train()
     kept = Kept(model)
+    kept.of(model, batch(name))  # from here on nobody asks what trains
+    model.requires_grad_(True)
     assert kept.of(model, batch(name))["blocks"] == 0
     monkeypatch.setattr(petune.models.stack.torch, "no_grad", contextlib.nullcontext)
     assert kept.of(model, batch(name))["blocks"] > 0
@@ -367,6 +369,23 @@ def test_the_backbone_gets_no_gradient(name: str) -> None:
     model = sided(name)
     _, found = gradients(model, batch(name))
     assert found.keys() == tuned_parameters(model).keys()
+
+
+@pytest.mark.parametrize(("method", "settings"), [("side", {"reduction": 4}), ("head", {})])
+def test_what_would_learn_nothing_in_a_backbone_is_refused(method: str, settings: Any) -> None:
+    model: Any = wrap(tiny("bert-classify"), method, **settings).train()
+    inputs, table = batch("bert-classify"), model.get_input_embeddings()
+    table.weight.requires_grad_()
+    with pytest.raises(UsageError, match=r"word_embeddings\.weight  this tensor requires gradients"):
+        model(**inputs)
+    petune.mark_only_trainable(model)
+    table.neftune_noise_alpha = 5.0  # as transformers' Trainer asks for noise
+    with pytest.raises(UsageError, match="embeddings get no noise"):
+        model.train()(**inputs)
+    del table.neftune_noise_alpha
+    model.train()(**inputs).loss.backward()
+    with pytest.raises(UsageError, match="works behind the last block alone"):
+        wrap(tiny("bert-classify"), method, also_train=("layer.1.output",), **settings)
 
 
 def backbone_states(model: Any, run: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from petune.errors import FileError, TrainingFault, UsageError
 from petune.files import atomic
 from petune.files.manifest import seal_folder
-from petune.methods import is_wrapped, merged_weights, tuned_state, wrap
+from petune.methods import is_wrapped, mark_only_trainable, merge, merged_weights, tuned_state, wrap
 from petune.saving import export
 from petune.saving.load import load
 from tests.tiny_models import IDS, METHODS, MODELS, bart, bert, edit, llama, logits, stir, t5, tuned
@@ -303,6 +303,31 @@ def test_a_compiled_model_saves_plain_names(tmp_path: Path) -> None:
     }
     assert len(names) == 1
     assert torch.equal(logits(load(llama(), tmp_path / "partly")), logits(load(llama(), tmp_path / "plain")))
+
+
+def test_a_compiled_model_is_marked_and_merged_as_the_one_inside() -> None:
+    model = wrap(llama(), r=2, also_train=("norm",), kernels="reference")
+    compiled, names = torch.compile(model, backend="eager"), tuned_state(model).keys()
+    assert tuned_state(compiled).keys() == names
+    mark_only_trainable(compiled)
+    assert model.model.norm.weight.requires_grad
+    plain = merge(compiled)
+    assert type(plain) is type(llama()) and plain is model
+    assert torch.isfinite(logits(plain)).all()
+
+
+def test_what_was_let_train_by_hand_is_not_saved_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.saving.export.warn", said.append)
+    model = tuned(llama)
+    export.save(model, tmp_path / "a")
+    assert not said
+    model.model.norm.weight.requires_grad_()
+    export.save(model, tmp_path / "b")
+    export.write_peft(model, tmp_path / "c")
+    assert len(said) == 2 and "1 tensors that require gradients" in said[0] and "model.norm.weight" in said[1]
 
 
 # ---------------------------------------------------------------- merged folders
