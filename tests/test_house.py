@@ -76,6 +76,7 @@ VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
 # A test about a banned thing makes one to show that it is refused: file -> what it may use.
 ABOUT_BANNED_THINGS: dict[str, set[str]] = {
     "tests/kernels/test_fuse.py": {"torch.save", "torch.load"},
+    "tests/methods/test_activation_cache.py": {"torch.save", "torch.load"},
     "tests/methods/test_merging.py": {"pickle"},
     "tests/models/test_frozen_weight.py": {"pickle", "torch.save", "torch.load"},
 }

@@ -41,7 +41,7 @@ from petune.methods.head_rows import ends_here, head_rows, reads_one_stack
 from petune.methods.held_levels import CacheRoom
 from petune.methods.level_reader import AHEAD, Request, Threads
 from petune.methods.row_keys import alike, cast_of, sources_of
-from petune.methods.stack_levels import StackLevels, form_of, sizes_of
+from petune.methods.stack_levels import StackLevels, form_of, refuse_pickling, sizes_of
 from petune.methods.stack_levels import Stored as Stored
 from petune.methods.wrapped import is_wrapped
 from petune.models import family_of
@@ -301,6 +301,8 @@ class ActivationCache:
     def __deepcopy__(self, memo: object) -> ActivationCache:
         """Itself: there is one for the original, and a copy computes."""
         return self
+
+    __reduce_ex__ = refuse_pickling
 
     @property
     def _all(self) -> list[StackLevels]:

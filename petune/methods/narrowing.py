@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -50,18 +51,28 @@ def narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
             for name, value in (part.to_dict() | given).items()
             if isinstance(value, int) and getattr(narrow, name, value) != value
         }
+    turned = any(rule.rotary for rule in family.stacks.values())
+    fits = math.gcd(*sizes.values(), given["head_dim"] // 2 if turned else 0)
+    remedy = f"set reduction to a divisor of {fits}, as all sizes allow"
     problems = [
-        Problem(f"side.reduction {reduction} does not divide the model's {name}", found=f"{name} {value}")
+        Problem(
+            f"side.reduction {reduction} does not divide the model's {name}",
+            "method.reduction",
+            f"a divisor of {value}",
+            f"{name} {value}",
+            remedy,
+        )
         for name, value in sizes.items()
         if value % reduction
     ]
     width = given["head_dim"] // reduction
-    if any(rule.rotary for rule in family.stacks.values()) and width % 2:
+    if turned and width % 2:
         problems.append(
             Problem(
                 f"side.reduction {reduction} leaves heads of width {width}, and rotary positions turn pairs",
+                "method.reduction",
                 found=f"head_dim {given['head_dim']}",
-                remedy=f"use a divisor of {given['head_dim'] // 2}",
+                remedy=remedy,
             )
         )
     if problems:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from petune.errors import UsageError
 from petune.files.row_store import RowStore
 from petune.methods.head_rows import HeadRows, Picked, head_rows, reads_one_stack
 from petune.methods.held_levels import CacheRoom, HeldLevels
@@ -23,6 +24,13 @@ Stored = Literal["auto", "fp32", "bf16", "fp8"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _FP8 = torch.float8_e4m3fn
 COMPUTED = {str(one): one for one in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+def refuse_pickling(cache: Any, protocol: object) -> NoReturn:
+    """Raise UsageError for a cache that is written with its model: nobody would tell it of its rows."""
+    what = "a model with an open activation cache cannot be pickled, as torch.save does"
+    remedy = "close the cache first, or write what trains alone: petune.save(model, folder)"
+    raise UsageError(what, where=str(cache.folder), remedy=remedy)
 
 
 class StackLevels:
@@ -76,6 +84,8 @@ class StackLevels:
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model has no cache: nobody would tell it of its rows."""
+
+    __reduce_ex__ = refuse_pickling
 
     def has(self, rows: Sequence[BatchRow]) -> bool:
         """Whether all `rows` are there, as far as this stack keeps any. Their bytes are not looked at."""

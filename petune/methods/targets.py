@@ -170,6 +170,9 @@ def refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     for name, layer in layers.items():
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
+        if getattr(layer, "max_norm", None) is not None:  # of a table, whose rows are made shorter in place
+            what, remedy = "rows of a table with max_norm cannot be merged", f"exclude: [{leaf}]"
+            raise UsageError(what, where=name, found=f"max_norm {layer.max_norm}", remedy=remedy)
         if isinstance(owner, nn.TransformerEncoderLayer | nn.MultiheadAttention):
             what = f"{type(owner).__name__} reads this weight without calling the layer"
             raise UsageError(what, where=name, remedy=f"exclude: [{leaf}]")
@@ -290,7 +293,8 @@ def _by_list(
     fused = [name for name in roles.get("gate", ()) if name.endswith(".gate_up_proj")]
     if len(alone) == 1 and fused and setting in ("targets", "exclude"):
         what = f"{setting}: gate and up are one weight in experts"
-        problems.append(Problem(what, fused[0], "both or neither", ", ".join(alone)))
+        remedy = f"{setting}: name both, gate and up, or neither"
+        problems.append(Problem(what, fused[0], "both or neither", ", ".join(alone), remedy))
     if problems:
         raise UsageError(problems)
     return {name: chosen[name] for name in layers if name in chosen}

@@ -126,7 +126,7 @@ def apply(model: nn.Module, ids: Sequence[int], also_train: Iterable[str]) -> No
             raise _refused("this table is tuned already", name, remedy)
         if within(name, also_train):
             raise _refused("this table trains whole already", name, "leave token_rows out")
-        if type(module) not in FORMS:
+        if type(module) not in FORMS or getattr(module, "max_norm", None) is not None:
             remedy = f"leave token_rows out, and train the whole table: also_train: [{', '.join(names)}]"
             raise _refused(f"rows of a {type(module).__name__} cannot train by themselves", name, remedy)
     count, padding = table.num_embeddings, table.padding_idx

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self, cast
 
 import torch
@@ -88,13 +89,14 @@ class QuantisedWeight(Tensor):
                 return made
         arguments = func._schema.arguments
         given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
-        for one in arguments:
-            value = given.get(one.name) if one.is_write else None
+        for value in (given.get(one.name) for one in arguments if one.is_write):
             for found in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(found, cls):
                     raise _cannot_write(found, str(func))
-        args, kwargs = tree_map_only(cls, dense_of, (args, kwargs))
-        return func(*args, **kwargs)
+        counts = func.is_view and torch.is_inference_mode_enabled()  # torch counts versions of views
+        with torch.inference_mode(False) if counts else nullcontext():
+            args, kwargs = tree_map_only(cls, dense_of, (args, kwargs))
+            return func(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raises UsageError where it is to train."""
@@ -113,12 +115,9 @@ class QuantisedWeight(Tensor):
 
     def storage(self) -> Any:
         """Raises UsageError: files of plain tensors, which ask for it, cannot hold this one."""
-        remedy = (
-            "save what trains with petune.save, or all with torch.save (accelerate: safe_serialization=False)"
-        )
-        raise UsageError(
-            f"a weight in {self.form.name} is no plain tensor, as safetensors writes", remedy=remedy
-        )
+        what = f"a weight in {self.form.name} is no plain tensor, as safetensors writes"
+        remedy = "save what trains: petune.save; or all: torch.save (accelerate: safe_serialization=False)"
+        raise UsageError(what, remedy=remedy)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # Tensor's has no keywords
         sizes = " x ".join(map(str, self.shape))

@@ -226,6 +226,17 @@ def test_the_untouched_base_is_read_too(tmp_path: Path) -> None:
         assert cache.counts.read == 3
 
 
+def test_a_model_is_pickled_once_its_cache_is_closed(tmp_path: Path) -> None:
+    model = sided("llama-causal")
+    with ActivationCache(model, tmp_path):
+        for part in (model, model.model):
+            with pytest.raises(UsageError, match="close the cache first"):
+                torch.save(part, tmp_path / "model.pt")
+    torch.save(model, tmp_path / "model.pt")
+    other = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_equal(*(gradients(one, batch("llama-causal")) for one in (other, model)))
+
+
 def test_a_copy_of_the_model_computes(tmp_path: Path) -> None:
     name = "llama-causal"
     model, inputs = sided(name), batch(name)
@@ -519,7 +530,8 @@ def test_a_model_that_is_not_wrapped_and_trains_is_refused(tmp_path: Path) -> No
 
 
 def test_a_backbone_of_which_something_trains_is_refused(tmp_path: Path) -> None:
-    model = wrap(tiny("bert-classify"), "side", reduction=4, also_train=("bert.embeddings.word_embeddings",))
+    model = tiny("bert-classify").requires_grad_(False)
+    model.get_parameter("bert.embeddings.word_embeddings.weight").requires_grad_(True)
     with pytest.raises(UsageError, match="this tensor of it trains") as caught:
         ActivationCache(model, tmp_path)
     assert "word_embeddings" in str(caught.value)

@@ -151,8 +151,10 @@ def test_a_side_network_that_cannot_be_built_leaves_the_model_as_it_was() -> Non
 
 
 def test_a_decoder_whose_mlp_the_reduction_does_not_divide_is_refused() -> None:
-    with pytest.raises(UsageError, match="does not divide"):
+    with pytest.raises(UsageError, match="does not divide") as caught:
         wrap(tiny("bart-seq2seq", decoder_ffn_dim=98), "side", reduction=4)
+    assert "set reduction to a divisor of 2," in str(caught.value)
+    wrap(tiny("bart-seq2seq", decoder_ffn_dim=98), "side", reduction=2)
 
 
 def test_the_record_says_how_a_model_is_tuned() -> None:

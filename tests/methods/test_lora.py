@@ -337,3 +337,9 @@ def test_a_layer_whose_forward_torch_skips_is_refused() -> None:
     with pytest.raises(UsageError, match="reads this weight without calling the layer") as caught:
         wrap(base, "lora", r=4)
     assert "linear1" in str(caught.value)
+
+
+def test_a_table_whose_rows_are_made_shorter_is_refused() -> None:
+    """torch writes rows longer than max_norm anew where they are looked up, merged ones too."""
+    with pytest.raises(UsageError, match=r"found max_norm 1\.0"):
+        wrap(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4)), "lora", r=2, targets=["0"])

@@ -189,7 +189,7 @@ def test_a_copy_of_a_wrapped_model_of_experts_computes_the_same() -> None:
         ({"dropout": 0.1}, "lora on experts has no dropout"),
         ({"init": "pissa"}, "lora on experts has no init: pissa"),
         ({"targets": ["q", "gate"]}, "gate and up are one weight in experts"),
-        ({"exclude": ["up"]}, "gate and up are one weight in experts"),
+        ({"exclude": ["up"]}, "exclude: name both, gate and up, or neither"),
         ({"method": "dora"}, "not MixtralExperts"),
         ({"method": "ia3"}, "not MixtralExperts"),
         ({"method": "side"}, "no form without experts"),

@@ -179,7 +179,10 @@ def test_slices_and_copies_are_made_in_inference_mode_too() -> None:
     with torch.inference_mode():
         parts = weight[8:16], weight[:, 8:16], copy.deepcopy(weight)
         found = [dense_of(part) for part in parts]
+        views = weight.T, weight.view(-1), weight[0], weight.unbind()[1], weight.T.contiguous()
     whole = dense_of(weight)
+    for view, expected in zip(views, (whole.T, whole.view(-1), whole[0], whole[1], whole.T), strict=True):
+        assert torch.equal(view, expected)
     for part, expected in zip(found, (whole[8:16], whole[:, 8:16], whole), strict=True):
         assert torch.equal(part, expected)
 
