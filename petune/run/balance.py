@@ -38,29 +38,29 @@ def routes_are_whole(plan: ParallelPlan) -> bool:
     return plan.pp == 1 and (plan.cut is None or plan.cut.mlp == "heads")
 
 
+def refuse_parted(plan: ParallelPlan, packed: bool, where: str = "parallel") -> None:
+    """Raise UsageError for a plan whose ranks do not have all layers of their tokens, at the key `where`, and
+    for `packed` rows, which do not say where their padding is: the loss cannot be made there."""
+    if packed:
+        what = "the routers' auxiliary loss is of real tokens, and packed rows do not say which are padding"
+        remedy = "set packing: false, or output_router_logits: false in the model's config.json"
+        raise UsageError(what, where="data.packing", remedy=remedy)
+    if not routes_are_whole(plan):
+        what = "the routers' auxiliary loss is made of all layers' scores, which a rank of this plan has not"
+        expected, found = "parallel: dp, tp, galaxy, ep or none", "output_router_logits: true in config.json"
+        remedy = "choose one of these, or set output_router_logits: false there"
+        raise UsageError(what, where=where, expected=expected, found=found, remedy=remedy)
+
+
 def balance_in(model: nn.Module, mesh: Mesh, packed: bool = False) -> Balance | None:
     """The loss of a pass under the plan of `mesh`, which weighs as much as the tokens of its rows do; None
-    where nobody asks for it. Raises UsageError for a plan whose ranks do not have all layers of their tokens,
-    and for `packed` rows, which do not say where their padding is."""
+    where nobody asks for it. Raises as `refuse_parted`."""
     coefficient, plan = balance_of(model), mesh.plan
     if not coefficient:
         if mesh.main and getattr(getattr(model, "config", None), "output_router_logits", False):
             say("output_router_logits: the routers' auxiliary loss is a language model's, and left out here")
         return None
-    if packed:
-        what = "the routers' auxiliary loss is of real tokens, and packed rows do not say which are padding"
-        raise UsageError(
-            what,
-            where="data.packing",
-            remedy="set packing: false, or output_router_logits: false in the model's config.json",
-        )
-    if not routes_are_whole(plan):
-        what = "the routers' auxiliary loss is made of all layers' scores, which a rank of this plan has not"
-        raise UsageError(
-            what,
-            where="parallel",
-            remedy="set output_router_logits: false in config.json, or use dp, tp, galaxy, ep or none",
-        )
+    refuse_parted(plan, packed)
     if plan.dp == 1:
         return lambda outputs, batch, trained: _shared(
             coefficient * trained * cast("Any", outputs).aux_loss, plan.tp

@@ -44,7 +44,7 @@ from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, m
 from petune.parallel.placement import Placement, parts_of
 from petune.parallel.tensor.shard_params import refuse_cut_form
 from petune.recipe import Recipe, with_rate
-from petune.run.balance import balance_in
+from petune.run.balance import balance_in, refuse_parted
 from petune.run.fisher import weigh_by_rows
 from petune.run.fusing import fuse
 from petune.run.objective import embed_objective, objective_of, rerank_objective
@@ -300,6 +300,9 @@ def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) 
         vocabulary_head=TASKS[task].over_vocabulary,
         still=method_of(recipe.method).head_alone,
     )
+    asked = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0)
+    if asked and TASKS[task].over_vocabulary:
+        refuse_parted(plan, recipe.data.packing, recipe.where("parallel"))
     if recipe.base_dtype is not None and plan.cut is not None and family is not None:
         refuse_cut_form(recipe.base_dtype, plan.cut, family.shape(config))
     return plan

@@ -67,9 +67,11 @@ def grid(base: Recipe, axes: Mapping[str, Sequence[str]], seeds: int = 1) -> lis
     """
     axes = {setting_of(key) or key: values for key, values in axes.items()}
     for key, values in axes.items():
-        if len(set(values)) < len(values) or key in ("out", "name") or (key == "seed" and seeds > 1):
-            remedy = "give each value once, `out` one value, and either seed=... or --seeds"
-            raise UsageError("these cannot be the values of a sweep", where=key, remedy=remedy)
+        never = key in ("out", "name") or (key == "seed" and seeds > 1)
+        if never or len(set(values)) < len(values) or "" in values:
+            remedy = "give each value once, none empty, `out` one value, and either seed=... or --seeds"
+            what, found = "these cannot be the values of a sweep", ",".join(values)
+            raise UsageError(what, where=key, found=found, remedy=remedy)
     count = seeds * math.prod(map(len, axes.values()))
     if not axes or count > MOST:
         expected, found = f"settings with several values, at most {MOST} runs", f"{count} runs"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from petune.errors import UsageError
+from petune.errors import FileError, UsageError
 from petune.log import say
 from petune.parallel.launch import process_group
 from petune.recipe import Recipe, load_recipe, settings_text, with_rate
@@ -127,9 +127,14 @@ train.__doc__ = (train.__doc__ or "") + settings_text()
 
 
 def rated(base: Base) -> Recipe:
-    """The recipe of `base` with a learning rate. Where it sets one no model is asked: that of a run that has
-    ended may be gone."""
-    return with_rate(base.recipe, base.config) if base.recipe.lr is None else base.recipe
+    """The recipe of `base` with a learning rate: its own, the usual one of its model, or where that is gone
+    the one that a run which has ended took."""
+    try:
+        return with_rate(base.recipe, base.config) if base.recipe.lr is None else base.recipe
+    except FileError:
+        if not (folder := RunFolder.of(base.recipe)).finished():
+            raise
+        return base.recipe.model_copy(update={"lr": folder.resolved()["lr"]})
 
 
 def settle(

@@ -23,6 +23,17 @@ def is_conll(path: Path) -> bool:
     return bool(cells) and all(len(line) > 1 and TAG.fullmatch(line[-1]) for line in cells)
 
 
+def _lines(path: Path, faults: Faults, cursor: Cursor) -> Iterator[Line]:
+    """`lines`; a file whose line ends are carriage returns alone, which would be one line, is a fault."""
+    for line in lines(path, faults, cursor):
+        if line.number > 1 or line.ended or "\r" not in line.text:
+            yield line
+            continue
+        what, found = "this file has no line ends but carriage returns", f"{line.text.count(chr(13))} of them"
+        remedy = r"save it with other line ends: tr '\r' '\n' < OLD > NEW"
+        faults.add(Problem(what, shown(path), r"lines that end in \n or \r\n", found, remedy), fatal=True)
+
+
 def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
     """Sentences of lines `word ... tag` between blank ones, cells parted by tabs or else by spaces; the place
     is a sentence's first line.
@@ -33,7 +44,7 @@ def read_conll(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord
     cursor.whole, name, width = True, shown(path), 0
     sentence: list[list[str]] = []
     first = 0
-    for line in (*lines(path, faults, Cursor()), Line(0, "", True)):
+    for line in (*_lines(path, faults, Cursor()), Line(0, "", True)):
         parts = line.text.rstrip().split("\t" if "\t" in line.text else None)
         cells = [cell.strip() for cell in parts]
         if not line.text.strip() or cells[0] == DOCSTART:
@@ -77,7 +88,7 @@ def read_txt(path: Path, faults: Faults, cursor: Cursor) -> Iterator[RowRecord]:
         yield from read_conll(path, faults, cursor)
         return
     name = shown(path)
-    for line in lines(path, faults, cursor):
+    for line in _lines(path, faults, cursor):
         if line.text.strip():
             yield RowRecord(f"{name}:{line.number}", {"text": line.text})
         else:

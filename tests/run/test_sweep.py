@@ -34,6 +34,7 @@ def test_every_choice_has_a_run_for_each_seed_in_a_folder_of_its_own() -> None:
         ({}, 2, "this is no sweep"),
         ({"lr": [str(at / 1e4) for at in range(1, 1002)]}, 1, "at most 1000 runs"),
         ({"lr": ["1e-4", "1e-4"]}, 1, "these cannot be the values"),
+        ({"lr": ["1e-4", ""]}, 1, "these cannot be the values"),  # of lr=1e-4,
         ({"out": ["a", "b"]}, 1, "these cannot be the values"),
         ({"seed": ["1", "2"]}, 2, "these cannot be the values"),
         ({"method.targets": ["[q]", "(q)"]}, 1, "would share a folder"),

@@ -15,7 +15,9 @@ from transformers import AutoModelForSequenceClassification
 from petune.errors import UsageError
 from petune.parallel import alone
 from petune.parallel.plan import ParallelPlan
+from petune.recipe import load_recipe
 from petune.run.balance import balance_in
+from petune.run.build import plan_of
 from tests.group_pool import files, ranks
 from tests.methods.zoo import tiny
 from tests.planned_runs import rewritten, trained
@@ -104,6 +106,13 @@ def test_ranks_without_all_layers_of_their_tokens_refuse_the_loss_of_routers() -
     mesh: Any = SimpleNamespace(plan=ParallelPlan(pp=2))
     with pytest.raises(UsageError, match="made of all layers' scores"):
         balance_in(model, mesh)
+
+
+def test_a_plan_that_the_loss_of_routers_refuses_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    moe_folder(tmp_path / "llama", output_router_logits=True)
+    given = load_recipe(settings(tmp_path, "llama", out="run", parallel="pp:2"))
+    with pytest.raises(UsageError, match="expected parallel: dp, tp, galaxy, ep or none"):
+        plan_of(given)
 
 
 def test_packed_rows_which_do_not_say_their_padding_refuse_the_loss_of_routers() -> None:

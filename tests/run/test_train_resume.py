@@ -495,6 +495,8 @@ def test_a_finished_run_resumed_says_so_and_returns(tmp_path: Path):
     assert any("is finished" in note for note in listener.notes)
     assert not listener.steps
     assert again.summary == finished.summary
+    shutil.rmtree(finished.recipe.model)  # of whose width the rate was
+    assert run(recipe, resume=True).summary == finished.summary
     assert snapshot(finished.folder) == before
 
 

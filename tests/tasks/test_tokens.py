@@ -116,6 +116,8 @@ def test_a_file_of_words_with_tags_gives_its_sentences_with_their_lines(
 
 
 BAD = [
+    ("d.conll", "a O\rb B-X\r", "d.conll  this file has no line ends but carriage returns"),
+    ("d.txt", "one\rtwo\r", r"d.txt  .*carriage returns[\s\S]*found 1 of them[\s\S]*tr "),
     ("d.conll", "a O\nb B-X\nc\n\nd O\n", r"d.conll:3 .*another width[\s\S]*2 cells"),
     ("d.jsonl", '{"tokens": ["a", "b"], "tags": ["O"]}\n', "d.jsonl:1  not as many tags as words"),
     (
