@@ -128,9 +128,9 @@ def read_prompts(file: Path) -> list[str]:
             if line.strip()
         ]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}", where=str(file)
-        ) from None
+        what = f"cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}"
+        remedy = "give a readable file of UTF-8 text, a prompt a line"
+        raise DataError(what, where=str(file), remedy=remedy) from None
     if not lines:
         raise DataError("holds no prompt", where=str(file), expected="one a line")
     if file.suffix != ".jsonl":
@@ -140,7 +140,9 @@ def read_prompts(file: Path) -> list[str]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            problems.append(Problem(f"is not JSON: {error}", where=f"{file}:{number}"))
+            problems.append(
+                Problem(f"is not JSON: {error}", f"{file}:{number}", '{"prompt": "..."} or "..."')
+            )
             continue
         given = row if isinstance(row, dict) else {PROMPT_KEYS[0]: row} if isinstance(row, str) else {}
         found = [given[key] for key in PROMPT_KEYS if key in given]

@@ -40,7 +40,8 @@ def balance(
     for _ in range(total - sum(counts)):
         seconds, rank = heapq.heappop(waiting)
         if math.isinf(seconds):
-            raise MachineError(f"the devices together have no memory for every {what}")
+            remedy = "add devices, or choose a smaller model, batch_size or data.max_length"
+            raise MachineError(f"the devices together have no memory for every {what}", remedy=remedy)
         counts[rank] += 1
         heapq.heappush(waiting, (costs[rank](counts[rank] + 1), rank))
     return tuple(counts)
@@ -75,7 +76,8 @@ def _partitioned(total: int, costs: tuple[Stretch, ...], what: str) -> tuple[int
     costs = tuple(known[one] for one in costs)
     best = _filled(total, costs, math.inf)
     if best is None:
-        raise MachineError(f"the devices together have no memory for every {what}")
+        remedy = "add devices, or choose a smaller model, batch_size or data.max_length"
+        raise MachineError(f"the devices together have no memory for every {what}", remedy=remedy)
     low, high, last = 0.0, _longest(best, costs), False
     while high - low > NEAREST * high:
         limit = high * (1 - NEAREST) if last else (low + high) / 2

@@ -91,7 +91,8 @@ def of_speeds(speeds: Sequence[float], memory: Sequence[int | None]) -> Cluster:
     """Devices of which nothing is known but how fast they are beside one another, and links that cost
     nothing."""
     if any(speed <= 0 or not isfinite(speed) for speed in speeds):
-        raise UsageError("speeds are positive numbers", where="--speeds", found=", ".join(map(str, speeds)))
+        found = ", ".join(map(str, speeds))
+        raise UsageError("speeds are positive numbers", where="--speeds", found=found, remedy="1,2,0.5")
     pairs = zip(speeds, memory, strict=True)
     return Cluster(
         tuple(Device(f"{speed:g}", scaled(replace(CPU, launch=0.0), speed), size) for speed, size in pairs)
@@ -128,7 +129,8 @@ def read_cluster(file: Path) -> Cluster:
     try:
         document = read(file.read_bytes(), str(file))
     except OSError as error:
-        raise UsageError(f"this file cannot be read: {error.strerror}", where=str(file)) from None
+        what, remedy = f"this file cannot be read: {error.strerror}", "give the file of a cluster"
+        raise UsageError(what, where=str(file), remedy=remedy) from None
     if document.problems:
         raise UsageError(document.problems)
     reader = _Reader(str(file), [])

@@ -75,7 +75,8 @@ def share_out(
     found = [_climbed(one, price) for one in starts]
     best, seconds = min(found, key=lambda one: one[1])
     if seconds == float("inf"):
-        raise MachineError("the devices together have no memory for every expert")
+        remedy = "add devices, or choose a smaller model, batch_size or data.max_length"
+        raise MachineError("the devices together have no memory for every expert", remedy=remedy)
     return best
 
 

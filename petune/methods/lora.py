@@ -355,7 +355,8 @@ def settings_of(
         what = f"{method} tunes {known}, not {wrong[name]}"
         raise UsageError(what, where=name, remedy="narrow `targets` or name it in `exclude`")
     if not layers:
-        raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
+        remedy = "take a name out of exclude, or name more targets"
+        raise UsageError(f"{method} has nothing to tune: targets less exclude is empty", remedy=remedy)
     refuse_unreached(model, layers)
     if config.init_iterations is not None and config.init != "pissa":
         raise UsageError("init_iterations is of init: pissa", remedy="set init: pissa, or leave it out")

@@ -106,7 +106,8 @@ def apply(model: nn.Module, family: Family | None, config: MissConfig, also_trai
     """Tune the targets. Raises UsageError for a target that is not nn.Linear, or has fewer inputs than r."""
     found = select_layers(model, family, config.targets, config.exclude, also_train)
     if not found:
-        raise UsageError("miss has nothing to tune: targets less exclude is empty")
+        remedy = "take a name out of exclude, or name more targets"
+        raise UsageError("miss has nothing to tune: targets less exclude is empty", remedy=remedy)
     for name, layer in found.items():
         if type(layer) is not nn.Linear:
             what = f"miss tunes torch.nn.Linear, not {type(layer).__name__}"

@@ -356,13 +356,14 @@ def per_row(model: nn.Module, names: Sequence[str | None], *, beams: int = 1) ->
     _check_names(model, named)
     if not rows or type(beams) is not int or beams < 1:
         what = "a batch has at least one row, of at least one beam"
-        raise UsageError(what, found=f"{len(rows)} names, beams {beams!r}")
+        remedy = "give a name, or None, for each row, and beams a whole number"
+        raise UsageError(what, found=f"{len(rows)} names, beams {beams!r}", remedy=remedy)
     return Acting(model, ActiveAdapters(tuple(dict.fromkeys(named)), rows, beams))
 
 
 def _listed(names: Iterable[Any]) -> tuple[Any, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise UsageError("adapters are named in a list", found=repr(names)[:80])
+        raise UsageError("adapters are named in a list", found=repr(names)[:80], remedy='["one", "two"]')
     return tuple(names)
 
 

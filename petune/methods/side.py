@@ -329,9 +329,8 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
             with torch.device("meta") if weight.is_meta else nullcontext():
                 ladder = Ladder(own, family.stacks[name], blocks, around, config, width, feeds)
         except ValueError as error:
-            raise UsageError(
-                f"no side network of reduction {config.reduction} can be built: {error}", where=path
-            ) from None
+            what = f"no side network of reduction {config.reduction} can be built: {error}"
+            raise UsageError(what, where=path, remedy="choose another reduction") from None
         cast("nn.Module", ladder).to(torch.promote_types(weight.dtype, torch.float32))
         if not weight.is_meta:
             cast("nn.Module", ladder).to(weight.device)

@@ -326,4 +326,5 @@ def _no_match(
         del leaves[number]
     near = nearest(entry.rpartition(".")[2], leaves) or [leaf for leaf, _ in leaves.most_common(8)]
     found = "the nearest names are " + ", ".join(f"{leaf} ({leaves[leaf]})" for leaf in near)
-    return Problem(f"{setting}: {entry!r} matches no module", found=found)
+    remedy = "name one of these, or take the entry out"
+    return Problem(f"{setting}: {entry!r} matches no module", found=found, remedy=remedy)

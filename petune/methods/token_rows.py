@@ -132,7 +132,8 @@ def apply(model: nn.Module, ids: Sequence[int], also_train: Iterable[str]) -> No
     count, padding = table.num_embeddings, table.padding_idx
     if wrong := [one for one in ids if one >= count or one == padding or ids.count(one) > 1]:
         found = "padding" if wrong[0] == padding else "twice" if wrong[0] < count else f"{count} rows"
-        raise UsageError(f"token_rows: {wrong[0]} is no row that can train", found=found)
+        what, remedy = f"token_rows: {wrong[0]} is no row that can train", "take it out, or name another once"
+        raise UsageError(what, expected=f"ids 0 to {count - 1}", found=found, remedy=remedy)
     index = torch.tensor(ids, device=table.weight.device)
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     rows = nn.Parameter(table.weight.detach()[index].to(dtype))
@@ -145,7 +146,8 @@ def table_of(model: nn.Module) -> nn.Embedding:
     ask = getattr(model, "get_input_embeddings", None)
     table = ask() if callable(ask) else None
     if not isinstance(table, nn.Embedding):
-        raise UsageError(f"{type(model).__name__} has no table of tokens", where="token_rows")
+        what = f"{type(model).__name__} has no table of tokens"
+        raise UsageError(what, where="token_rows", remedy="leave token_rows out")
     return table
 
 

@@ -112,7 +112,8 @@ def use(model: PreTrainedModel, family: Family | None = None) -> None:
     before = model.config._attn_implementation
     _choose(model, NAME)
     if model.config._attn_implementation != NAME:
-        raise UsageError("this model does not take an attention function", where=type(model).__name__)
+        what, remedy = "this model does not take an attention function", "use another plan, or parallel: none"
+        raise UsageError(what, where=type(model).__name__, remedy=remedy)
     if before != NAME:
         model.__dict__[_BEFORE] = before
 

@@ -52,7 +52,8 @@ def check_filled(
     if problems:
         summary = f"{len(lost)} missing or mis-shaped, {len(surplus)} surplus"
         what = "the checkpoint does not fill the model it describes"
-        raise FileError([Problem(what, where=source.place, found=summary), *problems])
+        remedy = "use another copy of the model, or the config that it was saved with"
+        raise FileError([Problem(what, where=source.place, found=summary, remedy=remedy), *problems])
     dropped = sorted(
         {str(key).split(".")[0] for key in info["unexpected_keys"]}
         - {str(key).split(".")[0] for key in surplus}
@@ -82,9 +83,8 @@ def check_finite(model: nn.Module, source: ModelSource) -> None:
 def refuse_not_finite(names: Sequence[str], place: str) -> None:
     """Raise FileError naming the first ten of these parameters, if any, which hold a NaN or an infinity."""
     if names:
-        raise FileError(
-            [Problem("holds a value that is not finite", where=f"{place}: {name}") for name in names[:10]]
-        )
+        what, remedy = "holds a value that is not finite", "use another copy of the model"
+        raise FileError([Problem(what, where=f"{place}: {name}", remedy=remedy) for name in names[:10]])
 
 
 def refuse_absent(name: str, value: Tensor) -> None:

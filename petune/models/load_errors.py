@@ -65,7 +65,11 @@ def hub_errors(source: ModelSource) -> Iterator[None]:
             remedy = "only safetensors are read: convert the weights with save_pretrained"
         raise FileError(f"cannot be loaded: {first_line(error)}", where=source.place, remedy=remedy) from None
     except RuntimeError as error:
-        raise FileError(f"cannot be loaded: {first_line(error)}", where=source.place) from error
+        what, remedy = (
+            f"cannot be loaded: {first_line(error)}",
+            "use another copy of the model, or another model",
+        )
+        raise FileError(what, where=source.place, remedy=remedy) from error
     except (
         Exception
     ) as error:  # transformers and safetensors raise bare classes of their own for damaged files

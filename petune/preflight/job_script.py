@@ -46,12 +46,15 @@ def job_of(words: Sequence[str]) -> tuple[ClusterJob, list[str]]:
     given = dict(word.split("=", 1) for word in words if word.partition("=")[0] in known)
     job = ClusterJob(time=given.get("time"))
     wrong = [
-        Problem(f"{name} is a whole number of at least 1", "command line", found=given[name])
+        Problem(
+            f"{name} is a whole number of at least 1", "command line", f"{name}=2", f"{name}={given[name]}"
+        )
         for name in given
         if name != "time" and not (given[name].isdecimal() and int(given[name]) > 0)
     ]
     if "time" in given and job.seconds is None:
-        wrong.append(Problem("time is [days-]hours:minutes:seconds", "command line", found=given["time"]))
+        what = "time is [days-]hours:minutes:seconds"
+        wrong.append(Problem(what, "command line", "time=12:00:00", given["time"]))
     if wrong:
         raise UsageError(wrong)
     numbers = {name: int(value) for name, value in given.items() if name != "time"}

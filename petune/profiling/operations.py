@@ -103,9 +103,8 @@ def _write(profiler: torch_profile, trace: Path) -> None:
         trace.write_text("")  # the exporter itself only complains on stderr
         profiler.export_chrome_trace(str(trace))
     except OSError as error:
-        raise UsageError(
-            "the trace cannot be written", where="--trace", found=f"{trace}: {error.strerror}"
-        ) from None
+        found, remedy = f"{trace}: {error.strerror}", "give another file"
+        raise UsageError("the trace cannot be written", where="--trace", found=found, remedy=remedy) from None
 
 
 def _by_self_time(averages: Iterable[Any], cuda: bool) -> tuple[Operation, ...]:

@@ -148,10 +148,11 @@ def _bytes(file: Path, name: str) -> bytes:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise RecipeError("is not a regular file", where=name)
+                raise RecipeError("is not a regular file", where=name, remedy="give a .yaml file")
             return stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise RecipeError(f"cannot be read: {error.strerror}", where=name) from None
+        what, remedy = f"cannot be read: {error.strerror}", f"chmod u+r {name}, or give another file"
+        raise RecipeError(what, where=name, remedy=remedy) from None
 
 
 def recipe_folder() -> Path:
@@ -180,9 +181,8 @@ def find_recipe(text: str | Path) -> Path:
     try:
         there, folder = path.exists(), path.is_dir()
     except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}", where=shown
-        ) from None
+        what = f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}"
+        raise RecipeError(what, where=shown, remedy="give the path of a .yaml file") from None
     if folder:
         raise RecipeError(
             "is a folder, not a recipe file",

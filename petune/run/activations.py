@@ -38,11 +38,8 @@ def caching(step: OptimizerStep, out: Path, say: Callable[[str], None]) -> Itera
         return
     host = zlib.crc32(socket.gethostname().encode())
     if len(set(runner.gather(float(host)))) > 1:
-        raise UsageError(
-            "ranks share the cache by its files, and these are on several machines",
-            where=recipe.where("cache"),
-            remedy="remove cache, or use one machine",
-        )
+        what = "ranks share the cache by its files, and these are on several machines"
+        raise UsageError(what, where=recipe.where("cache"), remedy="remove cache, or use one machine")
     kept = recipe.cache_folder is not None
     folder = Path(recipe.cache_folder) if recipe.cache_folder is not None else out / ACTIVATIONS
     stored: Stored = "auto" if recipe.cache is True else recipe.cache

@@ -101,7 +101,7 @@ class Audit:
         if self.anyone([bool(moved)])[0]:
             raise TrainingFault(
                 [
-                    Problem("is frozen but has changed", where=name)
+                    Problem("is frozen but has changed", name, remedy="let nothing write into the base")
                     for name in moved[:10] or ["a tensor of another process"]
                 ]
             )

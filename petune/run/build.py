@@ -262,11 +262,8 @@ def _widen(model: nn.Module, recipe: Recipe) -> None:
     tuned = tuned_parameters(model)
     for name, parameter in tuned.items():
         if not parameter.is_floating_point():
-            raise UsageError(
-                "this tensor cannot train: it is not of floating point",
-                where=name,
-                found=str(parameter.dtype),
-            )
+            what, found = "this tensor cannot train: it is not of floating point", str(parameter.dtype)
+            raise UsageError(what, where=name, found=found, remedy="use lora, or a model in bf16 or fp32")
     if not streams(recipe):
         widen(model, tuned.values())
 
@@ -283,11 +280,8 @@ def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) 
     config = (base or Base(recipe)).config
     family = FAMILIES.get(config.model_type)
     if recipe.compile:
-        raise UsageError(
-            "compile does not go with a parallel plan",
-            where=recipe.where("compile"),
-            remedy="set compile: false",
-        )
+        what = "compile does not go with a parallel plan"
+        raise UsageError(what, where=recipe.where("compile"), remedy="set compile: false")
     task = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind_of(config))
     available = torch.cuda.device_count() if choose_place(recipe).device.type == "cuda" else 2
     plan = make_plan(
@@ -341,11 +335,8 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         stream(runner, recipe, prepared.place.autocast())
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
         remedy = "set gradient_checkpointing: false, or parallel: none"
-        raise UsageError(
-            "replicas of this model cannot recompute: its blocks are not ours",
-            where="gradient_checkpointing",
-            remedy=remedy,
-        )
+        what = "replicas of this model cannot recompute: its blocks are not ours"
+        raise UsageError(what, where="gradient_checkpointing", remedy=remedy)
     if recipe.gradient_checkpointing and not runner.owned:
         _checkpoint_activations(runner.model)
     if recipe.compile:
@@ -359,11 +350,8 @@ def _checkpoint_activations(model: nn.Module) -> None:
     names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # the older transformers'
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is None:
-        raise UsageError(
-            "this model has no gradient checkpointing",
-            where="gradient_checkpointing",
-            found=type(model).__name__,
-        )
+        what, found = "this model has no gradient checkpointing", type(model).__name__
+        raise UsageError(what, where="gradient_checkpointing", found=found, remedy="set it to false")
     enable({"use_reentrant": False})
 
 

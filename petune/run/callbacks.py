@@ -71,9 +71,8 @@ class Callbacks:
             answer = self._ask(one, method, step, step, dict(metrics))
             if answer is not None and not isinstance(answer, bool):
                 where, found = f"{type(one).__name__}.{method}", repr(answer)[:80]
-                raise UsageError(
-                    "a callback answers True, which ends the run, False or None", where=where, found=found
-                )
+                what = "a callback answers True, which ends the run, False or None"
+                raise UsageError(what, where=where, found=found, remedy="return one of these")
             if answer:
                 self.ended_by = self.ended_by or type(one).__name__
 
@@ -81,8 +80,6 @@ class Callbacks:
         try:
             return getattr(one, method)(*arguments)
         except Exception as error:
-            raise UsageError(
-                f"the callback failed at step {step}: {type(error).__name__}: {error}",
-                where=f"{type(one).__name__}.{method}",
-                remedy="mend it; resume=True goes on from the newest checkpoint",
-            ) from error
+            what = f"the callback failed at step {step}: {type(error).__name__}: {error}"
+            remedy = "mend it; resume=True goes on from the newest checkpoint"
+            raise UsageError(what, where=f"{type(one).__name__}.{method}", remedy=remedy) from error

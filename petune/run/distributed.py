@@ -52,13 +52,8 @@ def wanted(recipe: Recipe, base: Base | None = None) -> ParallelPlan:
             else "start as many, or let petune train start them"
         )
         expected, found = f"{plan.world} processes", str(started)
-        raise UsageError(
-            "the plan is for another number of processes",
-            where="parallel",
-            expected=expected,
-            found=found,
-            remedy=remedy,
-        )
+        what = "the plan is for another number of processes"
+        raise UsageError(what, where="parallel", expected=expected, found=found, remedy=remedy)
     return plan
 
 

@@ -163,7 +163,8 @@ def scored(
     whole = scorer.whole(add(scorer.numbers()))
     scores = whole.result()
     if not all(value == value and abs(value) != float("inf") for value in scores.values()):
-        raise TrainingFault("a score of the evaluation is not finite", found=str(scores))
+        what, remedy = "a score of the evaluation is not finite", "lower lr, or set dtype: fp32"
+        raise TrainingFault(what, found=str(scores), remedy=remedy)
     return whole
 
 

@@ -79,11 +79,8 @@ class Run:
         """Scores before and after, losses, time, tokens, memory. Raises FileError for a run that has not
         finished."""
         if not (self.folder / "summary.json").is_file():
-            raise FileError(
-                "this run has not finished",
-                where=str(self.folder),
-                remedy=f"petune train {self.folder} --resume",
-            )
+            what = "this run has not finished"
+            raise FileError(what, where=str(self.folder), remedy=f"petune train {self.folder} --resume")
         return read_summary(self.folder / "summary.json", METRICS, FORMATS)
 
     @property
@@ -182,11 +179,8 @@ class Run:
     def generate_many(self, prompts: Sequence[str], **options: Any) -> list[str]:
         """`generate` for each text of a list. Raises UsageError as it does, before the first answer."""
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-            raise UsageError(
-                "generate_many takes a list of texts",
-                found=repr(prompts)[:80],
-                remedy="for one text use generate",
-            )
+            what = "generate_many takes a list of texts"
+            raise UsageError(what, found=repr(prompts)[:80], remedy="for one text use generate")
         texts = [text_of(prompt) for prompt in prompts]
         return [self.speaker.ask(text, **options) for text in [self.speaker.readable(text) for text in texts]]
 

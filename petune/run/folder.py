@@ -281,11 +281,8 @@ class RunFolder:
                 except OSError:
                     break
                 return replace(self, path=place)
-        raise MachineError(
-            "the run folder is gone, and no other can be made",
-            where=str(self.path),
-            remedy="look at the disk",
-        )
+        what = "the run folder is gone, and no other can be made"
+        raise MachineError(what, where=str(self.path), remedy="look at the disk")
 
 
 def names(folder: Path) -> list[str]:

@@ -63,25 +63,15 @@ def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
             f"temperature=0 is greedy and {other} samples", where="generate", remedy="give one of the two"
         )
     if said.get("do_sample") is False and sampling and not greedy:
-        raise UsageError(
-            f"{sampling[0]} samples and do_sample=False does not",
-            where="generate",
-            remedy="give one of the two",
-        )
+        what = f"{sampling[0]} samples and do_sample=False does not"
+        raise UsageError(what, where="generate", remedy="give one of the two")
     if "max_new_tokens" in said and "max_length" in said:
-        raise UsageError(
-            "max_new_tokens and max_length are two limits",
-            where="generate",
-            remedy="give max_new_tokens alone",
-        )
+        what = "max_new_tokens and max_length are two limits"
+        raise UsageError(what, where="generate", remedy="give max_new_tokens alone")
     least, most = said.get("min_new_tokens", 0), said.get("max_new_tokens", math.inf)
     if least > most:
-        raise UsageError(
-            "min_new_tokens is above max_new_tokens",
-            where="generate",
-            expected=f"at most {most}",
-            found=str(least),
-        )
+        what = "min_new_tokens is above max_new_tokens"
+        raise UsageError(what, where="generate", expected=f"at most {most}", found=str(least))
     if greedy:
         del said["temperature"]
     # transformers takes no whole number there
@@ -138,10 +128,7 @@ def refuse_cut(found: Tensor, settings: Mapping[str, Any], room: float, taken: i
 
 
 def _refuse_long(room: float, found: str) -> NoReturn:
-    raise UsageError(
-        "the answer is longer than the model's positions",
-        where="generate",
-        expected=f"at most {room:g} tokens behind this prompt",
-        found=found,
-        remedy="ask for fewer, or with a shorter prompt",
-    )
+    what = "the answer is longer than the model's positions"
+    expected = f"at most {room:g} tokens behind this prompt"
+    remedy = "ask for fewer, or with a shorter prompt"
+    raise UsageError(what, where="generate", expected=expected, found=found, remedy=remedy)

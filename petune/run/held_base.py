@@ -35,25 +35,17 @@ def write_held_base(
     """
     source = resolve_model(recipe.model, recipe.folder)
     if recipe.base_dtype != "nf4":
-        raise UsageError(
-            "this run's base was not held in four bits",
-            where="base_dtype",
-            expected="nf4",
-            found=recipe.base_dtype or "no base_dtype",
-            remedy="its base is the model of its recipe: peft and transformers read it as it is",
-        )
+        what = "this run's base was not held in four bits"
+        found = recipe.base_dtype or "no base_dtype"
+        remedy = "its base is the model of its recipe: peft and transformers read it as it is"
+        raise UsageError(what, where="base_dtype", expected="nf4", found=found, remedy=remedy)
     if getattr(record.config, "init", None) == "pissa":
-        raise UsageError(
-            "init: pissa quantised what its components left of the base, not the base",
-            where="method.init",
-            remedy="give transformers the base as it was: petune export RUN --to peft is a tuning of that",
-        )
+        what = "init: pissa quantised what its components left of the base, not the base"
+        remedy = "give transformers the base as it was: petune export RUN --to peft is a tuning of that"
+        raise UsageError(what, where="method.init", remedy=remedy)
     if source.kind == "object":
-        raise UsageError(
-            "the base of this run was given in memory",
-            where="model",
-            remedy='petune.save_base(petune.wrap(model, base_dtype="nf4"), folder) writes it',
-        )
+        remedy = 'petune.save_base(petune.wrap(model, base_dtype="nf4"), folder) writes it'
+        raise UsageError("the base of this run was given in memory", where="model", remedy=remedy)
     kinds = {row[0] for row in record.facts["base"]["fingerprint"]["tensors"].values()}
     recipe = load_recipe(recipe, {"dtype": "bf16" if "bfloat16" in kinds else "fp32"})
     files = {} if source.kind == "config" else model_files(source.place, source.revision)

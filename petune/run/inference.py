@@ -58,13 +58,10 @@ class Speaker:
             self.reader is None
             and (at := next((at for at, one in enumerate(text) if "\ud800" <= one <= "\udfff"), -1)) >= 0
         ):
-            raise UsageError(
-                "the prompt is not UTF-8",
-                where="generate",
-                expected="a text",
-                found=f"{text[max(0, at - 20) : at + 20]!r}, at character {at}",
-                remedy="convert it first: iconv -f ITS-ENCODING -t UTF-8",
-            )
+            what = "the prompt is not UTF-8"
+            found = f"{text[max(0, at - 20) : at + 20]!r}, at character {at}"
+            remedy = "convert it first: iconv -f ITS-ENCODING -t UTF-8"
+            raise UsageError(what, where="generate", expected="a text", found=found, remedy=remedy)
         return text
 
     @property
@@ -142,9 +139,9 @@ class Speaker:
                 found: Tensor = cast("Any", self.model).generate(**given, **settings)[0]
             except ValueError as error:  # transformers' word for an option it cannot take
                 what = (str(error).splitlines() or ["no reason is given"])[0]
-                raise UsageError(
-                    f"transformers refuses: {what}", where="generate", found=", ".join(options)
-                ) from error
+                what, asked = f"transformers refuses: {what}", ", ".join(options)
+                remedy = "change these options, or leave them out"
+                raise UsageError(what, where="generate", found=asked, remedy=remedy) from error
         return found
 
     def classify(self, text: str) -> tuple[str, float]:
@@ -162,7 +159,8 @@ class Speaker:
         """The passages with how well each answers `query`, from 0 to 1, the best first; pairs are cut as in
         training. Raises UsageError for a task other than rerank, and for anything but texts."""
         if self.task.name != "rerank":
-            raise UsageError(f"a model of task {self.task.name} does not rank", where="rank")
+            what, remedy = f"a model of task {self.task.name} does not rank", "train one of task: rerank"
+            raise UsageError(what, where="rank", remedy=remedy)
         pairs = [(self.readable(query), self.readable(passage)) for passage in passages]
         limit, found = self._coder().limit, []
         for at in range(0, len(pairs), _PASSAGES):
@@ -195,7 +193,7 @@ class Speaker:
         one that is too long."""
         words = text.split()
         if not words:
-            raise UsageError("the text has no words")
+            raise UsageError("the text has no words", where="tag", remedy="give a word at least")
         coded = encode_words(words, self._coder())
         self._refuse_long(coded.length)
         best = self._logits(coded.input_ids).argmax(-1).tolist()
@@ -234,12 +232,9 @@ class Speaker:
 
     def _refuse_long(self, length: int) -> None:
         if length > (limit := self._coder().limit):
-            raise UsageError(
-                "the text is longer than what the model was trained on",
-                expected=f"at most {limit} tokens",
-                found=str(length),
-                remedy="ask with a shorter text",
-            )
+            what = "the text is longer than what the model was trained on"
+            expected = f"at most {limit} tokens"
+            raise UsageError(what, expected=expected, found=str(length), remedy="ask with a shorter text")
 
     def _logits(self, ids: list[int]) -> Tensor:
         """What the model says of each token, [tokens, labels or vocabulary]."""
@@ -262,13 +257,8 @@ def text_of(prompt: object) -> str:
     if isinstance(prompt, str):
         return prompt
     remedy = "Run.generate takes a text or a list of texts, Run.chat() keeps a conversation"
-    raise UsageError(
-        "a prompt is a text",
-        where="generate",
-        expected="str",
-        found=f"{type(prompt).__name__}: {prompt!r}"[:100],
-        remedy=remedy,
-    )
+    found = f"{type(prompt).__name__}: {prompt!r}"[:100]
+    raise UsageError("a prompt is a text", where="generate", expected="str", found=found, remedy=remedy)
 
 
 def _refuse_empty(ids: list[int]) -> None:

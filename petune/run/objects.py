@@ -135,13 +135,11 @@ def _as_processor(given: Any, reads: str) -> Any:
         "audio": (ProcessorMixin, "processor", "AutoProcessor"),
     }[reads]
     if not isinstance(given, kind):
-        raise UsageError(
-            f"a model in memory needs its {called}",
-            where="tokenizer",
-            expected=f"{'an' if called[0] == 'i' else 'a'} {called}",
-            found=None if given is None else type(given).__name__,
-            remedy=f"give tokenizer={auto}.from_pretrained(...)",
-        )
+        what = f"a model in memory needs its {called}"
+        expected = f"{'an' if called[0] == 'i' else 'a'} {called}"
+        found = None if given is None else type(given).__name__
+        remedy = f"give tokenizer={auto}.from_pretrained(...)"
+        raise UsageError(what, where="tokenizer", expected=expected, found=found, remedy=remedy)
     return given
 
 
@@ -149,12 +147,8 @@ def _refuse_other(model: nn.Module) -> None:
     """Raise UsageError for a model in memory that cannot be trained as it is."""
     if not isinstance(model, PreTrainedModel):
         remedy = "petune.wrap takes any module, for a loop of your own"
-        raise UsageError(
-            "petune.train takes a model of transformers",
-            where="model",
-            found=type(model).__name__,
-            remedy=remedy,
-        )
+        what = "petune.train takes a model of transformers"
+        raise UsageError(what, where="model", found=type(model).__name__, remedy=remedy)
     refuse_tuned(model)
     refuse_whole(model, "give model=petune.text_model(model), which shares its modules")
     if getattr(model, "is_quantized", False):
@@ -162,12 +156,8 @@ def _refuse_other(model: nn.Module) -> None:
     devices = {str(value.device) for value in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         remedy = "load it on one device: without device_map"
-        raise UsageError(
-            "the model's weights must lie on one device",
-            where="model",
-            found=", ".join(sorted(devices)),
-            remedy=remedy,
-        )
+        what = "the model's weights must lie on one device"
+        raise UsageError(what, where="model", found=", ".join(sorted(devices)), remedy=remedy)
 
 
 def _identity(model: PreTrainedModel, tokenizer: Any) -> str:

@@ -82,31 +82,22 @@ def reader_of(source: ModelSource, config: Any, given: Any = None) -> Reader | N
         return None
     signal = family.signal
     if name := next((name for name in _AT_RANDOM if getattr(config, name, 0)), None):
-        raise UsageError(
-            "what this leaves out at random is not drawn by index, as dropout is",
-            where="model",
-            expected=f"{name} 0",
-            found=str(getattr(config, name)),
-            remedy=f"set {name}: 0 in the model's config.json",
-        )
+        what = "what this leaves out at random is not drawn by index, as dropout is"
+        found = str(getattr(config, name))
+        remedy = f"set {name}: 0 in the model's config.json"
+        raise UsageError(what, where="model", expected=f"{name} 0", found=found, remedy=remedy)
     processor = load_processor(source, signal.kind) if given is None else given
     shapes = set(_shapes(processor, signal))
     shape = next(iter(shapes))
     if len(shapes) > 1:
-        raise FileError(
-            "the processor makes tensors of several shapes, which are no batch",
-            where=source.place,
-            found=", ".join(sorted(map(str, shapes))),
-            remedy="see do_resize, do_center_crop and size in preprocessor_config.json",
-        )
+        what = "the processor makes tensors of several shapes, which are no batch"
+        remedy = "see do_resize, do_center_crop and size in preprocessor_config.json"
+        raise FileError(what, where=source.place, found=", ".join(sorted(map(str, shapes))), remedy=remedy)
     if signal.fixed and shape != signal.shape(config):
-        raise FileError(
-            "the processor makes tensors of another shape than the model takes",
-            where=source.place,
-            expected=str(signal.shape(config)),
-            found=str(shape),
-            remedy="take the preprocessor_config.json of this model",
-        )
+        what = "the processor makes tensors of another shape than the model takes"
+        expected = str(signal.shape(config))
+        remedy = "take the preprocessor_config.json of this model"
+        raise FileError(what, where=source.place, expected=expected, found=str(shape), remedy=remedy)
     begins = getattr(config, "decoder_start_token_id", None)
     return Reader(signal.kind, processor, signal.argument, shape, signal.tokens(config, shape), begins)
 
@@ -139,10 +130,8 @@ def asked_with(path: str, reader: Reader, device: torch.device) -> dict[str, Ten
     try:
         media = Media.at(Path(path.strip()).expanduser())
     except OSError as error:
-        raise UsageError(
-            f"this model is asked with the path of a {ONE[reader.kind]}: {error.strerror or error}",
-            where="generate",
-            found=path[:80],
-        ) from error
+        what = f"this model is asked with the path of a {ONE[reader.kind]}: {error.strerror or error}"
+        remedy = f"give the path of a {ONE[reader.kind]} that is there"
+        raise UsageError(what, where="generate", found=path[:80], remedy=remedy) from error
     tensor = torch.from_numpy(Reading(media, reader).tensor("generate"))
     return {reader.argument: tensor[None].to(device)}

@@ -204,11 +204,8 @@ class Trackers:
         ready = {str(name) for name in get_available_trackers()}
         for name in names:
             if name not in ready:
-                raise MachineError(
-                    f"tracker {name} is not installed",
-                    where="trackers",
-                    found=", ".join(sorted(ready)) or "none",
-                )
+                what = f"tracker {name} is not installed"
+                raise MachineError(what, where="trackers", found=", ".join(sorted(ready)) or "none")
             self.kinds.append(LOGGER_TYPE_TO_CLASS[name])
 
     def start(self, folder: Path, settings: Mapping[str, Any]) -> None:

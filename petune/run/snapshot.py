@@ -45,13 +45,9 @@ def age(manifest: checkpoint.Manifest, path: Path) -> str:
     step = said.get("run_step") if isinstance(said, dict) else None
     if type(step) is not int:
         where = f"{path / MANIFEST}  facts.snapshot.run_step"
-        raise FileError(
-            "is not a step",
-            where=where,
-            expected="a whole number",
-            found=repr(said)[:80],
-            remedy="use another checkpoint",
-        )
+        what = "is not a step"
+        remedy = "use another checkpoint"
+        raise FileError(what, where=where, expected="a whole number", found=repr(said)[:80], remedy=remedy)
     return f", a snapshot that was committed at step {step}"
 
 

@@ -235,13 +235,11 @@ def check_tuned(folder: Path, runner: Runner) -> None:
         )
     dtypes = {name: dtype for name, (_, dtype) in runner.shapes.items()}
     for name in check_dtypes(saved, dtypes, str(folder))[:1]:
-        raise FileError(
-            "would be rounded",
-            where=f"{folder}  {name}",
-            expected=str(dtypes[name]),
-            found=str(saved[name].dtype),
-            remedy="resume with the dtype that the run began with",
-        )
+        what = "would be rounded"
+        where = f"{folder}  {name}"
+        expected = str(dtypes[name])
+        remedy = "resume with the dtype that the run began with"
+        raise FileError(what, where=where, expected=expected, found=str(saved[name].dtype), remedy=remedy)
 
 
 def read_tuned(folder: Path, runner: Runner) -> None:
@@ -354,8 +352,5 @@ def refuse_tuned_folder(folder: Path) -> None:
     """Raise FileError for a folder of tuned weights, from which nothing can be resumed: it has no optimizer
     and no step."""
     if any((folder / name).is_file() for name in ("petune.json", "adapter_config.json")):
-        raise FileError(
-            "holds tuned weights, not a state to resume from",
-            where=str(folder),
-            remedy=f"start a new run from them: init_adapter={folder}",
-        )
+        what = "holds tuned weights, not a state to resume from"
+        raise FileError(what, where=str(folder), remedy=f"start a new run from them: init_adapter={folder}")

@@ -55,7 +55,8 @@ def combine(
     refuse_tuned(model)
     if len(folders) < 2 or how not in ("cat", "svd", "linear") or (r is not None and how != "svd"):
         what = "combine takes two folders or more, how: cat, svd or linear, and r with svd alone"
-        raise UsageError(what, found=f"{len(folders)} folders, how: {how}, r: {r}")
+        found = f"{len(folders)} folders, how: {how}, r: {r}"
+        raise UsageError(what, found=found, remedy='combine(base, {one: 0.7, two: 0.3}, "svd", r=16)')
     adapters = {str(folder): read_adapter(model, path_of(folder)) for folder in folders}
     parts: dict[str, list[Part]] = {}
     for adapter, weight in zip(adapters.values(), folders.values(), strict=True):

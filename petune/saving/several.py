@@ -52,7 +52,8 @@ def add(
         return model
     config = make_config(method, settings)
     if not isinstance(config, LoraConfig):
-        raise UsageError("several adapters on one base are LoRA alone", where=name, found=method)
+        what, remedy = "several adapters on one base are LoRA alone", "use lora, or a base for each"
+        raise UsageError(what, where=name, found=method, remedy=remedy)
     refuse_unfit(inner, name, config)
     with bare_base(inner):
         tune(inner, config)

@@ -40,11 +40,8 @@ def _chrf(answers: Sequence[str], wanted: Sequence[str]) -> float:
     try:
         from sacrebleu import corpus_chrf
     except ImportError:
-        raise MachineError(
-            "chrf needs sacrebleu, which is not installed",
-            where="--metric chrf",
-            remedy="pip install 'petune[scores]'",
-        ) from None
+        what = "chrf needs sacrebleu, which is not installed"
+        raise MachineError(what, where="--metric chrf", remedy="pip install 'petune[scores]'") from None
     return float(corpus_chrf(list(answers), [list(wanted)]).score) / 100
 
 
@@ -81,19 +78,17 @@ def metric_named(name: str) -> Callable[[Sequence[str], Sequence[str]], float]:
         return METRICS[name]
     file, colon, function = name.rpartition(":")
     if not colon:
-        raise UsageError(
-            f"no metric of answers named {name!r}",
-            where="--metric",
-            expected=f"{', '.join(METRICS)}, or FILE.py:FUNCTION",
-            remedy=did_you_mean(name, METRICS),
-        )
+        what = f"no metric of answers named {name!r}"
+        expected = f"{', '.join(METRICS)}, or FILE.py:FUNCTION"
+        raise UsageError(what, where="--metric", expected=expected, remedy=did_you_mean(name, METRICS))
     return _mean(_function(Path(file).expanduser(), function, name), name)
 
 
 def _function(file: Path, function: str, name: str) -> Callable[[str, str], Any]:
     spec = spec_from_file_location(file.stem, file) if file.is_file() else None
     if spec is None or spec.loader is None:
-        raise UsageError("there is no such Python file", where=f"--metric {name}", found=str(file))
+        what, where = "there is no such Python file", f"--metric {name}"
+        raise UsageError(what, where=where, found=str(file), remedy="--metric FILE.py:FUNCTION")
     module = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -103,8 +98,9 @@ def _function(file: Path, function: str, name: str) -> Callable[[str, str], Any]
         ) from error
     if not callable(found := getattr(module, function, None)):
         there = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        known, remedy = ", ".join(there) or "none", "name a function of it: --metric FILE.py:FUNCTION"
         raise UsageError(
-            "the file has no such function", where=f"--metric {name}", found=", ".join(there) or "none"
+            "the file has no such function", where=f"--metric {name}", found=known, remedy=remedy
         )
     return found  # type: ignore[no-any-return]  # what it gives is checked where it is asked
 
@@ -120,9 +116,6 @@ def _of_row(of_row: Callable[[str, str], Any], name: str, pair: tuple[str, str])
             found=f"{type(error).__name__}: {error}, for the answer {pair[0]!r}",
         ) from error
     if not isinstance(found, bool | int | float):
-        raise UsageError(
-            "this metric gives no number",
-            where=f"--metric {name}",
-            found=f"{found!r} for the answer {pair[0]!r}",
-        )
+        what, said = "this metric gives no number", f"{found!r} for the answer {pair[0]!r}"
+        raise UsageError(what, where=f"--metric {name}", found=said, remedy="return a number or a bool")
     return float(found)

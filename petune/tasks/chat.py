@@ -48,11 +48,8 @@ def need_template(coder: Coder) -> None:
         )
         raise FileError("the tokenizer has no chat template", remedy=remedy)
     if not coder.tokenizer.is_fast:
-        raise FileError(
-            "the tokenizer cannot tell where its tokens lie in the text",
-            expected="tokenizer.json",
-            remedy="take a model with one",
-        )
+        what = "the tokenizer cannot tell where its tokens lie in the text"
+        raise FileError(what, expected="tokenizer.json", remedy="take a model with one")
 
 
 # which call a result answers: the order of turns says it too
@@ -80,9 +77,9 @@ def render(
     except MemoryError:
         raise
     except Exception as error:  # a template is a program: what it raises is its own affair
-        raise DataError(
-            f"the chat template refuses the conversation: {error}", where=where, found=_roles(messages)
-        ) from error
+        what, found = f"the chat template refuses the conversation: {error}", _roles(messages)
+        remedy = "change the order of roles, or take a model whose template renders it"
+        raise DataError(what, where=where, found=found, remedy=remedy) from error
 
 
 def _roles(messages: Sequence[Message]) -> str:

@@ -52,12 +52,9 @@ def refuse_unended(examples: Sequence[Example], end: int) -> None:
     for example in examples:
         found = example.input_ids.count(end)
         if not found:
-            raise FileError(
-                "the tokenizer does not end a text with the end token that the head of classes reads",
-                where=example.where,
-                expected=f"a token {end}",
-                remedy="take the tokenizer of this model, or add the token to its post-processor",
-            )
+            what = "the tokenizer does not end a text with the end token that the head of classes reads"
+            remedy = "take the tokenizer of this model, or add the token to its post-processor"
+            raise FileError(what, where=example.where, expected=f"a token {end}", remedy=remedy)
         if not first:
             expected, first = found, example.where
         if found != expected:

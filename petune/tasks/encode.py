@@ -209,12 +209,9 @@ def make_coder(
 ) -> Coder:
     """Settle the lengths. UsageError if the config asks for more than the model takes."""
     if config.max_length and max_positions and config.max_length > max_positions:
-        raise UsageError(
-            "data.max_length is more than the model's positions",
-            where="data.max_length",
-            expected=f"at most {max_positions}",
-            found=str(config.max_length),
-        )
+        what = "data.max_length is more than the model's positions"
+        where = "data.max_length"
+        raise UsageError(what, where=where, expected=f"at most {max_positions}", found=str(config.max_length))
     own = tokenizer.model_max_length if tokenizer.model_max_length < ENDLESS else DEFAULT_MAX_LENGTH
     limit = config.max_length or min(DEFAULT_MAX_LENGTH, own, max_positions or DEFAULT_MAX_LENGTH)
     target = min(config.max_target_length or limit, max_positions or ENDLESS)
@@ -263,13 +260,11 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
 def refuse_beyond(example: Example | None, vocab_size: int | None) -> None:
     """Raise FileError for what `beyond` has found."""
     if example is not None:
-        raise FileError(
-            "the tokenizer does not belong to the model: a token has no row in the embedding",
-            where=example.where,
-            expected=f"ids below {vocab_size}",
-            found=str(_highest(example)),
-            remedy="take the tokenizer of this model",
-        )
+        what = "the tokenizer does not belong to the model: a token has no row in the embedding"
+        where = example.where
+        expected = f"ids below {vocab_size}"
+        remedy = "take the tokenizer of this model"
+        raise FileError(what, where=where, expected=expected, found=str(_highest(example)), remedy=remedy)
 
 
 def _check_left(side: _Side, coder: Coder, name: str) -> None:

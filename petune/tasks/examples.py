@@ -119,10 +119,8 @@ class Coder:
         eos = self.tokenizer.eos_token_id
         if not isinstance(eos, int):
             remedy = "set eos_token in the model's tokenizer_config.json"
-            raise FileError(
-                "the tokenizer has no end-of-sequence token, so the model could not learn to stop",
-                remedy=remedy,
-            )
+            what = "the tokenizer has no end-of-sequence token, so the model could not learn to stop"
+            raise FileError(what, remedy=remedy)
         return eos
 
 

@@ -126,7 +126,8 @@ def detect(record: RowRecord, format_: str, columns: Mapping[str, str], task: st
     if format_ != "auto":
         if format_ not in wanted:
             fits = ", ".join(TASK_FORMATS[task]) if task else ", ".join(wanted)
-            raise UsageError(f"format {format_} does not fit task {task}", expected=fits)
+            what, remedy = f"format {format_} does not fit task {task}", "set data.format to one of these"
+            raise UsageError(what, where="data.format", expected=fits, remedy=remedy)
         wanted = (format_,)
     if preference := _preference(record, columns, task):
         raise DataError([preference])

@@ -17,12 +17,9 @@ def with_others(train: Sequence[Row], held_out: Sequence[Row]) -> tuple[list[Row
     answers are alike."""
     sides = [[row for row in side if isinstance(row, Rated)] for side in (train, held_out)]
     if len({row.good for row in sides[0]}) < 2:
-        raise DataError(
-            "every row has the same label",
-            where=sides[0][0].where,
-            expected="good answers and bad ones",
-            found=f"label {str(sides[0][0].good).lower()} in {len(sides[0])} rows",
-        )
+        what = "every row has the same label"
+        found = f"label {str(sides[0][0].good).lower()} in {len(sides[0])} rows"
+        raise DataError(what, where=sides[0][0].where, expected="good answers and bad ones", found=found)
     return _beside(sides[0], []), _beside(sides[1], sides[0])
 
 

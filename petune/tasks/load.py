@@ -136,13 +136,8 @@ def load_rows(
     train, layout = _read(source, "train", config, task, notes, rate)
     if config.chunk and layout.format != "text":
         remedy = "remove data.chunk, or set format: text"
-        raise UsageError(
-            "only plain text is cut into windows",
-            where="data.chunk",
-            expected="text",
-            found=layout.format,
-            remedy=remedy,
-        )
+        what = "only plain text is cut into windows"
+        raise UsageError(what, where="data.chunk", expected="text", found=layout.format, remedy=remedy)
     if given := held_out_of(source, config.eval, folder, objects):
         held_out, _ = _read(*given, config, task, notes, rate, layout)
         split = keep_apart(
@@ -212,7 +207,8 @@ def _read(
     if faults.blanks:
         notes.append(f"{side}: {faults.blanks} blank lines passed over")
     if not rows:
-        raise DataError("no row is left", where=source.name, found=f"{make.dropped} dropped")
+        found, remedy = f"{make.dropped} dropped", "write rows whose columns are not empty"
+        raise DataError("no row is left", where=source.name, found=found, remedy=remedy)
     return rows, make.layout
 
 
@@ -257,11 +253,8 @@ def _known(split: Split, labels: tuple[str, ...]) -> tuple[str, ...]:
     for row in (*split.train, *split.eval):
         for label in _labels_of(row):
             if label not in labels:
-                raise DataError(
-                    f"label {label!r} is not one the model knows",
-                    where=row.where,
-                    expected=", ".join(labels[:10]),
-                )
+                what = f"label {label!r} is not one the model knows"
+                raise DataError(what, where=row.where, expected=", ".join(labels[:10]))
     return labels
 
 
@@ -270,12 +263,8 @@ def _tags(split: Split) -> tuple[str, ...]:
     tell apart."""
     tags = {tag for row in (*split.train, *split.eval) for tag in _labels_of(row)}
     if len(tags) < 2:
-        raise DataError(
-            "every word has the same tag",
-            where=split.train[0].where,
-            expected="at least 2 tags",
-            found=", ".join(tags),
-        )
+        what = "every word has the same tag"
+        raise DataError(what, where=split.train[0].where, expected="at least 2 tags", found=", ".join(tags))
     return _in_order(tags)
 
 
@@ -285,27 +274,17 @@ def _labels(split: Split) -> tuple[str, ...]:
     counts = Counter(row.label for row in split.train if isinstance(row, Labelled | Pictured))
     first = split.train[0].where
     if len(counts) < 2:
-        raise DataError(
-            "every row has the same label",
-            where=first,
-            expected="at least 2 classes",
-            found=repr(next(iter(counts))),
-        )
+        what = "every row has the same label"
+        raise DataError(what, where=first, expected="at least 2 classes", found=repr(next(iter(counts))))
     if len(counts) == len(split.train) > 2:
-        raise DataError(
-            "every row has a label of its own",
-            where=first,
-            found=f"{len(counts)} labels",
-            remedy="is it the right column? data.columns.label",
-        )
+        what = "every row has a label of its own"
+        found = f"{len(counts)} labels"
+        raise DataError(what, where=first, found=found, remedy="is it the right column? data.columns.label")
     for row in split.eval:
         if isinstance(row, Labelled | Pictured) and row.label not in counts:
-            raise DataError(
-                f"label {row.label!r} is held out but never trained on",
-                where=row.where,
-                expected=", ".join(sorted(counts)[:10]),
-                remedy=did_you_mean(row.label, counts),
-            )
+            what = f"label {row.label!r} is held out but never trained on"
+            expected = ", ".join(sorted(counts)[:10])
+            raise DataError(what, where=row.where, expected=expected, remedy=did_you_mean(row.label, counts))
     return _in_order(counts)
 
 

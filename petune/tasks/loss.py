@@ -73,12 +73,8 @@ def class_weights(
     if spec == "none":
         return None
     if any(not isinstance(example.labels, int) for example in examples):
-        raise UsageError(
-            "only classes have weights",
-            where="class_weights",
-            expected="none",
-            remedy="they belong to task: classify",
-        )
+        what = "only classes have weights"
+        raise UsageError(what, where="class_weights", expected="none", remedy="they belong to task: classify")
     if spec == "balanced":
         rows = Counter(example.labels for example in examples if isinstance(example.labels, int))
         return [
@@ -86,17 +82,11 @@ def class_weights(
             for index in range(len(labels))
         ]
     if isinstance(spec, str):
-        raise UsageError(
-            f"class_weights {spec!r} is unknown",
-            where="class_weights",
-            expected="none, balanced, or {class: weight}",
-        )
+        what = f"class_weights {spec!r} is unknown"
+        raise UsageError(what, where="class_weights", expected="none, balanced, or {class: weight}")
     for name in spec:
         if name not in labels:
-            raise UsageError(
-                f"class_weights.{name} is not a class",
-                where="class_weights",
-                expected=", ".join(labels),
-                remedy=did_you_mean(name, labels),
-            )
+            what = f"class_weights.{name} is not a class"
+            where = "class_weights"
+            raise UsageError(what, where=where, expected=", ".join(labels), remedy=did_you_mean(name, labels))
     return [float(spec.get(label, 1.0)) for label in labels]

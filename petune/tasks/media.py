@@ -118,7 +118,8 @@ def read_sound(media: Media, rate: int, where: str, read: Callable[[bytes], Read
         if (own := sound_of(data).rate) == rate:
             return read(data)
     except (OSError, ValueError) as error:
-        raise DataError(f"the sound cannot be read: {error}", where=where, found=str(media)) from error
+        what, remedy = f"the sound cannot be read: {error}", "save it again as WAV"
+        raise DataError(what, where=where, found=str(media), remedy=remedy) from error
     raise other_rate(own, rate, where)
 
 
@@ -150,9 +151,8 @@ def picture_of(media: Media, where: str) -> Any:
         with image.open(io.BytesIO(media.read())) as found:
             return _upright(found).convert("RGB")
     except Exception as error:  # Pillow raises classes of many kinds for damaged files
-        raise DataError(
-            f"the picture cannot be read: {_first_line(error)}", where=where, found=str(media)
-        ) from error
+        what, remedy = f"the picture cannot be read: {_first_line(error)}", "save it again as PNG or JPEG"
+        raise DataError(what, where=where, found=str(media), remedy=remedy) from error
 
 
 def _upright(picture: Any) -> Any:
@@ -221,13 +221,10 @@ def refuse_other_format(format_: str, reads: str) -> None:
     """Raise UsageError unless rows of this format are what the model reads."""
     wanted = FORMAT_OF.get(reads)
     if (format_ in FORMAT_OF.values() or wanted is not None) and format_ != wanted:
-        raise UsageError(
-            f"the model reads {CALLED[reads]}, and the rows are of format {format_}",
-            where="data.format",
-            expected=wanted or "a format of texts",
-            found=format_,
-            remedy=f"set data.format: {wanted}" if wanted else "take another model, or rows of texts",
-        )
+        what = f"the model reads {CALLED[reads]}, and the rows are of format {format_}"
+        expected = wanted or "a format of texts"
+        remedy = f"set data.format: {wanted}" if wanted else "take another model, or rows of texts"
+        raise UsageError(what, where="data.format", expected=expected, found=format_, remedy=remedy)
 
 
 def _first_line(error: Exception) -> str:

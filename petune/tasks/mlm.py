@@ -55,11 +55,8 @@ def masking_of(coder: Coder) -> Masking:
     """How this tokenizer's tokens are hidden. FileError if it has no mask token."""
     tokenizer = coder.tokenizer
     if not isinstance(tokenizer.mask_token_id, int):
-        raise FileError(
-            "the tokenizer has no mask token",
-            expected="mask_token",
-            remedy="take a model that was trained with masks",
-        )
+        what = "the tokenizer has no mask token"
+        raise FileError(what, expected="mask_token", remedy="take a model that was trained with masks")
     return Masking(tokenizer.mask_token_id, len(tokenizer), frozenset(tokenizer.all_special_ids))
 
 

@@ -110,7 +110,8 @@ def _refuse_other(table: Any, place: str) -> None:
             remedy="make a list of its rows: data=[{...}, ...]",
         )
     if not len(table):
-        raise DataError("there are no rows", where=place, found=f"an empty {type(table).__name__}")
+        found = f"an empty {type(table).__name__}"
+        raise DataError("there are no rows", where=place, found=found, remedy="give a row at least")
 
 
 def _is(value: object, package: str, kind: str) -> bool:

@@ -44,9 +44,11 @@ def read_file(
             "no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}"
         ) from error
     except OSError as error:
-        raise MachineError(
-            f"cannot read the data file: {error.strerror or error}", where=shown(path)
-        ) from error
+        what, remedy = (
+            f"cannot read the data file: {error.strerror or error}",
+            "copy it anew, or name another",
+        )
+        raise MachineError(what, where=shown(path), remedy=remedy) from error
 
 
 # --- JSON ---
@@ -179,7 +181,7 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[RowRecord]:
         if isinstance(value, dict):
             yield RowRecord(where, value)
         else:
-            faults.add(Problem("a row must be an object", where, found=kind_of(value)))
+            faults.add(Problem("a row must be an object", where, '{"column": value, ...}', kind_of(value)))
         if skip(" \t\r\n") == ",":
             position += 1
         elif text[position : position + 1] != "]":

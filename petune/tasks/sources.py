@@ -107,7 +107,8 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
             said = (f"{spec} is a folder here, not the hub's data set of that name",) if hub else ()
             return _folder(spec, path, said)
         if path.exists():
-            raise DataError("neither a file nor a folder", where=shown(path))
+            what = "neither a file nor a folder"
+            raise DataError(what, where=shown(path), remedy="give a file, or a folder of files")
         if glob.has_magic(spec) and (
             found := sorted(
                 Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()

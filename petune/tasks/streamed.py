@@ -169,7 +169,8 @@ class Streamed:
                 )
                 yield window
             if not kept:
-                raise DataError("no row is left to train on", where=self.source.name)
+                remedy = "write rows that are not held out, and whose columns are not empty"
+                raise DataError("no row is left to train on", where=self.source.name, remedy=remedy)
             mark = {**START, "place": place, "pass": number + 1}
 
     def _reading(self, state: Mark | None = None) -> StreamReading:
@@ -215,7 +216,8 @@ def stream_rows(
     stream = Streamed(source, layout, task, coder, hidden, seed, vocab_size)
     first = list(itertools.islice(stream.one_pass(), FIRST_ROWS))
     if not first:
-        raise DataError("no row is left to train on", where=source.name)
+        remedy = "write rows that are not held out, and whose columns are not empty"
+        raise DataError("no row is left to train on", where=source.name, remedy=remedy)
     rows = Rows(first, held, None, layout.format, (), fingerprint(first, held))
     sizes: dict[str, Any] = {
         "model_kind": model_kind,

@@ -245,9 +245,8 @@ class _Files(LogsSpecs):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise MachineError(
-                f"the folder for logs cannot be made: {error.strerror}", where=str(self.folder)
-            ) from None
+            what = f"the folder for logs cannot be made: {error.strerror}"
+            raise MachineError(what, where=str(self.folder), remedy="give another `out`") from None
         self.met_before = self.begun()
         self.unmet.touch()
         threads = str(max(1, _cores() // len(envs)))

@@ -78,7 +78,8 @@ def cut_stages(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordin
         spans = [stage.blocks[name] for stage in plan.stages if name in stage.blocks]
         if any(end != start for (_, end), (start, _) in pairwise([(0, 0), *spans, (len(stack), len(stack))])):
             what = f"the stages do not share out the {name}'s {len(stack)} blocks"
-            raise UsageError(what, where="pp.stages", found=str(spans))
+            remedy = "write stages that follow one another, from the first block to the last"
+            raise UsageError(what, where="pp.stages", found=str(spans), remedy=remedy)
     mine = stages_of(plan, at.pp)
     modules = [model, *(_clone(model) for _ in mine[1:])]
     for module, number in zip(modules, mine, strict=True):
