@@ -1,10 +1,11 @@
 """Proof, while it trains, that a run trains what it says and nothing else.
 
-Every tuned tensor must have had a gradient that is not all zero within two updates and have moved within
-three (LoRA's A waits one update for B); every frozen tensor that is in memory must have the same checksum
-at each save as at the start. A fault names the tensors, as the usual cause is a layer that the forward pass
-never reaches. Of a bfloat16 weight that is streamed, which a small step moves by chance or not yet, what
-must have moved is what its steps add up in.
+Every tuned tensor must have had a gradient that is not all zero within two updates, and have moved within
+three of a tenth of the peak learning rate or more (LoRA's A waits one update for B; early in a warm-up and
+late in a decay a step is less than the last bit of a norm's weights); every frozen tensor that is in memory
+must have the same checksum at each save as at the start. A fault names the tensors, as the usual cause is a
+layer that the forward pass never reaches. Of a bfloat16 weight that is streamed, which a small step moves by
+chance or not yet, what must have moved is what its steps add up in.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Audit:
         self.waiting = list(names or tuned)
         self.still = list(names or tuned)
         self.before = checksums({name: local(value) for name, value in tuned.items()})
-        self.updates = 0
+        self.updates = self.large = 0  # updates, and those of them that should have moved everything
 
     def after_backward(self) -> None:
         """Note which tensors have a gradient. Raises TrainingFault after the second update's if one still has
@@ -71,26 +72,21 @@ class Audit:
         grad = self.tuned[name].grad if name in self.tuned else None
         return grad is not None and bool(local(grad).any())
 
-    def after_update(self) -> None:
-        """Note which tensors moved. Raises TrainingFault after the third update if one has not."""
-        if self.updates >= MOVED_WITHIN:
+    def after_update(self, share: float = 1.0) -> None:
+        """Note which tensors moved. share: learning rate over its peak. Raises TrainingFault after the third
+        update of a share from 0.1 on if one has not."""
+        self.updates, self.large = self.updates + 1, self.large + (share >= 0.1)
+        if not self.still:
             return
-        self.updates += 1
         now = checksums({name: local(self.tuned[name]) for name in self.still if name in self.tuned})
         moved = self.anyone([name in now and now[name] != self.before[name] for name in self.still])
         self.still = [name for name, has_moved in zip(self.still, moved, strict=True) if not has_moved]
-        if self.updates == MOVED_WITHIN and self.still:
-            raise TrainingFault(
-                [
-                    Problem(f"has not moved in {MOVED_WITHIN} updates", where=name)
-                    for name in sorted(self.still)[:10]
-                ]
-                + [
-                    Problem(
-                        "the learning rate may be too small for the size of these values", remedy="raise lr"
-                    )
-                ]
-            )
+        if self.large >= MOVED_WITHIN and self.still:
+            late = [
+                Problem(f"has not moved in {MOVED_WITHIN} updates", where=one) for one in sorted(self.still)
+            ]
+            what = "the learning rate may be too small for the size of these values"
+            raise TrainingFault([*late[:10], Problem(what, remedy="raise lr")])
 
     def check_frozen(self) -> None:
         """Raises TrainingFault naming every frozen tensor whose bits changed since the start; those that are

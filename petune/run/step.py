@@ -299,7 +299,7 @@ class OptimizerStep:
         found = self.spikes.judge(loss, norm, self.progress, runner.any)
         trained, back = found is None or self.recipe.on_spike == "warn", None
         if trained:
-            self._update()
+            self._update(lr / self.recipe.learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
         if found is not None and not trained:
             back = self._leave_out(found, number, generators)
@@ -341,12 +341,12 @@ class OptimizerStep:
                 grad.zero_()
         return loss
 
-    def _update(self) -> None:
+    def _update(self, share: float) -> None:
         self.audit.after_backward()
         self.keeper.settle()
         with self.explain_memory("optimizer step"):
             self.optimizer.step()
-        self.audit.after_update()
+        self.audit.after_update(share)
 
     def _dropout_key(self, step: int) -> int | None:
         """What the masks of a step are drawn from; None leaves them to torch, where recomputing or compiling

@@ -19,7 +19,7 @@ from petune.run.audit import Audit
 from petune.run.build import Prepared, build
 from petune.run.evaluate import outputs_of
 from petune.run.loop import Loop
-from tests.small_runs import METHODS, TASK, Listener, loop, newest, run, settings
+from tests.small_runs import METHODS, TASK, Listener, loop, newest, run, settings, training
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -198,3 +198,22 @@ def test_labels_never_reach_the_models_own_loss(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(petune.run.objective, "outputs_of", watch)
     run(settings(tmp_path, "t5", max_steps=1, warmup=0))
     assert models and seen and all("labels" not in names for names in seen)
+
+
+def test_a_step_too_small_for_a_norm_in_a_warm_up_ends_no_run(tmp_path: Path):
+    made = training(settings(tmp_path, "llama", "full", lr=1e-5, warmup=3000))
+    made.audit = made.make_audit()
+    for _ in range(4):
+        made.take()
+    assert made.audit.still  # norms of ones
+
+
+def test_what_stands_still_in_a_warm_up_is_named_when_the_rate_is_large():
+    tuned = two()
+    audit = Audit(tuned, {})
+    for share in (0.02, 0.05, 0.08, 0.1, 0.7):
+        tuned["a"].data += 1
+        audit.after_update(share)
+    with pytest.raises(TrainingFault) as caught:
+        audit.after_update(0.3)
+    assert caught.value.problems[0].where == "b"
