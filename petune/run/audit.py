@@ -61,12 +61,9 @@ class Audit:
         ]
         if self.updates + 1 == GRADIENT_WITHIN and self.waiting:
             what = f"has had no gradient in {GRADIENT_WITHIN} updates"
-            remedy = (
-                "the model's answers do not depend on it: leave it out of also_train or targets, or use lora"
-            )
-            raise TrainingFault(
-                [Problem(what, where=name, remedy=remedy) for name in sorted(self.waiting)[:10]]
-            )
+            remedy = "no answer depends on it: leave it out of also_train or targets, or use lora"
+            waiting = sorted(self.waiting)[:10]
+            raise TrainingFault([Problem(what, where=name, remedy=remedy) for name in waiting])
 
     def _has_gradient(self, name: str) -> bool:
         grad = self.tuned[name].grad if name in self.tuned else None
@@ -95,9 +92,5 @@ class Audit:
         now = checksums(here)
         moved = [name for name in here if now[name] != self.frozen_before[name]]
         if self.anyone([bool(moved)])[0]:
-            raise TrainingFault(
-                [
-                    Problem("is frozen but has changed", name, remedy="let nothing write into the base")
-                    for name in moved[:10] or ["a tensor of another process"]
-                ]
-            )
+            places, remedy = moved[:10] or ["a tensor of another process"], "let nothing write into the base"
+            raise TrainingFault([Problem("is frozen but has changed", one, remedy=remedy) for one in places])

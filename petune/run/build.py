@@ -65,6 +65,7 @@ from petune.tasks import (
     refuse_single,
 )
 from petune.tasks.classify import READ_AT_END, refuse_unended
+from petune.tasks.embed import refuse_alone
 from petune.tasks.judgements import refuse_other_rows
 from petune.tasks.media import Reader, refuse_settings
 
@@ -176,6 +177,8 @@ def prepare(
     if name == "classify" and config.model_type in READ_AT_END:
         for side in (encoded.train, encoded.eval):
             refuse_unended(side, config.eos_token_id)
+    if name == "embed":
+        refuse_alone(encoded.train, recipe.batch_size, recipe.where("batch_size"))
     if name == "rerank":
         refuse_single(recipe.rerank, encoded.train, recipe.where("rerank"))
     return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects, reader)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from petune.errors import DataError
+from petune.errors import DataError, UsageError
 from petune.tasks.classify import pair_example
 from petune.tasks.configs import EmbedConfig
 from petune.tasks.examples import Coder, Example, cut_on
@@ -42,6 +42,14 @@ def refuse_uneven(rows: Sequence[Anchored]) -> None:
             raise DataError(
                 what, where=row.where, expected=expected, found=str(len(row.negatives)), remedy=remedy
             )
+
+
+def refuse_alone(examples: Sequence[Example], size: int, where: str) -> None:
+    """Raise UsageError where passes of `size` rows have no text that a positive is to be told from."""
+    if min(size, len(examples)) == 1 and len(examples[0].others) == 1:
+        what = "a positive is told from the texts of the other rows of its pass, and there is one row"
+        remedy = "take two rows or more, or write rows with a column negative"
+        raise UsageError(what, where=where, remedy=remedy)
 
 
 def sentence_files(config: EmbedConfig, width: int, limit: int) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from torch import Tensor
 from petune.errors import DataError, UsageError
 from petune.tasks import collate, encode, load_rows, render
 from petune.tasks.configs import DataConfig, EmbedConfig
+from petune.tasks.embed import refuse_alone
 from petune.tasks.embed_loss import EmbeddingScorer, alone, contrastive, pooled
+from petune.tasks.examples import Example
 
 
 def rows(jsonl: Any, folder: Path, *records: dict[str, Any]) -> list[Any]:
@@ -107,6 +109,17 @@ def test_loss_and_gradient_are_those_of_the_formula(texts: int, config: EmbedCon
 def test_more_features_than_there_are_cannot_be_asked_for() -> None:
     with pytest.raises(UsageError, match=r"embed\.dims"):
         contrastive(torch.randn(2, 2, 6), EmbedConfig(dims=(8,)))
+
+
+def test_a_pass_of_one_row_needs_a_negative() -> None:
+    alone_there, with_one = (
+        [Example([5], 0, "f:1", 1, others=(Example([6], 0, "f:1", 1),) * count)] * 3 for count in (1, 2)
+    )
+    refuse_alone(with_one, 1, "batch_size")
+    refuse_alone(alone_there, 2, "batch_size")
+    for rows, size in ((alone_there, 1), (alone_there[:1], 8)):
+        with pytest.raises(UsageError, match="there is one row"):
+            refuse_alone(rows, size, "batch_size")
 
 
 def test_rows_of_two_processes_give_the_loss_of_one() -> None:
