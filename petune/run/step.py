@@ -167,8 +167,7 @@ class OptimizerStep:
         return Audit(moving, here, names, runner.any, has_gradient)
 
     def explain_memory(self, doing: str) -> AbstractContextManager[None]:
-        """Turns running out of memory inside the block into a MachineError that says where and what to
-        change."""
+        """Turns want of memory inside the block into a MachineError that says where and what to change."""
         return explain_memory(self.recipe, lambda: self.progress.step + 1, doing)
 
     @property
@@ -202,8 +201,7 @@ class OptimizerStep:
         return self.prepared.encoded.drawn(units, f"seed {seed} step {step}")
 
     def row_mark(self) -> dict[str, Mark]:
-        """The fact of a checkpoint that finds the next rows of a stream without those before; none where
-        nothing is streamed."""
+        """What a checkpoint says to find the next rows of a stream without those before; else nothing."""
         stream = self.prepared.encoded.stream
         return {} if stream is None else {"stream": stream.mark(self.progress.step * self.steps.per_step)}
 
@@ -237,8 +235,7 @@ class OptimizerStep:
         return [example.where for example in self.rows_of(step)]
 
     def look_at_cache(self) -> None:
-        """Let rows count that were cached before, at a moment when all ranks are as far; see
-        ActivationCache.look."""
+        """Let rows count that were cached before, where all ranks are as far; see ActivationCache.look."""
         if self.cache is not None:
             self.cache.look()
 
@@ -262,7 +259,10 @@ class OptimizerStep:
         steps = range(self.steps.total)  # those taken too: padded alike, a run that goes on has the same bits
         used = sorted({index for step in steps for index in units_of_step(step, self.steps, recipe.seed)})
         asked = [*(self.units[index] for index in used), *self.prepared.encoded.eval]
-        rows = self.batches(asked, recipe.eval_batch_size or recipe.batch_size)
+        numbered, size = list(enumerate(asked)), recipe.eval_batch_size or recipe.batch_size
+        # the held-out rows padded as in their evaluation, which else finds rounding before the first step
+        sides = numbered[: len(used)], numbered[len(used) :]
+        rows = (self._batch(chunk) for side in sides for chunk in _chunks(side, size))
         off, room = untouched_base(runner.modules, recipe.method), self.explain_memory("reference")
         with phase(f"asking the untouched base about {len(asked)} rows"), off, room, scoring(*runner.modules):
             found = referred(asked, runner.logits, rows, runner.sum, check)

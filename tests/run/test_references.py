@@ -108,6 +108,22 @@ def test_references_are_those_of_the_untouched_base_and_only_of_rows_that_come(t
             assert [float(log_p(model, text)) for text in unit.texts] != pytest.approx(expected, rel=1e-5)
 
 
+def test_held_out_rows_are_asked_padded_as_they_are_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, asked = training(preferring(tmp_path, batch_size=10, accumulate=1)), list[torch.Size]()
+    answer = step.runner.logits
+
+    def noted(batch: Any, *others: Any) -> Any:
+        asked.append(batch["input_ids"].shape)
+        return answer(batch, *others)
+
+    monkeypatch.setattr(step.runner, "logits", noted)
+    step.refer()
+    scored = [one["input_ids"].shape for one in step.batches(step.held_out, 10) if one is not None]
+    assert asked[-len(scored) :] == scored and len(asked) == 4
+
+
 def test_there_is_no_second_copy_of_weights(tmp_path: Path) -> None:
     held = [
         {value.data_ptr() for value in training(recipe).model.parameters()}
