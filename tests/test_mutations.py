@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,9 +68,9 @@ from tests.methods.peft_twins import assert_trains_as_peft
 from tests.methods.zoo import stir
 from tests.parallel import harness
 from tests.parallel.cells import case, short_cells
-from tests.parallel.harness import Case, check
+from tests.parallel.harness import Case, Trace, check, compare
 from tests.parallel.plans import BACKENDS, COMPOSED
-from tests.pool import RankError
+from tests.pool import RankError, run
 
 
 def cell(name: str, method: str, backend: str, **changes: Any) -> Case:
@@ -230,34 +230,13 @@ def _of_the_first(
 FUSED = MemoryConfig("attention")
 
 
-@pytest.mark.parametrize(
-    ("backend", "end", "fault", "match"),
-    [
-        ("tp", "enter_backward", lambda self, dx, own=False: dx, GRADIENTS),
-        ("tp", "leave", lambda self, y, own=False: y, LOGITS),
-        ("tp", "leave_backward", lambda self, dy: self.link.all_reduce(dy), GRADIENTS),
-        ("galaxy", "enter_backward", _own_part, GRADIENTS),
-        ("galaxy", "leave_backward", lambda self, dy: self.link.gather(dy, self.sizes) / 2, GRADIENTS),
-    ],
+CROSSINGS = (
+    ("tp", "enter_backward", lambda self, dx, own=False: dx, GRADIENTS),
+    ("tp", "leave", lambda self, y, own=False: y, LOGITS),
+    ("tp", "leave_backward", lambda self, dy: self.link.all_reduce(dy), GRADIENTS),
+    ("galaxy", "enter_backward", _own_part, GRADIENTS),
+    ("galaxy", "leave_backward", lambda self, dy: self.link.gather(dy, self.sizes) / 2, GRADIENTS),
 )
-def test_every_crossing_within_a_fused_block_has_its_adjoint(
-    backend: str, end: str, fault: Any, match: str, monkeypatch: Any
-) -> None:
-    one = cell("llama-causal", "lora", backend, blocks=FUSED)
-    monkeypatch.setattr(WholeBoundary if backend == "tp" else SequenceBoundary, end, fault)
-    with pytest.raises(AssertionError, match=match):
-        check(one)
-
-
-@pytest.mark.parametrize("over", ["features", "heads"])
-def test_a_fused_block_drops_out_the_features_and_heads_that_it_has(over: str, monkeypatch: Any) -> None:
-    one, part = cell("llama-causal", "lora", "tp", blocks=FUSED, dropout=0.1), drawing.part_of
-    check(one)
-    monkeypatch.setattr(
-        drawing, "part_of", lambda spec, drop, how: drop if how.over == over else part(spec, drop, how)
-    )
-    with pytest.raises(AssertionError, match="losses of step 0"):
-        check(one)
 
 
 def _rolled(plain: Any) -> Any:
@@ -277,10 +256,19 @@ def _halved(*given: Any, plain: Any = ring.back) -> tuple[Tensor, ...]:
 
 
 TRADES = exchange.Ulysses
-# Fault: the plan, the model, what is patched by what, and which comparison sees it.
-WITHIN: dict[str, tuple[str, str, Any, str, Any, str]] = {
-    name: (*cell, *patch, match)  # type: ignore[misc]
-    for name, cell, patch, match in (
+Fault = tuple[Any, str, Any]  # what is patched by what
+# The case, its fault or none, and which comparison sees that.
+Planted = tuple[Case, Fault | None, str]
+
+
+def inside(backend: str, name: str = "llama-causal", **changes: Any) -> Case:
+    """A cell of fused blocks."""
+    return cell(name, "lora", backend, blocks=FUSED, packed=name == "bart-seq2seq", **changes)
+
+
+WITHIN: dict[str, Planted] = {
+    name: (inside(*where), fault, match)
+    for name, where, fault, match in (
         (
             "gather ahead",
             ("sp-gather", "llama-causal"),
@@ -359,35 +347,108 @@ WITHIN: dict[str, tuple[str, str, Any, str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", WITHIN)
-def test_what_attention_exchanges_within_a_fused_block_is_guarded(fault: str, monkeypatch: Any) -> None:
-    backend, name, owner, what, wrong, match = WITHIN[fault]
-    monkeypatch.setattr(owner, what, wrong)
+WITHIN["angles"] = inside("sp-gather"), (StackEdges, "argument", _of_the_first), LOGITS
+ADJOINTS: dict[str, Planted] = {
+    f"{backend}, {end}": (
+        inside(backend),
+        (WholeBoundary if backend == "tp" else SequenceBoundary, end, fault),
+        match,
+    )
+    for backend, end, fault, match in CROSSINGS
+}
+
+
+def _whole(over: str) -> Fault:
+    """What is dropped out over all heads, or all features, as if a rank had them."""
+    part_of = drawing.part_of
+    return (
+        drawing,
+        "part_of",
+        lambda spec, drop, how: drop if how.over == over else part_of(spec, drop, how),
+    )
+
+
+DROPPING: dict[str, tuple[str, Fault]] = {
+    "features": ("tp", _whole("features")),
+    "heads": ("tp", _whole("heads")),
+    "the place of heads": ("sp-ulysses", (drawing, "part_of", lambda spec, drop, how: drop)),
+    "the place of keys": ("sp-gather", (attending, "_key_tokens", lambda how, q, k: torch.arange(len(k)))),
+}
+DROPPED: dict[str, Planted] = {
+    name: (inside(backend, dropout=0.1), fault, "losses of step 0")
+    for name, (backend, fault) in DROPPING.items()
+}
+SLICES: dict[str, Planted] = {
+    name: (inside("tp"), (vocabulary.Logits, what, fault), match)
+    for name, what, fault, match in (
+        ("largest and sum of one slice", "gather", lambda self, x: x[None], "losses of step 0"),
+        ("or as if all were alike", "gather", lambda self, x: 2 * x[None], "losses of step 0"),
+        ("gradient", "enter_backward", lambda self, dx: dx, GRADIENTS),
+        (
+            "offset of labels",
+            "first",
+            property(lambda self: sum(self.sizes[: self.index]) + 1),
+            "losses of step 0",
+        ),
+    )
+}
+# that they agree without a fault is the matrix's to say, but for those with dropout
+SOUND: dict[str, Planted] = {
+    backend: (inside(backend, dropout=0.1), None, "") for backend in ("tp", "sp-ulysses", "sp-gather")
+}
+
+
+@cache
+def planted() -> dict[str, list[Trace]]:
+    """By its name what two ranks do under each fault. They are forked once for all, which takes several times
+    as long as a step."""
+    every = WITHIN | ADJOINTS | DROPPED | SLICES | SOUND
+    # one model after the other, each of which is made once
+    every = dict(sorted(every.items(), key=lambda one: (one[1][0].name, one[1][0].dropout)))
+    limits = {name: harness.oracle(one).norms[0] / 2 for name, (one, *_) in every.items()}
+
+    def steps() -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for name, (one, fault, _) in every.items():
+            with pytest.MonkeyPatch.context() as patched:
+                if fault is not None:
+                    patched.setattr(*fault)
+                found[name] = dict(vars(harness.steps(one, one.plan, limits[name])))
+        return found
+
+    ranks = run(2, steps, timeout=90)
+    return {name: [Trace(**rank[name]) for rank in ranks] for name in every}
+
+
+def seen(name: str, one: Case, match: str) -> None:
+    """The comparison with one process sees the fault."""
     with pytest.raises(AssertionError, match=match):
-        check(cell(name, "lora", backend, blocks=FUSED, packed=name == "bart-seq2seq"))
+        compare(planted()[name], harness.oracle(one), one)
 
 
-def test_angles_of_a_fused_block_are_those_of_its_tokens(monkeypatch: Any) -> None:
-    monkeypatch.setattr(StackEdges, "argument", _of_the_first)
-    with pytest.raises(AssertionError, match=LOGITS):
-        check(cell("llama-causal", "lora", "sp-gather", blocks=FUSED))
+@pytest.mark.parametrize("fault", WITHIN)
+def test_what_attention_exchanges_within_a_fused_block_is_guarded(fault: str) -> None:
+    one, _, match = WITHIN[fault]
+    seen(fault, one, match)
 
 
-@pytest.mark.parametrize(
-    ("backend", "owner", "what", "fault"),
-    [
-        ("sp-ulysses", drawing, "part_of", lambda spec, drop, how: drop),
-        ("sp-gather", attending, "_key_tokens", lambda how, q, k: torch.arange(len(k))),
-    ],
-)
-def test_a_fused_block_that_exchanges_drops_probabilities_by_their_place(
-    backend: str, owner: Any, what: str, fault: Any, monkeypatch: Any
-) -> None:
-    one = cell("llama-causal", "lora", backend, blocks=FUSED, dropout=0.1)
-    check(one)
-    monkeypatch.setattr(owner, what, fault)
-    with pytest.raises(AssertionError, match="losses of step 0"):
-        check(one)
+@pytest.mark.parametrize("fault", ADJOINTS)
+def test_every_crossing_within_a_fused_block_has_its_adjoint(fault: str) -> None:
+    one, _, match = ADJOINTS[fault]
+    seen(fault, one, match)
+
+
+@pytest.mark.parametrize("fault", DROPPED)
+def test_what_a_fused_block_drops_out_is_that_of_its_place_in_the_whole(fault: str) -> None:
+    one, _, match = DROPPED[fault]
+    compare(planted()[DROPPING[fault][0]], harness.oracle(one), one)
+    seen(fault, one, match)
+
+
+@pytest.mark.parametrize("fault", SLICES)
+def test_a_loss_without_logits_is_that_of_all_slices(fault: str) -> None:
+    one, _, match = SLICES[fault]
+    seen(fault, one, match)
 
 
 @pytest.mark.parametrize("backend", ["tp", long("galaxy")])
@@ -524,25 +585,6 @@ def test_the_loss_is_that_of_the_whole_vocabulary(fails: Fails) -> None:
         return nn.functional.cross_entropy(logits[here], labels[here] - first, reduction="none")
 
     fails(cell("llama-causal", "lora", "tp"), runner, "vocabulary_losses", own, "losses of step 0")
-
-
-@pytest.mark.parametrize(
-    ("what", "fault", "match"),
-    [
-        ("gather", lambda self, x: x[None], "losses of step 0"),
-        ("gather", lambda self, x: 2 * x[None], "losses of step 0"),
-        ("enter_backward", lambda self, dx: dx, GRADIENTS),
-        ("first", property(lambda self: sum(self.sizes[: self.index]) + 1), "losses of step 0"),
-    ],
-    ids=["largest and sum of one slice", "or as if all were alike", "gradient", "offset of labels"],
-)
-def test_a_loss_without_logits_is_that_of_all_slices(
-    what: str, fault: Any, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = cell("llama-causal", "lora", "tp", blocks=FUSED)
-    monkeypatch.setattr(vocabulary.Logits, what, fault)
-    with pytest.raises(AssertionError, match=match):
-        check(one)
 
 
 # ------------------------------------------------------------------ what ranks start from, and what they draw
