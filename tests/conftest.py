@@ -67,9 +67,6 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
         frame = frame.f_back
 
 
-sys.addaudithook(_hear)  # there is no way to take one away, and a second would cost every test a hundredth
-
-
 @pytest.fixture
 def no_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers computes in float32 whatever a model's dtype is (softmax, norms, routers) stays in
@@ -131,6 +128,9 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        # There is no way to take one away, a second would cost every test a hundredth, and collecting, in
+        # which nothing is listened for, takes a tenth less without.
+        sys.addaudithook(_hear)
         gc.freeze()
         gc.set_threshold(20_000, 10, 10)
         gc.enable()
