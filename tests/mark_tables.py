@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -13,6 +12,7 @@ from petune.kernels.fuse import fuse, fused_blocks
 from petune.methods import tune
 from petune.methods.configs import make_config
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.quantise import quantise_blocks
 from tests.methods.zoo import SETTINGS, tiny
 
@@ -51,7 +51,7 @@ def built(model: str, **changes: Any) -> Any:
 def fresh(model: str, **changes: Any) -> Any:
     """A model of the zoo that may be tuned: a copy, for a row asks the same one again and again, and to make
     it takes twice as long."""
-    return copy.deepcopy(built(model, **changes))
+    return copied(built(model, **changes))
 
 
 def of_blocks(

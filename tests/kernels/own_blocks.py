@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from petune.kernels.graphs.replay import ungraph
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.methods import wrap
 from petune.models import attention, family_of
+from petune.models.copied import copied
 from petune.models.decay import decays
 from petune.models.stack import own_stacks
 from petune.rng.context import running
@@ -45,7 +45,7 @@ def tuned(
 
 def fused(model: nn.Module, keep: Any = "all") -> Any:
     """A copy with fused blocks that keep this."""
-    made = copy.deepcopy(model)
+    made = copied(model)
     done = fuse(made, family_of(made), "reference")
     assert done.blocks and not done.reasons, done.reasons
     stand_on(made, Rung(keep))
@@ -145,7 +145,7 @@ def assert_trains_by_triton(
     """A float32 model whose blocks go by Triton's kernels, attention too, has the loss and gradients of
     `plain`."""
     plain, inputs = plain.to(DEVICE), {name: value.to(DEVICE) for name, value in inputs.items()}
-    made = copy.deepcopy(plain)
+    made = copied(plain)
     monkeypatch.setattr(fusing, "select", lambda own, *_: None if own == "off" else triton_ops())
     monkeypatch.setattr(
         attending, "choose", lambda *args, **more: attending.ChosenForm("triton", "asked for")

@@ -36,6 +36,7 @@ from petune.kernels.dispatch import reference_ops, triton_ops
 from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.head.hooks import has_fused_head
 from petune.models import attention, family_of
+from petune.models.copied import copied
 from petune.models.frozen_weight import QuantisedWeight
 from petune.models.quantise import quantise_blocks
 from petune.models.stack import own_stacks
@@ -66,7 +67,7 @@ def _float64(float64: None) -> None:
 def twice(model: nn.Module, **settings: Any) -> tuple[nn.Module, nn.Module]:
     """A tuned model, fused and not, in training."""
     petune.wrap(model, kernels="off", **settings)
-    fused = copy.deepcopy(model)
+    fused = copied(model)
     assert fuse(fused, family_of(fused), "reference")
     return fused.train(), model.train()
 
@@ -783,7 +784,7 @@ def test_a_model_of_which_one_weight_cannot_be_quantised_is_left_alone() -> None
 
 def oracle(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the model in float64."""
-    loss, grads = gradients(copy.deepcopy(model).double(), inputs)
+    loss, grads = gradients(copied(model).double(), inputs)
     return float(loss), grads
 
 
@@ -806,7 +807,7 @@ def in_bf16(
             value.data.normal_(std=0.1)
     if name == "llama":
         plain.model.rotary_emb.float()
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     assert fuse(fused, family_of(fused), "reference")
     return fused.train(), plain.train()
 

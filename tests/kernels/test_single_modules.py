@@ -33,6 +33,7 @@ from petune.methods import without_tuning
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
 from petune.models import attention, family_of
+from petune.models.copied import copied
 from petune.models.frozen_weight import restore_dense
 from petune.models.stack import own_stacks
 from petune.models.tuned_linear import TunedLinear
@@ -63,7 +64,7 @@ def pair(
     for module in plain.modules():
         if dtype == torch.float64 and isinstance(module, T5LayerNorm):
             module.__class__ = ExactNorm
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     assert fuse_sites(fused, OPS)
     return fused, plain
 
@@ -97,7 +98,7 @@ def layer(
 
 
 def fused_copy(module: nn.Module) -> nn.Module:
-    fused = copy.deepcopy(module)
+    fused = copied(module)
     assert fuse_sites(fused, OPS) == 1
     return fused
 
@@ -169,7 +170,7 @@ def test_each_tuned_part_of_one_linear_is_fused_as_a_linear_of_its_own(p: float)
     zoo.stir(some)
     inputs = zoo.batch("glm4-causal")
     for model in (plain, some):
-        fused, found = copy.deepcopy(model), []
+        fused, found = copied(model), []
         fuse_sites(fused, OPS)
         tuned = [one for one in fused.modules() if isinstance(one, TunedLinear)]
         assert of(fused, FusedLora) == tuned and tuned
@@ -252,7 +253,7 @@ def test_linears_over_a_quantised_base_keep_their_own_way_and_generate_alike() -
     name = "gemma4-causal"
     model = petune.wrap(tiny(name, intermediate_size=128), r=4, kernels="reference", base_dtype="nf4")
     stir(model, std=0.1)
-    plain = copy.deepcopy(model)
+    plain = copied(model)
     unfuse(plain)
     restore_dense(plain)
     (loss, found), (expected, wanted) = (gradients(one.train(), batch(name)) for one in (model, plain))
@@ -408,7 +409,7 @@ def test_a_row_and_a_column_slice_are_the_slices_of_the_whole() -> None:
             return run(module, x)
 
     def cut(features: slice, outputs: slice) -> LoraLinear:
-        part = copy.deepcopy(whole)
+        part = copied(whole)
         part.weight = nn.Parameter(whole.weight[outputs, features].clone(), requires_grad=False)
         part.lora_A = nn.Parameter(whole.lora_A.detach()[:, features].clone())
         part.lora_B = nn.Parameter(whole.lora_B.detach()[outputs].clone())
@@ -444,7 +445,7 @@ def test_float32_factors_on_a_half_precision_base_are_as_exact_as_the_layer(dtyp
     plain = layer(64, 48, dtype=dtype)
     x = torch.randn(32, 64).to(dtype)
     (y, found), (z, expected) = run(fused_copy(plain), x), run(plain, x)
-    oracle = run(copy.deepcopy(plain).double(), x.double())
+    oracle = run(copied(plain).double(), x.double())
     assert y.dtype == z.dtype == dtype
     for one, other, true in zip((y, *found), (z, *expected), (oracle[0], *oracle[1]), strict=True):
         assert (one is None) == (other is None)

@@ -18,6 +18,7 @@ from petune.kernels.block.dequantised import PackedForms
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import unfuse
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.frozen_weight import FORMS, dense_of, quantised_in, restore_dense
 from petune.models.quantise import quantise_blocks
 from tests.kernels.fused_pairs import blocks
@@ -58,7 +59,7 @@ def pair_of(name: str, base_dtype: str, **settings: Any) -> tuple[nn.Module, nn.
     ones with their values."""
     held = petune.wrap(sized(name), kernels="reference", base_dtype=base_dtype, **settings)
     stir(held, std=0.1)
-    plain = copy.deepcopy(held)
+    plain = copied(held)
     unfuse(plain)
     restore_dense(plain)
     return held.train(), plain.train()
@@ -111,7 +112,7 @@ def test_loss_and_gradients_are_those_of_the_dense_values(
 @pytest.mark.parametrize("base_dtype", NAMES)
 def test_blocks_that_are_unfused_or_decline_a_call_compute_the_same(base_dtype: str) -> None:
     held, plain = pair_of("llama-causal", base_dtype, method="lora", r=4)
-    other = copy.deepcopy(held)
+    other = copied(held)
     unfuse(other)
     inputs = batch("llama-causal")
     (loss, found), (expected, wanted) = gradients(other, inputs), gradients(plain, inputs)

@@ -3,7 +3,6 @@ every rung and over every base; what the plan of memory knows of them."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from petune.kernels.memory.policy_hook import shape_of
 from petune.kernels.memory.shaped_program import remade
 from petune.methods import tuned_parameters, without_tuning
 from petune.models import attention, family_of
+from petune.models.copied import copied
 from petune.models.frozen_weight import restore_dense
 from petune.models.quantise import quantise_blocks
 from petune.models.stack import own_stacks
@@ -68,7 +68,7 @@ def tuned(name: str, tuning: str, changes: dict[str, Any] | None = None, **setti
 
 def fused_twin(plain: nn.Module, kernels: str = "reference") -> Any:
     """A copy of it with fused blocks."""
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     done = fuse(fused, family_of(fused), kernels)
     assert done.blocks and not done.reasons
     return fused
@@ -117,7 +117,7 @@ def test_each_part_draws_its_own_dropout(name: str, tuning: str) -> None:
 @pytest.mark.parametrize("base_dtype", ["nf4", pytest.param("int8", marks=long)])
 def test_a_base_in_fewer_bytes_gives_what_its_values_give(base_dtype: Any) -> None:
     held = tuned(PHI, "some", of_64(PHI), base_dtype=base_dtype)
-    plain = copy.deepcopy(held)
+    plain = copied(held)
     restore_dense(plain)
     assert_alike(fused_twin(held), plain, batch(PHI), 2e-6)
 
@@ -146,7 +146,7 @@ def test_float32_weights_under_autocast_compute_as_a_base_in_bfloat16() -> None:
     for model in (plain, fused):
         for own in tuned_parameters(model).values():
             own.data = own.data.float()
-    wide = copy.deepcopy(plain).float()
+    wide = copied(plain).float()
     held = fused_twin(wide)
     for block in blocks(held):
         block.spec.banks = [None] * len(block.spec.banks)  # weights in float32 that no bank freezes

@@ -3,7 +3,6 @@ dropout."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.memory.buffers import kept_bytes
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models import attention, family_of
+from petune.models.copied import copied
 from petune.models.stack import own_stacks
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
@@ -59,7 +59,7 @@ def pair(
     plain = tiny(name, **changes).to(dtype)
     petune.wrap(plain, method, **METHODS[method], **({"dropout": p} if p else {}), kernels="off")
     stir(plain, std=0.1)
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     done = fuse(fused, family_of(fused), "reference")
     assert done.blocks and not done.reasons and len(blocks(fused)) == (8 if method == "side" else 4)
     return fused.train(), plain.train()
@@ -287,7 +287,7 @@ def test_unfused_again_it_is_what_it_was_bit_by_bit() -> None:
 @pytest.mark.parametrize("name", ["bart-classify", "t5-seq2seq"])
 def test_at_its_start_a_tuned_model_is_the_base_model_bit_by_bit(name: str) -> None:
     tuned = petune.wrap(tiny(name), "lora", r=4, kernels="reference")
-    base = copy.deepcopy(tuned)
+    base = copied(tuned)
     inputs = padded(name) | {"use_cache": False}
     with torch.no_grad():
         found = tuned(**inputs).logits

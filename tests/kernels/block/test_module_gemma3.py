@@ -3,7 +3,6 @@ the bit; what is refused."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.kernels.triton import norm
 from petune.models import attention, family_of
+from petune.models.copied import copied
 from petune.models.stack import own_stacks
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
@@ -68,7 +68,7 @@ def pair(
     for path, value in plain.named_parameters():
         if path.endswith("norm.weight"):
             value.data.normal_(std=0.3)
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     done = fuse(fused, family_of(fused), "reference")
     assert done.blocks and not done.reasons and len(blocks(fused)) == (4 if method == "side" else 2)
     return fused.train(), plain.train()
@@ -247,7 +247,7 @@ def test_what_the_table_does_not_say_is_not_fused_and_computed_as_it_was(what: s
     plain = petune.wrap(tiny("gemma3-causal", **settings), "lora", kernels="off", r=4)
     stir(plain, std=0.1)
     change(plain)
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     done = fuse(fused, family_of(fused), "reference")
     assert not done.blocks and words in done.reasons[0]
     (loss, found), (expected, wanted) = (

@@ -3,7 +3,6 @@ norm before attention, norms without biases, packed linears, plans."""
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from typing import Any
 
@@ -27,6 +26,7 @@ from petune.kernels.graphs.replay import ungraph
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models import attention, family_of
+from petune.models.copied import copied
 from petune.models.stack import own_stacks
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
@@ -62,7 +62,7 @@ def pair(
     plain = kind(ModernBertConfig(**{**MODERNBERT, "num_hidden_layers": 3, **changes}))
     petune.wrap(plain, method, **METHODS[method], **({"dropout": p} if p else {}), kernels="off")
     stir(plain, std=0.1)
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     done = fuse(fused, family_of(fused), "reference")
     assert done.blocks and not done.reasons
     assert len(blocks(fused)) == plain.config.num_hidden_layers * (1 + (method == "side"))

@@ -3,7 +3,6 @@ rung; planted faults; what is refused."""
 
 from __future__ import annotations
 
-import copy
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +21,7 @@ from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.loading import packs
 from petune.models.routes import Routes
 from petune.run.expert_load import ExpertLoad
@@ -66,7 +66,7 @@ def pair(
     way, settings = METHODS[method]
     tune(plain, make_config(way, settings))
     stir(plain, std=0.1)
-    fused = copy.deepcopy(plain)
+    fused = copied(plain)
     done = fuse(fused, family_of(fused), "reference")
     assert done.blocks and not done.reasons and len(blocks(fused)) == (4 if method == "side" else 2)
     return fused.train(), plain.train()
@@ -152,7 +152,7 @@ def test_it_is_the_model_with_grouped_products_of_transformers_in_float32(name: 
 
 def test_autocast_rounds_it_no_further_than_hugging_faces_own() -> None:
     sides, inputs = pair("qwen2moe-causal", "lora", torch.bfloat16), batch("qwen2moe-causal")
-    wanted, off = gradients(copy.deepcopy(sides[1]).double(), inputs)[1], []
+    wanted, off = gradients(copied(sides[1]).double(), inputs)[1], []
     for model in sides:
         with torch.autocast("cpu", torch.bfloat16):
             found = gradients(model, inputs)[1]

@@ -18,6 +18,7 @@ from petune.kernels.configs import Rung
 from petune.kernels.fuse import unfuse
 from petune.methods import tuned_parameters
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.frozen_weight import FORMS, QuantisedWeight, dense_of, quantised_in, restore_dense
 from petune.models.quantise import quantise_blocks
 from tests.kernels.fused_pairs import blocks, stand_on
@@ -50,7 +51,7 @@ def held_by(name: str, method: str, base_dtype: Any, **settings: Any) -> Any:
 
 def plain_of(held: nn.Module) -> Any:
     """The model's own blocks over dense weights of those values."""
-    plain = copy.deepcopy(held)
+    plain = copied(held)
     unfuse(plain)
     restore_dense(plain)
     return plain
@@ -70,7 +71,7 @@ def test_loss_and_gradients_are_those_of_the_dense_values(
     assert len(experts_of(held)) == (2 if name == "qwen3moe-causal" else 4)
     stand_on(held, Rung("attention"))
     expected, wanted = gradients(plain_of(held), batch(name))
-    loose = copy.deepcopy(held)
+    loose = copied(held)
     unfuse(loose)
     for model in (held, loose):
         loss, found = gradients(model, batch(name))
@@ -120,7 +121,7 @@ def test_each_product_makes_one_weight_dense_by_the_kernel_that_can(
 ) -> None:
     """To the bit a block whose experts are dense: also in fp8, whose linears have products of their own."""
     held = held_by("mixtral-causal", "lora", base_dtype, r=2)
-    dense, inputs, made = copy.deepcopy(held), batch("mixtral-causal"), list[torch.Size]()
+    dense, inputs, made = copied(held), batch("mixtral-causal"), list[torch.Size]()
     for module, name, weight in list(quantised_in(dense)):
         if weight.dim() == 3:
             setattr(module, name, nn.Parameter(dense_of(weight), requires_grad=False))

@@ -3,7 +3,6 @@ gradient; and rows packed in one are those rows."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.loading import packs
 from petune.models.stack import own_stacks
 from petune.tasks.registry import check_fit
@@ -53,7 +53,7 @@ def tuned(name: str, method: str = "lora", **changes: Any) -> nn.Module:
 
 def fused(model: nn.Module) -> nn.Module:
     """A copy of it with fused blocks."""
-    made = copy.deepcopy(model)
+    made = copied(model)
     done = fuse(made, family_of(made), "reference")
     assert done.blocks and not done.reasons, done.reasons
     return made

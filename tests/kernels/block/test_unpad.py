@@ -3,7 +3,6 @@ Hugging Face's."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -32,6 +31,7 @@ from petune.kernels.fuse import fuse
 from petune.methods.configs import SideConfig
 from petune.methods.side import apply as climb
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.stack import own_stacks
 from petune.rng.context import Running, running
 from tests.methods.zoo import VOCAB, ZOO, assert_same_gradients, gradients, tiny
@@ -206,7 +206,7 @@ def test_fused_blocks_agree_with_hugging_face_wherever_padding_stands_and_labels
     name: str, side: str
 ) -> None:
     plain = tiny(name).double().train()
-    fused = petune.wrap(copy.deepcopy(plain), "full", kernels="reference").train()
+    fused = petune.wrap(copied(plain), "full", kernels="reference").train()
     # Hugging Face's RMS norm is float32
     batch, close = everywhere(name, inputs(side)), 1e-9 if name.startswith("bert") else 2e-6
     found, expected = fused(**batch), plain(**batch)
@@ -218,7 +218,7 @@ def test_fused_blocks_agree_with_hugging_face_wherever_padding_stands_and_labels
 
 def test_the_first_token_of_a_model_without_a_head_is_hugging_faces() -> None:
     plain = tiny("bert-classify").double().bert
-    fused = petune.wrap(copy.deepcopy(plain), "lora", kernels="reference").train()
+    fused = petune.wrap(copied(plain), "lora", kernels="reference").train()
     for side in MASKS:
         found, expected = fused(**inputs(side)), plain(**inputs(side))
         torch.testing.assert_close(found.pooler_output, expected.pooler_output, rtol=1e-9, atol=1e-9)
@@ -228,7 +228,7 @@ def test_the_first_token_of_a_model_without_a_head_is_hugging_faces() -> None:
 def test_a_head_over_all_places_of_a_row_reads_padding_too() -> None:
     config = BertConfig(**{**ZOO["bert-tokens"][2], "num_labels": 2})
     plain = BertForQuestionAnswering(config).double()
-    fused = petune.wrap(copy.deepcopy(plain), "full", kernels="reference").train()
+    fused = petune.wrap(copied(plain), "full", kernels="reference").train()
     batch = inputs("right", start_positions=torch.tensor([0, 1, 2]), end_positions=torch.tensor([3, 1, 2]))
     assert_same_gradients(gradients(fused, batch)[1], gradients(plain, batch)[1], 1e-9)
 
@@ -248,7 +248,7 @@ def test_who_else_reads_hidden_states_finds_padding_computed(monkeypatch: pytest
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.block.unpad.say", said.append)
     own = Mean(BertConfig(**ZOO["bert-tokens"][2])).double().eval()
-    fused = petune.wrap(copy.deepcopy(own), "lora", kernels="reference").train()
+    fused = petune.wrap(copied(own), "lora", kernels="reference").train()
     for _ in range(2):
         torch.testing.assert_close(fused(**inputs("right")), own(**inputs("right")), rtol=1e-9, atol=1e-9)
     plain, model = both("bert-tokens")
@@ -592,7 +592,7 @@ def test_calls_that_go_on_from_a_cache_or_across_to_an_encoder_keep_their_paddin
 
 def test_a_copied_model_finds_its_own_segments() -> None:
     plain, model = both("bert-tokens")
-    model = copy.deepcopy(model)
+    model = copied(model)
     batch = inputs("right")
     seen, kept = tokens_in_stack(model), batch["attention_mask"].bool()
     torch.testing.assert_close(

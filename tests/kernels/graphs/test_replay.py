@@ -29,6 +29,7 @@ from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.graphs.ways import Lanes
 from petune.kernels.memory import block_cost
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.models.frozen_weight import FORMS, QuantisedWeight
 from petune.models.quantise import quantise_blocks
 from petune.models.stack import Stack
@@ -88,7 +89,7 @@ def tuned(
 def pair(name: str, settings: dict[str, Any] = LORA) -> tuple[nn.Module, nn.Module, Again]:
     """The same model, replayed and not."""
     model = tuned(name, settings)
-    plain = copy.deepcopy(model)
+    plain = copied(model)
     return model, plain, replayed(model)
 
 
@@ -166,7 +167,7 @@ def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: 
 @pytest.mark.parametrize("lengths", [(9, 4, 7), (9, 9, 9)])
 def test_blocks_with_windows_and_angles_of_their_own_are_replayed(lengths: Sequence[int]) -> None:
     model = tuned("gemma3", make=lambda: tiny("gemma3-causal", sliding_window=4))
-    plain, recorder = copy.deepcopy(model), replayed(model)
+    plain, recorder = copied(model), replayed(model)
     for seed in range(3):
         assert_same_step(model, plain, batch("gemma3", lengths, seed))
     assert recorder.forwards == recorder.backwards > 0
@@ -179,7 +180,7 @@ def test_blocks_with_windows_and_angles_of_their_own_are_replayed(lengths: Seque
 @pytest.mark.parametrize("name", ["gpt2-causal", "dinov2-classify"])
 def test_transposed_weights_and_vectors_are_replayed(name: str, settings: dict[str, Any]) -> None:
     model = tuned(name, settings, lambda: tiny(name))
-    plain, recorder = copy.deepcopy(model), replayed(model)
+    plain, recorder = copied(model), replayed(model)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain)]
     for step in range(4):
         inputs = of_zoo(name, rows=2, seed=step)
@@ -320,7 +321,7 @@ def bert(**changes: float) -> nn.Module:
 def test_dropout_is_drawn_as_block_by_block(which: str) -> None:
     name, settings, make = DROPS[which]
     model = tuned(name, settings, make)
-    plain, recorder = copy.deepcopy(model), replayed(model)
+    plain, recorder = copied(model), replayed(model)
     for step, lengths in enumerate([(9, 4, 7), (9, 4, 7), (2, 9, 4), (30, 3, 7), (9, 9, 9), (9, 9, 9)]):
         inputs = batch(name, lengths, step)
         model.zero_grad(), plain.zero_grad()
@@ -347,7 +348,7 @@ def test_without_a_key_every_replay_draws_anew() -> None:
 @pytest.mark.parametrize("which", ["p of a dropout", "the mode of a block"])
 def test_a_dropout_that_changes_is_recorded_anew(which: str) -> None:
     model = tuned("bert", make=lambda: bert(hidden_dropout_prob=0.5))
-    plain = copy.deepcopy(model)
+    plain = copied(model)
     recorder = replayed(model)
 
     def loss() -> float:
@@ -530,7 +531,7 @@ def test_a_quantised_base_is_replayed_and_recorded_anew_when_it_moves(base_dtype
         return BertForSequenceClassification(BertConfig(**BERT | wide)).to(torch.float32)
 
     model = tuned("bert", make=make, base_dtype=base_dtype)
-    plain = copy.deepcopy(model)
+    plain = copied(model)
     recorder = replayed(model)
     one, other = batch("bert", (5, 9, 3)), batch("bert", (9, 2, 4), seed=1)
     assert_same_step(model, plain, one)

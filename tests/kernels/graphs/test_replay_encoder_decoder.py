@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import petune
 from petune.kernels.fuse import fuse
 from petune.kernels.graphs import replay
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.replays import Again, replayed, stacks
@@ -37,7 +37,7 @@ def pair(
     stir(plain, std=0.1)
     done = fuse(plain, family_of(plain), "reference")  # type: ignore[arg-type]
     assert done.blocks and not done.reasons
-    model = copy.deepcopy(plain.train())
+    model = copied(plain.train())
     return model, plain, replayed(model)
 
 
@@ -188,7 +188,7 @@ def test_on_a_device_replays_train_as_block_by_block(name: str, p: float) -> Non
     assert fuse(plain, family_of(plain), "auto").blocks  # type: ignore[arg-type]
     for stack in stacks(plain):
         stack.whole = None
-    model = copy.deepcopy(plain.train())
+    model = copied(plain.train())
     for stack in stacks(model):
         stack.whole = replay.Graphs()
     draw = torch.Generator().manual_seed(0)

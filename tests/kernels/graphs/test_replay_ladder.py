@@ -24,6 +24,7 @@ from petune.kernels.graphs.replay import Graphs
 from petune.methods import without_tuning
 from petune.methods.activation_cache import ActivationCache
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.replays import Again, replayed, replayed_beneath, stacks
@@ -135,7 +136,7 @@ def test_blocks_without_a_level_are_replayed_below_those_that_have_one() -> None
 @pytest.mark.parametrize("stored", ["fp8", "bf16", "auto"])
 def test_what_a_replay_gives_is_cached_as_what_blocks_give(stored: Any, tmp_path: Path) -> None:
     model, inputs = sided("t5-seq2seq"), inputs_of("t5-seq2seq")
-    plain, found = copy.deepcopy(model), []
+    plain, found = copied(model), []
     beneath = replayed_beneath(model)
     for one in (model, plain):
         with ActivationCache(one, tmp_path / str(len(found)), stored) as cache:
@@ -150,7 +151,7 @@ def test_what_a_replay_gives_is_cached_as_what_blocks_give(stored: Any, tmp_path
 def test_a_stage_hands_on_what_blocks_gave_and_not_what_is_kept_of_it(tmp_path: Path) -> None:
     """As it does where blocks run one by one: the next stage computes what one process does."""
     model, inputs, sent = sided("llama-causal"), inputs_of("llama-causal"), list[Tensor]()
-    plain = copy.deepcopy(model)
+    plain = copied(model)
     replayed(model)
 
     def keep(carried: Any) -> None:
@@ -209,7 +210,7 @@ def test_dropout_is_drawn_as_level_by_level(name: str, cached: Any) -> None:
 def test_gradients_of_micro_batches_add_up_and_a_step_is_seen(cached: Any) -> None:
     model = sided("bert-mlm")
     inputs = [inputs_of("bert-mlm", seed=seed) for seed in (1, 2)]
-    plain = copy.deepcopy(model)
+    plain = copied(model)
     cached(model, *inputs)
     for one in (model, plain):
         rate = torch.optim.SGD([value for value in one.parameters() if value.requires_grad], lr=0.1)
@@ -310,7 +311,7 @@ def test_on_a_device_levels_at_once_train_as_one_by_one(
     plain: Any = tiny(name, **SIXTEEN[name]).to("cuda", torch.bfloat16)
     petune.wrap(plain, "side", reduction=2, kernels="auto", also_train=())
     stir(plain, std=0.05)
-    model = copy.deepcopy(plain.train())
+    model = copied(plain.train())
     for stack in stacks(plain):
         stack.whole = stack.beneath = None
     inputs = {

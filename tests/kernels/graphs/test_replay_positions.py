@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from petune.kernels.graphs.replay import Graphs
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of
 from petune.models import family_of
+from petune.models.copied import copied
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.own_blocks import fused, tuned
@@ -49,7 +49,7 @@ def pair(
     """The same fused model, replayed and not."""
     config = {"max_position_embeddings": 128} | config
     plain = fused(tuned(name, method, METHODS[method], dtype, **config))
-    model = copy.deepcopy(plain)
+    model = copied(plain)
     return model, plain, replayed(model)
 
 
@@ -173,7 +173,7 @@ def test_on_a_device_replays_train_as_block_by_block(name: str, method: str, aut
     for stack in stacks(plain):
         assert isinstance(stack.whole, Graphs)
         stack.whole = None
-    model = copy.deepcopy(plain)
+    model = copied(plain)
     for stack in stacks(model):
         stack.whole = Graphs()
     draw = torch.Generator().manual_seed(0)
