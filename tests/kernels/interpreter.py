@@ -6,11 +6,14 @@ rounded to the nearest, ties to even, as a GPU does. A reduction (tl.sum, tl.max
 kernels reduce in float32.
 
 At every launch, and again at every call of a device function, it looks through triton.language for the
-functions that it exchanges, a quarter of the time of a small kernel. Here they are found once.
+functions that it exchanges, a quarter of the time of a small kernel. Here they are found once. So is the
+dtype that numpy has for each of Triton's. And it makes every sum and product of integers a second time in
+int64 for an assertion that it leaves out, for `debug` is off: that is left out too.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -77,7 +80,24 @@ def apply() -> None:
     for method in (binary_op, create_fma, create_dot, cast_impl, get_bf16):
         setattr(InterpreterBuilder, method.__name__, method)
     InterpreterBuilder.rounds_bfloat16 = True
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    remember_dtypes()
     remember_patches()
+
+
+def remember_dtypes() -> None:
+    """Look numpy's dtypes up by the names of Triton's, which say all of them."""
+    plain, known = interpreter._get_np_dtype, dict[str, np.dtype[Any]]()
+
+    def remembered(kind: tl.dtype) -> np.dtype[Any]:
+        found = known.get(kind.name)
+        if found is None:
+            found = known[kind.name] = plain(kind)
+        return found
+
+    interpreter._get_np_dtype = remembered
 
 
 def remember_patches() -> None:
