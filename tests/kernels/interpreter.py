@@ -6,9 +6,10 @@ rounded to the nearest, ties to even, as a GPU does. A reduction (tl.sum, tl.max
 kernels reduce in float32.
 
 At every launch, and again at every call of a device function, it looks through triton.language for the
-functions that it exchanges, a quarter of the time of a small kernel. Here they are found once. So is the
-dtype that numpy has for each of Triton's. And it makes every sum and product of integers a second time in
-int64 for an assertion that it leaves out, for `debug` is off: that is left out too.
+functions that it exchanges, a quarter of the time of a small kernel. Here they are found once. So are the
+dtype that numpy has for each of Triton's, the types of blocks, and what values know of theirs. And it makes
+every sum and product of integers a second time in int64 for an assertion that it leaves out, for `debug` is
+off: that is left out too.
 """
 
 from __future__ import annotations
@@ -83,21 +84,42 @@ def apply() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
-    remember_dtypes()
+    remember_types()
     remember_patches()
 
 
-def remember_dtypes() -> None:
-    """Look numpy's dtypes up by the names of Triton's, which say all of them."""
+def remember_types() -> None:
+    """Look up by the names of types, which say all of them, numpy's dtypes, types of blocks, and the shapes
+    of values."""
     plain, known = interpreter._get_np_dtype, dict[str, np.dtype[Any]]()
+    blocks, shapes = dict[tuple[Any, ...], tl.block_type](), dict[str, tuple[Any, Any]]()
 
-    def remembered(kind: tl.dtype) -> np.dtype[Any]:
+    def np_dtype(kind: tl.dtype) -> np.dtype[Any]:
         found = known.get(kind.name)
         if found is None:
             found = known[kind.name] = plain(kind)
         return found
 
-    interpreter._get_np_dtype = remembered
+    def block_of(kind: tl.dtype, shape: Any) -> tl.block_type:
+        key = (kind.name, *shape)
+        found = blocks.get(key)
+        if found is None:
+            found = blocks[key] = tl.block_type(kind, shape)
+        return found
+
+    def of_type(self: tl.tensor, handle: Any, kind: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        found = shapes.get(kind.name)
+        if found is None:
+            made(self, handle, kind)
+            found = shapes[kind.name] = self.shape, self.numel
+        self.shape, self.numel = found
+
+    made = tl.tensor.__init__
+    interpreter._get_np_dtype = np_dtype
+    tl.block_type.with_element_ty = lambda self, kind: block_of(kind, self.shape)
+    InterpreterBuilder.get_block_ty = lambda self, kind, shape: block_of(kind, shape)
+    tl.tensor.__init__ = of_type
 
 
 def remember_patches() -> None:
