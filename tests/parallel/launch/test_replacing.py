@@ -51,8 +51,8 @@ LOADING = pytest.param("petune.run.build.load_model", marks=pytest.mark.long)
 
 
 def small(place: Path, plan: str, **changes: Any) -> dict[str, Any]:
-    """Seven steps, saved at every third, with dropout and an evaluation in between."""
-    shape = {"batch_size": 4, "max_steps": 7, "epochs": 3, "save_every": 3, "eval_every": 4, "timeout": 30}
+    """Six steps, saved at every third, with dropout and an evaluation in between."""
+    shape = {"batch_size": 4, "max_steps": 6, "epochs": 3, "save_every": 3, "eval_every": 4, "timeout": 30}
     return settings(place, "llama", "lora", **{**shape, "parallel": PLANS[plan], **changes})
 
 
@@ -373,14 +373,14 @@ def test_a_stop_while_a_rank_is_replaced_ends_the_run_where_it_was_saved_last(
         return load(*given)
 
     monkeypatch.setattr(petune.run.build, "load_model", loaded)
-    recipe = left_alone.recipe(tmp_path, "dp")
+    recipe = left_alone.recipe(tmp_path, "galaxy")
     before_step(monkeypatch, {(0, 1, 4): die})
     with pytest.raises(Stopped, match=r"stopped by SIGTERM"):
         train(recipe, restarts=3, reporter=Listener())
     assert time.time() - (tmp_path / "asked").stat().st_mtime < 5
     monkeypatch.undo()
     ranks(2, lambda: run(recipe, resume=True) and None)
-    assert_same_run(Path(recipe["out"]), left_alone.folder("dp"))
+    assert_same_run(Path(recipe["out"]), left_alone.folder("galaxy"))
 
 
 @pytest.mark.long
@@ -463,7 +463,7 @@ def test_no_run_is_lost_to_random_kills_of_its_ranks(
 ) -> None:
     """Every run ends as one that was left alone, bit by bit; a kill costs no more steps than were made since
     the newest saved state."""
-    draw, steps = random.Random(world), 40 if count > PER_RUN else 6
+    draw, steps = random.Random(world), 40 if count > PER_RUN else 4
     plans = ("dp", "tp", "galaxy", "pp", "sp") if world == 2 else ("dp x tp",)
     shape = {
         "max_steps": steps,

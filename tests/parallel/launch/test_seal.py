@@ -150,9 +150,10 @@ def test_a_run_of_two_processes_ends_well_while_a_stranger_writes_to_its_rendezv
         assert seal.refused() > 0
         return warned
 
-    expected = trained(small(tmp_path, "bert", "lora", parallel=PLANS["dp"], out="undisturbed"))
+    shape = {"parallel": PLANS["dp"], "max_steps": 2, "warmup": 0}
+    expected = trained(small(tmp_path, "bert", "lora", **shape, out="undisturbed"))
     began = time.monotonic()
-    found = ends(2, train, small(tmp_path, "bert", "lora", parallel=PLANS["dp"], out="run"))
+    found = ends(2, train, small(tmp_path, "bert", "lora", **shape, out="run"))
     assert [end.code for end in found] == [0, 0], found
     for end in found:
         assert len(end.value) == 1 and "values that are not of this run; they were ignored" in end.value[0]
