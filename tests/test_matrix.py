@@ -49,6 +49,7 @@ from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLA
 from tests.pool import Standing
 
 long = pytest.mark.long
+ONE = (5,)  # rows of a step in one pass: SQUARE has every backend and family with two, which add up
 # Masks and angles differ from block to block: one method under each plan in the short part.
 MIXED = [(backend, METHODS[at % 4], "gemma3-causal") for at, backend in enumerate(BACKENDS)]
 
@@ -126,7 +127,7 @@ SHORT_SUMS = [
 def test_adapters_of_sums_train_as_in_one_process(backend: str, name: str, kept: int | None) -> None:
     plan, blocks = BACKENDS[backend](name, 2), None if kept is None else KEPT[kept]
     kind = (("kind", "pfeiffer"),)
-    check(case(name, "adapter", plan, steps=1, dropout=0.1, tuning=kind, blocks=blocks))
+    check(case(name, "adapter", plan, steps=1, passes=ONE, dropout=0.1, tuning=kind, blocks=blocks))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_adapters_of_sums_train_as_in_one_process(backend: str, name: str, kept:
 )
 def test_adapters_of_sums_train_under_composed_plans(composed: str, name: str, kept: int | None) -> None:
     plan, blocks = COMPOSED[composed](name), None if kept is None else KEPT[kept]
-    check(case(name, "adapter", plan, steps=1, tuning=(("kind", "pfeiffer"),), blocks=blocks))
+    check(case(name, "adapter", plan, steps=1, passes=ONE, tuning=(("kind", "pfeiffer"),), blocks=blocks))
 
 
 @pytest.mark.parametrize("backend", ["pp-1f1b", *(pytest.param(one, marks=long) for one in ("tp", "shard"))])
@@ -164,7 +165,7 @@ SHORT_BESIDE = [
 def test_adapters_beside_mlps_train_as_in_one_process(backend: str, name: str, kept: int | None) -> None:
     plan, blocks = BACKENDS[backend](name, 2), None if kept is None else KEPT[kept]
     kind = (("kind", "parallel"),)
-    check(case(name, "adapter", plan, steps=1, dropout=0.1, tuning=kind, blocks=blocks))
+    check(case(name, "adapter", plan, steps=1, passes=ONE, dropout=0.1, tuning=kind, blocks=blocks))
 
 
 # Each plan that cuts or shards, but for twins, with one family here, with all of them in the long part.
@@ -212,7 +213,8 @@ def test_side_networks_of_other_kinds_train_as_in_one_process(
     backend: str, name: str, kind: str, fused: bool
 ) -> None:
     plan, blocks = BACKENDS[backend](name, 2), KEPT[0] if fused else None
-    check(case(name, "side", plan, steps=1, dropout=0.1, tuning=KINDS[kind], blocks=blocks))
+    one = case(name, "side", plan, steps=1, passes=ONE, dropout=0.1, tuning=KINDS[kind])
+    check(replace(one, blocks=blocks))
 
 
 # (backend, family, whether blocks are fused): a head alone, whose gradients no block sees
@@ -227,7 +229,7 @@ SHORT_HEADS = [
 @pytest.mark.parametrize(("backend", "name", "fused"), in_part(HEADS, SHORT_HEADS))
 def test_a_head_alone_trains_as_in_one_process(backend: str, name: str, fused: bool) -> None:
     plan, blocks = BACKENDS[backend](name, 2), KEPT[0] if fused else None
-    check(case(name, "head", plan, blocks=blocks))
+    check(case(name, "head", plan, passes=ONE, blocks=blocks))
 
 
 def test_side_blocks_that_read_positions_have_those_of_their_own_tokens() -> None:
@@ -256,7 +258,7 @@ def test_a_sequence_shorter_than_its_ranks_is_refused_and_training_pads_it(
 @pytest.mark.parametrize("backend", ["sp-gather", "sp-ulysses", "sp-ring", "galaxy"])
 def test_a_sliding_window_reaches_over_ranks(backend: str) -> None:
     plan = BACKENDS[backend]("mistral-causal", 2)
-    check(Case("mistral-causal", "lora", plan, settings=(("sliding_window", 3),), steps=1))
+    check(Case("mistral-causal", "lora", plan, settings=(("sliding_window", 3),), steps=1, passes=ONE))
 
 
 @pytest.mark.crossed(1)
@@ -272,7 +274,8 @@ def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(
     backend: str, name: str, dropout: float
 ) -> None:
     plan = CUTTING[backend](name, 2)
-    check(case(name, "lora", plan, recompute=dropout > 0, dropout=dropout, steps=1, fused=True))
+    one = case(name, "lora", plan, recompute=dropout > 0, dropout=dropout, steps=1, passes=ONE)
+    check(replace(one, fused=True))
 
 
 # Blocks that are cut or sharded, and fused: methods, families and what is kept go round under each plan here,
@@ -298,7 +301,7 @@ def test_a_vocabulary_cut_beside_a_sequence_has_its_loss_without_logits(
     plan = BACKENDS[backend](name, 2)
     assert plan.cut is not None
     plan = replace(plan, cut=replace(plan.cut, vocabulary=VOCABULARY[2]))
-    check(case(name, method, plan, steps=1, blocks=KEPT[0]))
+    check(case(name, method, plan, steps=1, passes=ONE, blocks=KEPT[0]))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,7 @@ def test_a_quantised_base_that_is_cut_trains_as_in_one_process(
         settings = dict.fromkeys(wide, 128)
     if base_dtype == "nf4" and plan.cut is not None:
         plan, settings = replace(plan, cut=replace(plan.cut, **EVEN)), settings | {"head_dim": 16}
-    one = case(name, method, plan, steps=1, blocks=KEPT[2], base_dtype=base_dtype)
+    one = case(name, method, plan, steps=1, passes=ONE, blocks=KEPT[2], base_dtype=base_dtype)
     check(replace(one, settings=(*one.settings, *settings.items())))
 
 
@@ -405,7 +408,8 @@ def test_eight_bits_of_cut_blocks_differ_by_the_scales_of_slices_alone(
 
 @pytest.mark.parametrize("composed", [pytest.param("dp x tp", marks=long), "dp x galaxy", "shard x tp"])
 def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
-    check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), steps=1, blocks=KEPT[2]))
+    plan = COMPOSED[composed]("llama-causal")
+    check(case("llama-causal", "lora", plan, steps=1, passes=ONE, blocks=KEPT[2]))
 
 
 @pytest.mark.parametrize("sharding", [pytest.param(None, marks=long), FSDP], ids=["whole", "sharded"])
@@ -458,7 +462,7 @@ def test_two_steps_of_fused_blocks_in_three_stages_are_those_of_one_process(meth
     + ["opt-causal"],  # which counts positions along a mask that fused blocks take away
 )
 def test_other_models_fused_in_stages(name: str) -> None:
-    check(case(name, "lora", BACKENDS["pp-1f1b"](name, 2), steps=1, blocks=PARKED[2]))
+    check(case(name, "lora", BACKENDS["pp-1f1b"](name, 2), steps=1, passes=ONE, blocks=PARKED[2]))
 
 
 def test_a_stage_has_fused_blocks_of_an_encoder_of_sounds_that_begins_on_another_one() -> None:
@@ -479,7 +483,8 @@ def test_a_stage_has_fused_blocks_of_an_encoder_of_sounds_that_begins_on_another
     ],
 )
 def test_fused_blocks_in_stages_of_another_axis(composed: str, name: str) -> None:
-    check(case(name, "lora", COMPOSED[composed](name), steps=1, dropout=0.1, blocks=PARKED[2]))
+    one = case(name, "lora", COMPOSED[composed](name), steps=1, passes=ONE, dropout=0.1)
+    check(replace(one, blocks=PARKED[2]))
 
 
 @pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, ONE_EACH))
@@ -516,14 +521,15 @@ def test_dropout_and_recomputation_in_every_cell(method: str, backend: str, name
     ("backend", "method", "name"), in_part(list(product(BACKENDS, METHODS, OTHERS)), MIXED)
 )
 def test_other_models_and_heads(backend: str, method: str, name: str) -> None:
-    check(case(name, method, BACKENDS[backend](name, 2), steps=1))
+    check(case(name, method, BACKENDS[backend](name, 2), steps=1, passes=ONE))
 
 
 @pytest.mark.parametrize("kept", [None, KEPT[2]], ids=["unfused", "fused"])
 def test_rows_that_a_block_lays_one_behind_the_other_drop_out_as_in_one_process(
     kept: MemoryConfig | None,
 ) -> None:
-    check(case("opt-causal", "lora", BACKENDS["galaxy"]("opt-causal", 2), steps=1, dropout=0.1, blocks=kept))
+    plan = BACKENDS["galaxy"]("opt-causal", 2)
+    check(case("opt-causal", "lora", plan, steps=1, passes=ONE, dropout=0.1, blocks=kept))
 
 
 @pytest.mark.parametrize(
@@ -538,7 +544,7 @@ def test_embeddings_narrower_than_blocks_are_widened_and_narrowed_by_the_end_sta
     method: str, ranks: int, kept: MemoryConfig | None
 ) -> None:
     plan = BACKENDS["pp-1f1b"]("opt350-causal", ranks)
-    check(case("opt350-causal", method, plan, steps=1, blocks=kept))
+    check(case("opt350-causal", method, plan, steps=1, passes=ONE, blocks=kept))
 
 
 @pytest.mark.parametrize("name", UNSTAGED)
