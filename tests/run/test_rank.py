@@ -198,7 +198,9 @@ WISHES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.crossed(1)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(  # shards and columns are among the pairs above
+    "plan", [pytest.param(plan, marks=pytest.mark.long if plan in ("shard", "tp") else ()) for plan in PLANS]
+)
 @pytest.mark.parametrize(
     "wish",
     [pytest.param(wish, marks=pytest.mark.long if "two stacks" in wish else ()) for wish in WISHES],

@@ -22,7 +22,8 @@ from tests.planned_runs import PLANS, killed, small, trained
 from tests.small_runs import assert_same_run, run, state_of
 
 KILLS = {"dp": 9, "pp": 8, "galaxy": 4}  # 21
-CASES = [("galaxy", 2), *(pytest.param(*kills, marks=pytest.mark.long) for kills in KILLS.items())]
+# In the short suite a kill is in a save, above, or before a step, in tests/parallel/launch/test_replacing.py.
+CASES = [pytest.param(*kills, marks=pytest.mark.long) for kills in KILLS.items()]
 LONGEST = 0.2  # seconds after training began
 
 
