@@ -29,13 +29,13 @@ from petune.estimate.fused_forecast import (
 )
 from petune.estimate.step_time import Clock
 from petune.estimate.workload import workload
-from petune.kernels.configs import Rung
+from petune.kernels.configs import LEVELS, Rung
 from petune.kernels.fuse import fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.block_step import GIB, BlockStep
 from petune.kernels.memory.buffers import waiting_bytes
 from petune.kernels.memory.core_shape import core_shape
-from petune.kernels.memory.policy import LADDER, Policy
+from petune.kernels.memory.policy import Policy
 from petune.kernels.memory.policy_hook import rounded
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Stage
@@ -277,7 +277,7 @@ def test_ranks_that_share_blocks_keep_the_same_and_hold_their_parts(plan: str, t
     ]
     assert keeps(first) == keeps(second) and first.tile == second.tile
     assert keeps(alone[0]) != keeps(alone[1]), "they would have kept different things"
-    assert keeps(first) == [min(both, key=LADDER.index) for both in zip(*map(keeps, alone), strict=True)]
+    assert keeps(first) == [min(both, key=LEVELS.index) for both in zip(*map(keeps, alone), strict=True)]
     whole = policy_for(drawn, ALONE, 8, "H200", H200)
     assert isinstance(whole, Policy) and first.peak < whole.peak
 
@@ -301,7 +301,7 @@ def test_a_stage_keeps_as_much_as_its_passes_on_the_way_leave_it(tmp_path: Path)
     told = outlook(forecast(recipe, memory=[H200 // 3]), "H200")
     assert [len(policy.rungs) for policy in told.policies] == [9, 9, 8, 6], "the last one has the head"
     assert told.policies[-1].rungs == (Rung("all"),) * 6, "one pass on the way"
-    kept = [fmean(LADDER.index(rung.keep) for rung in policy.rungs) for policy in told.policies]
+    kept = [fmean(LEVELS.index(rung.keep) for rung in policy.rungs) for policy in told.policies]
     assert kept[0] < kept[-1] and kept == sorted(kept)
     assert all(policy.peak <= H200 // 3 for policy in told.policies)
     assert all(rank.total <= H200 // 3 for rank in told.forecast.ranks)

@@ -3,7 +3,7 @@ its blocks compute in."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,21 +40,17 @@ class Unpadded(Edges):
         if positions is not None and name in (positions.argument, *positions.handed):  # of no row
             apart = name == positions.distances and here.segments is not None
             return by_distance(value) if apart else value
-        return cast("Tensor", _packed(value, here.memory if name == MEMORY else here.segments))
+        segments: Segments | None = here.memory if name == MEMORY else here.segments
+        if segments is None or value.dim() < 2:
+            return value
+        rows, tokens = segments.shape
+        return pack(value, segments) if len(value) in (1, rows) and value.shape[1] == tokens else value
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         return hidden if here.segments is None else pack(hidden, here.segments)
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
         return hidden if here.segments is None else unpack(hidden, here.segments)
-
-
-def _packed(value: Any, segments: Segments | None) -> Any:
-    """`value` with its tokens packed, where it is a tensor that has some."""
-    if segments is None or not isinstance(value, Tensor) or value.dim() < 2:
-        return value
-    rows, tokens = segments.shape
-    return pack(value, segments) if value.shape[0] in (1, rows) and value.shape[1] == tokens else value
 
 
 class InDtype(Edges):

@@ -18,6 +18,7 @@ from torch import Tensor
 from petune.kernels import reference
 from petune.kernels.reference import QueriesAndKeys
 from petune.kernels.triton.residual import Tile, multiprocessors, shares
+from petune.kernels.triton.rope import turn_back
 
 # half a head, and whether values are normed, and made of keys; then `_how`, as kernels are checked
 _PLAIN = (False, False, False)
@@ -141,7 +142,9 @@ def _norm_rope_kernel(
             source, into, None, v_heads, part, parts, inside, re, im, eps, HALF, APART, EACH, CENTRED, STAGES
         )  # fmt: skip
     else:
-        _copied(source, 2 * HALF, into, v_heads, part, parts, inside, HALF, APART, STAGES)
+        turn_back(
+            source, 2 * HALF, into, v_heads, part, parts, inside, re, im, 2 * HALF, APART, False, STAGES
+        )  # fmt: skip
 
 
 @triton.jit
@@ -178,19 +181,6 @@ def _summed(x, y):
     """The sums of rows [x | y], as those of one matrix."""
     whole = tl.permute(tl.join(x, y), (0, 2, 1))
     return tl.sum(tl.reshape(whole, (x.shape[0], 2 * x.shape[1])), 1)
-
-
-@triton.jit
-def _copied(
-    source, stride, into, heads, part, parts, inside, HALF: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
-    """Heads part, part + parts, ... as they are."""
-    for head in tl.range(part, heads, parts, num_stages=STAGES):
-        place = source + tl.cast(head, tl.int64) * stride
-        x = tl.load(place, mask=inside, other=0.0)
-        y = tl.load(place + APART, mask=inside, other=0.0)
-        tl.store(into + head * (2 * HALF), x, mask=inside)
-        tl.store(into + head * (2 * HALF) + APART, y, mask=inside)
 
 
 # ------------------------------------------------------------------ backward
@@ -250,7 +240,9 @@ def _norm_rope_backward_kernel(
                 part, parts, inside, re, im, eps, HALF, APART, EACH, CENTRED, STAGES,
             )  # fmt: skip
         else:
-            _copied(of_values, dv_head, into, v_heads, part, parts, inside, HALF, APART, STAGES)
+            turn_back(
+                of_values, dv_head, into, v_heads, part, parts, inside, re, im, 2 * HALF, APART, False, STAGES
+            )
 
 
 @triton.jit

@@ -124,15 +124,15 @@ def _rope_backward_kernel(
     re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     into = out + row[:, None] * out_stride + t[None, :] * STEP
-    _turn_back(
+    turn_back(
         dq + row[:, None] * dq_stride + t[None, :] * STEP, dq_head, into, q_heads, part, parts, inside, re, im, WIDTH, APART, True, STAGES
     )  # fmt: skip
     into += q_heads * WIDTH
-    _turn_back(
+    turn_back(
         dk + row[:, None] * dk_stride + t[None, :] * STEP, dk_head, into, k_heads, part, parts, inside, re, im, WIDTH, APART, True, STAGES
     )  # fmt: skip
     into += k_heads * WIDTH
-    _turn_back(
+    turn_back(
         dv + row[:, None] * dv_stride + t[None, :] * STEP, dv_head, into, v_heads, part, parts, inside, re, im, WIDTH, APART, False, STAGES
     )  # fmt: skip
     if WIDTH > 2 * HALF:
@@ -141,17 +141,17 @@ def _rope_backward_kernel(
         there, u = (row < rows)[:, None] & (u < rest)[None, :], (2 * HALF + u)[None, :]
         into = out + row[:, None] * out_stride + u
         grad = dq + row[:, None] * dq_stride + u
-        _turn_back(grad, dq_head, into, q_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
+        turn_back(grad, dq_head, into, q_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
         into += q_heads * WIDTH
         grad = dk + row[:, None] * dk_stride + u
-        _turn_back(grad, dk_head, into, k_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
+        turn_back(grad, dk_head, into, k_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
         into += k_heads * WIDTH
         grad = dv + row[:, None] * dv_stride + u
-        _turn_back(grad, dv_head, into, v_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
+        turn_back(grad, dv_head, into, v_heads, part, parts, there, re, im, WIDTH, rest, False, STAGES)
 
 
 @triton.jit
-def _turn_back(
+def turn_back(
     grad, stride, into, heads, part, parts, inside, re, im,
     WIDTH: tl.constexpr, APART: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

@@ -14,8 +14,8 @@ from petune.kernels.triton.attention import (
     _prepare_kernel,
     _queries_kernel,
     _tile,
-    _width,
 )
+from petune.kernels.triton.residual import power_of
 from tests.kernels.variants.variant import Variant
 
 
@@ -63,7 +63,7 @@ def variants() -> Iterator[Variant]:
             "HEADS": 16,
             "GROUP": 1,
             "D": d,
-            "W": _width(d),
+            "W": power_of(d),
             "BLOCK": block,
             "CAUSAL": causal,
             "LOADED": causal,
