@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,9 +34,6 @@ def profile(
     depth: Annotated[
         int, typer.Option("--depth", min=0, metavar="D", help="Levels of the module tree to show.")
     ] = 3,
-    format_: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="Tables, or everything as JSON.")
-    ] = "text",
     json: Json = False,
 ) -> None:
     """Profile a step: FLOP, time, memory by module and kind."""
@@ -50,7 +47,7 @@ def profile(
     found = profiling.profile(recipe, steps, trace)
     if found.rank:
         return
-    if json or format_ == "json":
+    if json:
         return _show_json(found)
     _show(found, depth)
     if trace is not None:

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 MODELS: dict[str, str] = {
     "tiny-llama": (
-        "self-pretrained: 1.9 M parameter Llama, trained by petune on Python docstrings"
+        "self-pretrained: 1.8 M parameter Llama, trained by petune on Python docstrings"
         " (benchmarks/demo_pretrain.py llama)"
     ),
     "tiny-bart": (
@@ -24,7 +24,7 @@ MODELS: dict[str, str] = {
         " (benchmarks/demo_pretrain.py bart)"
     ),
     "tiny-t5": (
-        "self-pretrained: 1.9 M parameter T5, trained by petune on Python docstrings"
+        "self-pretrained: 1.8 M parameter T5, trained by petune on Python docstrings"
         " (benchmarks/demo_pretrain.py t5)"
     ),
     "minilm": (

@@ -51,7 +51,7 @@ def test_a_profile_is_a_tree_of_modules_and_what_a_step_is_made_of(
 
 @pytest.mark.slow
 def test_json_has_every_module_and_sums_that_agree(type_: Type, recipe: str, tmp_path: Path) -> None:
-    shown = type_("profile", recipe, "--steps", "1", "--format", "json")
+    shown = type_("profile", recipe, "--steps", "1", "--json")
     assert shown.code == 0, shown.err
     found = json.loads(shown.out)
     modules = {part["path"]: part for part in found["modules"]}
