@@ -29,9 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCE = sorted([*(ROOT / "petune").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
 TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 
-# From the top down. A room imports rooms of later groups; rooms of one group know nothing of each other, but
-# for the pairs below. A module of a room that stands here by its own name is a room of its own: what kernels,
-# methods and parallel plans all build on.
+# From the top down. A room imports rooms of later groups; rooms of one group know nothing of each other.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("petune_cli", "__main__", "__init__"),
     ("preflight", "profiling"),
