@@ -470,11 +470,12 @@ def test_which_turns_are_trained_is_translated_or_its_difference_said(tmp_path: 
         "val_set_size": "some rows are always held out, a share of them: data.split",
     }
     others = CHATS.replace("[gpt]", "[gpt, user]").replace("eos: turn", "eos: last")
-    (tmp_path / "a.yml").write_text(others.replace("role: from", "role: who"))
+    (tmp_path / "a.yml").write_text(others.replace("role: from", "role: who") + "wandb_project: mine\n")
     left = {one.key.rpartition(".")[2]: one.why for one in convert(tmp_path / "a.yml").left}
     assert left["roles_to_train"] == "the assistant's turns are trained, of no other role"
     assert left["train_on_eos"] == "what ends a trained turn is trained, no other end"
     assert left["message_property_mappings"] == "no counterpart for this value"
+    assert left["wandb_project"] == "trackers: [wandb] logs there"
 
 
 def test_other_programs_words_for_chats_and_packing_are_known(tmp_path: Path) -> None:
