@@ -48,7 +48,8 @@ SEQUENCE = ("sp-gather", "sp-ulysses", "sp-ring", "galaxy", "galaxy2", "cut")
 def case(name: str, method: str, backend: str, **changes: Any) -> Case:
     plans = {**BACKENDS, "galaxy overlapped": OVERLAPPED["galaxy"]}
     plan = COMPOSED[backend](name) if " x " in backend else plans[backend](name, 2)
-    return Case(name, method, plan, settings=changes.pop("settings", ()) + settings_of(name, plan), **changes)
+    settings = changes.pop("settings", ()) + settings_of(name, plan)
+    return Case(name, method, plan, settings=settings, steps=1, **changes)
 
 
 # ---------------------------------------------------------- an argument looked up by a name that is not there
