@@ -240,7 +240,7 @@ def test_a_stop_before_the_first_step_still_knows_the_scores_of_base_and_control
 
 
 def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
-    shape = {"epochs": 4, "max_steps": 20, "save_every": 1000, "eval_every": 1000}
+    shape = {"epochs": 2, "max_steps": 10, "save_every": 1000, "eval_every": 1000}
     straight = run(settings(tmp_path, **shape, out="straight"))
     recipe = as_yaml(tmp_path / "recipe.yaml", settings(tmp_path, **shape))
     metrics, said = tmp_path / "run" / "metrics.jsonl", tmp_path / "said"
@@ -248,7 +248,7 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
     def train() -> NoReturn:
         code = 0
         try:
-            run(recipe, Listener(lambda step: time.sleep(0.05)))
+            run(recipe, Listener(lambda step: time.sleep(0.2)))
         except PetuneError as error:
             said.write_text(str(error))
             code = error.code
@@ -267,7 +267,7 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
     assert child.exitcode == 75
     assert "stopped by SIGTERM" in said.read_text()
     at = int(newest(tmp_path / "run").name.removeprefix("step-"))
-    assert 2 <= at < 20
+    assert 2 <= at < 10
     run(recipe, resume=True)
     assert_same_run(tmp_path / "run", straight.folder)
 
