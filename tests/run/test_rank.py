@@ -198,7 +198,7 @@ WISHES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.crossed(1)
-@pytest.mark.parametrize(  # shards and columns are among the pairs above
+@pytest.mark.parametrize(  # columns are among the pairs above, shards among the chains below
     "plan", [pytest.param(plan, marks=pytest.mark.long if plan in ("shard", "tp") else ()) for plan in PLANS]
 )
 @pytest.mark.parametrize(
