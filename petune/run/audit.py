@@ -20,8 +20,8 @@ from petune.parallel import local
 
 GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
-
-
+# biases of keys, which add alike to all scores of a softmax: what gradient they have is rounding
+_UNSEEN = ("key.bias", "key_proj.bias", "k_proj.bias", "k_lin.bias")
 Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it
 
 
@@ -46,13 +46,12 @@ class Audit:
         self.has_gradient = has_gradient or self._has_gradient
         self.frozen_before = checksums(frozen)
         self.waiting = list(names or tuned)
-        self.still = list(names or tuned)
+        self.still = [name for name in names or tuned if not name.endswith(_UNSEEN)]
         self.before = checksums({name: local(value) for name, value in tuned.items()})
         self.updates = self.large = 0  # updates, and those of them that should have moved everything
 
     def after_backward(self) -> None:
-        """Note which tensors have a gradient. Raises TrainingFault after the second update's if one still has
-        none."""
+        """Note which tensors have a gradient. TrainingFault in the second update if one has had none."""
         if self.updates >= GRADIENT_WITHIN:
             return
         seen = self.anyone([self.has_gradient(name) for name in self.waiting])

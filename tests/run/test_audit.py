@@ -217,3 +217,14 @@ def test_what_stands_still_in_a_warm_up_is_named_when_the_rate_is_large():
     with pytest.raises(TrainingFault) as caught:
         audit.after_update(0.3)
     assert caught.value.problems[0].where == "b"
+
+
+def test_a_bias_of_keys_that_rounding_alone_would_move_is_no_fault():
+    tuned = {
+        "layer.0.key.bias": nn.Parameter(torch.ones(3)),
+        "layer.0.query.bias": nn.Parameter(torch.ones(3)),
+    }
+    audit = Audit(tuned, {})
+    for _ in range(4):
+        tuned["layer.0.query.bias"].data += 1
+        audit.after_update()
