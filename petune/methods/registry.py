@@ -153,6 +153,13 @@ def refuse_tuned(model: nn.Module) -> None:
     """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or
     that has nothing to tune."""
     refuse_wrapped(model)
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        kind = type(model).__name__
+        what, remedy = (
+            f"{kind} knows the parameters that it was given alone",
+            f"{kind}(petune.wrap(model, ...))",
+        )
+        raise UsageError(what, found=f"a model inside {kind}", remedy=f"wrap the model first: {remedy}")
     for name, module in tuned_modules(model):
         what = f"a part of this model is tuned already: {type(module).__name__}"
         raise UsageError(what, where=name, remedy="load the base model again")

@@ -339,6 +339,13 @@ def test_a_layer_whose_forward_torch_skips_is_refused() -> None:
     assert "linear1" in str(caught.value)
 
 
+def test_a_model_that_replicas_share_out_already_is_refused_as_it_is() -> None:
+    base = nn.DataParallel(tiny("llama-causal"))
+    with pytest.raises(UsageError, match=r"wrap the model first: DataParallel\(petune.wrap"):
+        wrap(base, "lora", r=4)
+    assert not any("lora" in name for name, _ in base.named_parameters())
+
+
 def test_a_table_whose_rows_are_made_shorter_is_refused() -> None:
     """torch writes rows longer than max_norm anew where they are looked up, merged ones too."""
     with pytest.raises(UsageError, match=r"found max_norm 1\.0"):
