@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,7 +70,7 @@ class Truth:
 class TextValue:
     """A text, one of `words` if any are given."""
 
-    words: Sequence[str] = ()
+    words: Collection[str] = ()
 
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
         if not isinstance(value, str) or (self.words and value not in self.words):

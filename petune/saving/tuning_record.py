@@ -52,7 +52,7 @@ _BASE: Mapping[str, Kind] = {
 _FIELDS: Mapping[str, Kind] = {
     "format": IntegerValue(1),
     "petune": TextValue(),
-    "method": TextValue(tuple(METHODS)),
+    "method": TextValue(METHODS),  # with those that were added since
     "config": MapOf(Anything()),  # make_config knows each method's settings
     "family": OneOf(TextValue(), None),
     "also_train": ListOf(TextValue()),
