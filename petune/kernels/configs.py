@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from petune.errors import UsageError
+from petune.setting import setting
 
 Level = Literal["input", "attention", "projections", "all"]  # what a block keeps, from the least to the most
 KernelsName = Literal["auto", "reference", "triton", "off"]
@@ -33,30 +34,19 @@ class MemoryConfig:
     bfloat16 weights, masters in float32, 14 bytes a parameter.
     """
 
-    keep: Keep = field(default="auto", metadata={"doc": f"per block: {', '.join(KEEPS)}", "choices": KEEPS})
-    offload: Offload = field(
-        default="auto",
-        metadata={
-            "doc": "to pinned host memory: auto, none, input, attention (and input)",
-            "choices": OFFLOADS,
-        },
+    keep: Keep = setting("auto", f"per block: {', '.join(KEEPS)}", choices=KEEPS)
+    offload: Offload = setting(
+        "auto", "to pinned host memory: auto, none, input, attention (and input)", choices=OFFLOADS
     )
-    tile: int | None = field(
-        default=None, metadata={"doc": "tokens per tile of the MLP; null: chosen", "ge": 128}
+    tile: int | None = setting(None, "tokens per tile of the MLP; null: chosen", ge=128)
+    budget: float | None = setting(None, "GiB of device memory to stay within; null: what is free", gt=0)
+    host: float | None = setting(
+        None, "GiB of pinned host memory to use at most; null: 80 % of what is free", gt=0
     )
-    budget: float | None = field(
-        default=None, metadata={"doc": "GiB of device memory to stay within; null: what is free", "gt": 0}
-    )
-    host: float | None = field(
-        default=None,
-        metadata={"doc": "GiB of pinned host memory to use at most; null: 80 % of what is free", "gt": 0},
-    )
-    stream: Stream = field(
-        default="none",
-        metadata={
-            "doc": "full, one device: weights and states of blocks on the host: none, bf16, fp32",
-            "choices": STREAMS,
-        },
+    stream: Stream = setting(
+        "none",
+        "full, one device: weights and states of blocks on the host: none, bf16, fp32",
+        choices=STREAMS,
     )
 
 

@@ -1,6 +1,7 @@
 """What a recipe may say about its data: one frozen dataclass, no torch, no reading.
 
-Ranges and choices live in the field metadata, so that recipe, documentation and check have one source.
+Ranges and choices stand at each field (petune/setting.py), so that recipe, documentation and check have one
+source.
 `columns` maps the role a column plays here to the name it has in the file; a role not named is found by its
 usual names.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+
+from petune.setting import setting
 
 FORMATS = (
     *("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text"),
@@ -42,89 +45,43 @@ class DataConfig:
     """Where the rows are, how they are read, and how long an example may be."""
 
     path: str = field(metadata={"doc": "file, folder, glob, demo:NAME, or hub id[:config][@split]"})
-    format: str = field(
-        default="auto",
-        metadata={"choices": ("auto", *FORMATS), "doc": "shape of a row; auto: by the column names"},
-    )
+    format: str = setting("auto", "shape of a row; auto: by the column names", choices=("auto", *FORMATS))
     columns: Mapping[str, str] = field(
         default_factory=dict, metadata={"keys": ROLES, "doc": "role: name of the column that plays it"}
     )
-    eval: str | None = field(
-        default=None, metadata={"doc": "rows to evaluate on, given like path; otherwise some of path"}
+    eval: str | None = setting(None, "rows to evaluate on, given like path; otherwise some of path")
+    split: float = setting(0.1, "share of the distinct rows held out when eval is not given", gt=0.0, lt=1.0)
+    split_by: str = setting(
+        "content",
+        "content: the same held-out rows for every seed; seed: others for each seed",
+        choices=("content", "seed"),
     )
-    split: float = field(
-        default=0.1,
-        metadata={"gt": 0.0, "lt": 1.0, "doc": "share of the distinct rows held out when eval is not given"},
+    max_length: int | None = setting(
+        None, f"longest example, tokens; default {DEFAULT_MAX_LENGTH} or what the model can take", ge=8
     )
-    split_by: str = field(
-        default="content",
-        metadata={
-            "choices": ("content", "seed"),
-            "doc": "content: the same held-out rows for every seed; seed: others for each seed",
-        },
+    max_target_length: int | None = setting(
+        None, "longest target of seq2seq, tokens; default max_length", ge=8
     )
-    max_length: int | None = field(
-        default=None,
-        metadata={
-            "ge": 8,
-            "doc": f"longest example, tokens; default {DEFAULT_MAX_LENGTH} or what the model can take",
-        },
+    truncation: str = setting("right", "the side cut from an over-long input", choices=("right", "left"))
+    packing: bool = setting(False, "causal and chat: several examples in one sequence, none seeing another")
+    chunk: bool = setting(
+        False,
+        "causal and mlm, plain text: documents joined and cut into windows of max_length; a .txt file is one",
     )
-    max_target_length: int | None = field(
-        default=None, metadata={"ge": 8, "doc": "longest target of seq2seq, tokens; default max_length"}
+    prefix: str = setting("", "text put before every source of a pair, as T5 wants: 'summarize: '")
+    separator: str = setting("\n", "text between prompt and completion of a pair, causal only")
+    language: str | None = setting(
+        None, "of a sound model of several languages, the one that is spoken and written: german, or de"
     )
-    truncation: str = field(
-        default="right",
-        metadata={"choices": ("right", "left"), "doc": "the side cut from an over-long input"},
+    on_bad_line: str = setting(
+        "error", f"skip: bad rows are counted, at most {MAX_BAD_SHARE:.0%}", choices=("error", "skip")
     )
-    packing: bool = field(
-        default=False,
-        metadata={"doc": "causal and chat: several examples in one sequence, none seeing another"},
+    max_rows: int | None = setting(
+        None, "at most this many rows of each side, sampled by content; of a stream the first", ge=1
     )
-    chunk: bool = field(
-        default=False,
-        metadata={
-            "doc": (
-                "causal and mlm, plain text: documents joined and cut into windows of max_length; a .txt file"
-                " is one"
-            )
-        },
-    )
-    prefix: str = field(
-        default="", metadata={"doc": "text put before every source of a pair, as T5 wants: 'summarize: '"}
-    )
-    separator: str = field(
-        default="\n", metadata={"doc": "text between prompt and completion of a pair, causal only"}
-    )
-    language: str | None = field(
-        default=None,
-        metadata={
-            "doc": "of a sound model of several languages, the one that is spoken and written: german, or de"
-        },
-    )
-    on_bad_line: str = field(
-        default="error",
-        metadata={
-            "choices": ("error", "skip"),
-            "doc": f"skip: bad rows are counted, at most {MAX_BAD_SHARE:.0%}",
-        },
-    )
-    max_rows: int | None = field(
-        default=None,
-        metadata={
-            "ge": 1,
-            "doc": "at most this many rows of each side, sampled by content; of a stream the first",
-        },
-    )
-    stream: bool = field(
-        default=False, metadata={"doc": "read rows from their files as steps need them; needs max_steps"}
-    )
-    window: int = field(
-        default=10_000, metadata={"ge": 1, "doc": "stream: rows that are read at a time and shuffled"}
-    )
-    held_out: int | None = field(
-        default=None, metadata={"ge": 1, "doc": "stream: hold out the first so many distinct rows"}
-    )
+    stream: bool = setting(False, "read rows from their files as steps need them; needs max_steps")
+    window: int = setting(10_000, "stream: rows that are read at a time and shuffled", ge=1)
+    held_out: int | None = setting(None, "stream: hold out the first so many distinct rows", ge=1)
 
 
 @dataclass(frozen=True)
@@ -134,34 +91,20 @@ class PreferConfig:
     arXiv:2403.07691), which alone compare with no reference, or, of single answers that are good or bad,
     Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306)."""
 
-    loss: str = field(
-        default="dpo",
-        metadata={
-            "choices": ("dpo", "ipo", "orpo", "kto"),
-            "doc": (
-                "dpo, ipo and kto compare with the model before training, orpo with nothing; kto is of single"
-                " answers with a label"
-            ),
-        },
+    loss: str = setting(
+        "dpo",
+        "dpo, ipo and kto compare with the model before training, orpo with nothing; kto is of single"
+        " answers with a label",
+        choices=("dpo", "ipo", "orpo", "kto"),
     )
-    beta: float = field(
-        default=0.1,
-        metadata={
-            "gt": 0.0,
-            "le": 100.0,
-            "doc": "dpo, ipo and kto: how near to the reference; orpo: its weight",
-        },
+    beta: float = setting(
+        0.1, "dpo, ipo and kto: how near to the reference; orpo: its weight", gt=0.0, le=100.0
     )
-    label_smoothing: float = field(
-        default=0.0,
-        metadata={"ge": 0.0, "lt": 0.5, "doc": "dpo: share of rows taken to be the wrong way round"},
+    label_smoothing: float = setting(
+        0.0, "dpo: share of rows taken to be the wrong way round", ge=0.0, lt=0.5
     )
-    desirable_weight: float = field(
-        default=1.0, metadata={"gt": 0.0, "le": 100.0, "doc": "kto: of good answers in the loss"}
-    )
-    undesirable_weight: float = field(
-        default=1.0, metadata={"gt": 0.0, "le": 100.0, "doc": "kto: of bad answers in the loss"}
-    )
+    desirable_weight: float = setting(1.0, "kto: of good answers in the loss", gt=0.0, le=100.0)
+    undesirable_weight: float = setting(1.0, "kto: of bad answers in the loss", gt=0.0, le=100.0)
 
     @property
     def refers(self) -> bool:
@@ -174,26 +117,15 @@ class EmbedConfig:
     """How texts are embedded, and how near the right ones must be (van den Oord et al. 2018,
     arXiv:1807.03748, with the other rows of a batch as negatives)."""
 
-    pooling: str = field(
-        default="mean",
-        metadata={
-            "choices": ("mean", "cls"),
-            "doc": "of last hidden states: mean of a text, or its first",
-        },
+    pooling: str = setting(
+        "mean", "of last hidden states: mean of a text, or its first", choices=("mean", "cls")
     )
-    scale: float = field(
-        default=20.0, metadata={"gt": 0.0, "le": 1000.0, "doc": "of cosines in the loss; 1 / temperature"}
+    scale: float = setting(20.0, "of cosines in the loss; 1 / temperature", gt=0.0, le=1000.0)
+    dims: tuple[int, ...] = setting(
+        (), "also train the first so many features alone, as [256, 64]; Matryoshka", ge=1
     )
-    dims: tuple[int, ...] = field(
-        default=(),
-        metadata={"ge": 1, "doc": "also train the first so many features alone, as [256, 64]; Matryoshka"},
-    )
-    cached: int | None = field(
-        default=None,
-        metadata={
-            "ge": 1,
-            "doc": "rows of a batch that go through the model at a time, twice each; all of it is compared",
-        },
+    cached: int | None = setting(
+        None, "rows of a batch that go through the model at a time, twice each; all of it is compared", ge=1
     )
 
 
@@ -202,12 +134,10 @@ class RerankConfig:
     """How a passage is judged beside its query: by itself, or among the passages of that query (Cao et al.
     2007, "Learning to rank: from pairwise approach to listwise approach")."""
 
-    loss: str = field(
-        default="bce",
-        metadata={
-            "choices": ("bce", "softmax"),
-            "doc": "bce: each passage by itself; softmax: the right one of a query's passages",
-        },
+    loss: str = setting(
+        "bce",
+        "bce: each passage by itself; softmax: the right one of a query's passages",
+        choices=("bce", "softmax"),
     )
 
 
