@@ -142,9 +142,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     backward() updates; step() then ends the step. Between steps the parameters of blocks are views of host
     memory, and so is `state`: `model.state_dict()` and `state_dict()` wait for copies still under way, other
-    readers call `settle()` first. Raises UsageError for what cannot be: clipping, as the norm of all
-    gradients is known only when none is left, more than one backward pass a step, frozen or shared parameters
-    of blocks.
+    readers call `settle()` first. Gradients are not clipped, as the norm of all is known only when none is
+    left. Raises UsageError for what cannot be: more than one backward pass a step, frozen or shared
+    parameters of blocks.
     """
 
     def __init__(
@@ -159,10 +159,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         states: torch.dtype = torch.bfloat16,
         seed: int = 0,
         slots: int = 3,
-        max_grad_norm: float | None = None,
         device: torch.device | None = None,
     ) -> None:
-        _check(model, blocks, states, slots, max_grad_norm)
+        _check(model, blocks, states, slots)
         self.names = {value: name for name, value in model.named_parameters()}
         self.device = device or next(iter(self.names)).device
         trained = [(name, value) for value, name in self.names.items() if value.requires_grad]
@@ -497,18 +496,8 @@ class StreamedAdamW(torch.optim.Optimizer):
                 own["master"].copy_(parameter.data)
 
 
-def _check(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    states: torch.dtype,
-    slots: int,
-    max_grad_norm: float | None,
-) -> None:
+def _check(model: nn.Module, blocks: Sequence[nn.Module], states: torch.dtype, slots: int) -> None:
     """Raise UsageError for what cannot be streamed."""
-    if max_grad_norm is not None:
-        remedy = "leave max_grad_norm out and watch grad_norm, or keep the parameters on the device"
-        problem = "clipping by norm needs all gradients at once, but streamed ones are used as they come"
-        raise UsageError(problem, where="max_grad_norm", remedy=remedy)
     if slots < 2 or states not in (torch.bfloat16, torch.float32):
         what = "streaming needs two slots or more and states in bfloat16 or float32"
         raise UsageError(what, found=f"slots {slots}, states {states}")

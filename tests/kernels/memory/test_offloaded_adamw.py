@@ -727,7 +727,6 @@ def test_recomputing_a_block_from_outside_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "given", "message"),
     [
-        (lambda blocks: None, {"max_grad_norm": 1.0}, "clipping"),
         (lambda blocks: None, {"slots": 1}, "two slots"),
         (lambda blocks: None, {"states": torch.float16}, "bfloat16 or float32"),
         (lambda blocks: blocks[1].mlp.down_proj.requires_grad_(False), {}, "frozen"),
