@@ -19,7 +19,7 @@ WHY: Mapping[str, str] = {
     "logging_steps": "every step is in metrics.jsonl",
     "log_every_n_steps": "every step is in metrics.jsonl",
     "dataset_dir": "dataset_info.json is not read: data is the path of a file or folder, or a hub id",
-    "wandb_project": "trackers: [wandb] logs there",
+    "wandb_project": "trackers: [wandb] logs to the project petune",
     "tokenizer.path": "the model's own tokenizer is used",
     "checkpointer.output_dir": "a run's folder is `out`",
     "resume_from_checkpoint": "petune train RECIPE --resume",

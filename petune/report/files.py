@@ -1,7 +1,7 @@
 """The files of a run folder as a page reads them: whatever is there, also of a run in progress or one that is
 damaged. What cannot be read is named among `faults`, never raised.
 
-No link is followed and nothing is written. A file that a run of an earlier petune does not have is no fault.
+No link is followed and nothing is written. A file that is not there is no fault.
 """
 
 from __future__ import annotations

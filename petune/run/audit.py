@@ -20,7 +20,8 @@ from petune.parallel import local
 
 GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
-# biases of keys, which add alike to all scores of a softmax: what gradient they have is rounding
+# Biases of keys: where no position turns the keys they add alike to all scores of a softmax, and what
+# gradient they have is rounding. Where one does (rope) they move with the rest, and are not asked either.
 _UNSEEN = ("key.bias", "key_proj.bias", "k_proj.bias", "k_lin.bias")
 Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it
 

@@ -475,7 +475,7 @@ def test_which_turns_are_trained_is_translated_or_its_difference_said(tmp_path: 
     assert left["roles_to_train"] == "the assistant's turns are trained, of no other role"
     assert left["train_on_eos"] == "what ends a trained turn is trained, no other end"
     assert left["message_property_mappings"] == "no counterpart for this value"
-    assert left["wandb_project"] == "trackers: [wandb] logs there"
+    assert left["wandb_project"] == "trackers: [wandb] logs to the project petune"
 
 
 def test_other_programs_words_for_chats_and_packing_are_known(tmp_path: Path) -> None:
