@@ -35,11 +35,11 @@ class StandStill:
 
     def __call__(self, base: nn.Module, args: Any) -> None:
         if base.training:
+            if torch.is_grad_enabled():
+                self._refuse_idle(base)  # while it says that it trains, or the next call would pass
             base.eval()
             for module in self.inside:
                 module.train()
-            if torch.is_grad_enabled():
-                self._refuse_idle(base)
 
     def _refuse_idle(self, base: nn.Module) -> None:
         own = {id(value) for module in self.trained for value in module.parameters()}

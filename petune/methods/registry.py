@@ -27,7 +27,7 @@ from petune.methods.settings import (
 )
 from petune.methods.targets import head_modules
 from petune.methods.trainable import base_biases, describe, refuse_tied_heads, untouched
-from petune.methods.wrapped import Tuning, refuse_no_model, refuse_wrapped
+from petune.methods.wrapped import REPLICAS, Tuning, refuse_no_model, refuse_replicas, refuse_wrapped
 from petune.models import FAMILIES, family_of
 from petune.models.linear_attention import tell_samples
 from petune.models.multimodal import refuse_whole
@@ -153,13 +153,7 @@ def refuse_tuned(model: nn.Module) -> None:
     """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or
     that has nothing to tune."""
     refuse_wrapped(model)
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        kind = type(model).__name__
-        what, remedy = (
-            f"{kind} knows the parameters that it was given alone",
-            f"{kind}(petune.wrap(model, ...))",
-        )
-        raise UsageError(what, found=f"a model inside {kind}", remedy=f"wrap the model first: {remedy}")
+    refuse_replicas(model, "petune.wrap(model, ...)", REPLICAS)
     for name, module in tuned_modules(model):
         what = f"a part of this model is tuned already: {type(module).__name__}"
         raise UsageError(what, where=name, remedy="load the base model again")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import MethodConfig
+
+REPLICAS: tuple[type[nn.Module], ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,27 @@ def refuse_no_model(model: object) -> None:
 
 def bare(model: nn.Module) -> nn.Module:
     """The model inside torch.compile's and DistributedDataParallel's wrappers."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    *_, inner = _around(model)
+    return inner
+
+
+def _around(model: nn.Module) -> Iterator[nn.Module]:
+    """Such wrappers, from the outside, and last the model inside them."""
+    found: nn.Module | None = model
+    while found is not None:
+        yield found
+        found = found._modules.get("module" if isinstance(found, REPLICAS) else "_orig_mod")
+
+
+def refuse_replicas(model: nn.Module, call: str, kinds: tuple[type[nn.Module], ...] = REPLICAS[:1]) -> None:
+    """Raise UsageError for a model inside a wrapper that sums the gradients of the parameters that it was
+    given, and of no others. call: what makes new ones, as a user writes it."""
+    for found in _around(model):
+        if isinstance(found, kinds):
+            kind = type(found).__name__
+            what = f"{kind} knows the parameters that it was given alone"
+            remedy = f"tune the model first: {kind}({call})"
+            raise UsageError(what, found=f"a model inside {kind}", remedy=remedy)
 
 
 def tuning(model: nn.Module) -> Tuning:

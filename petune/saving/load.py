@@ -26,7 +26,7 @@ from petune.methods.configs import METHODS, LoraConfig, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import check_tensors, plain_class, remember, shapes_of
 from petune.methods.trainable import base_biases, fill, widen
-from petune.methods.wrapped import bare, refuse_no_model, refuse_wrapped
+from petune.methods.wrapped import bare, refuse_no_model, refuse_replicas, refuse_wrapped
 from petune.models.loading import quiet
 from petune.models.read_plan import names_in_model
 from petune.saving.adapters import check_adapters, is_of_adapters, load_adapters, refuse_pickle
@@ -67,9 +67,10 @@ def load(
     the hash is remembered. `verify_base` reads them all, or compares the SHA-256 of the base's tensors with
     the one given to `save`. Raises FileError for a file that differs, a tensor that is missing, unexpected,
     mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a
-    wrapped model.
+    wrapped model, and for one inside DistributedDataParallel.
     """
     refuse_no_model(base_model)
+    refuse_replicas(base_model, "petune.load(model, folder)")
     folder, model = _tuned_folder(path_of(folder)), bare(base_model)
     refuse_wrapped(model)
     if holds_several(folder):

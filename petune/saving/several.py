@@ -16,7 +16,7 @@ from petune.log import say
 from petune.methods import Tuning, describe, lora, tune, tuning
 from petune.methods.configs import LoraConfig, make_config
 from petune.methods.several import alone, bare_base, refuse_unfit, take
-from petune.methods.wrapped import bare, refuse_no_model
+from petune.methods.wrapped import bare, refuse_no_model, refuse_replicas
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.combining import read_adapter
 from petune.saving.fingerprint import plain_name
@@ -44,6 +44,7 @@ def add(
     rows, init: pissa; FileError as `load`.
     """
     refuse_no_model(model)
+    refuse_replicas(model, "petune.add(model, name, ...)")
     inner = bare(model)
     if folder is not None:
         if settings or method != "lora":

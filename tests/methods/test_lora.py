@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
+import petune
 from petune.errors import UsageError
 from petune.methods import tuned_state, wrap
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraConv1D, LoraEmbedding, LoraLayer, LoraLinear, tune
 from tests.methods.zoo import FOUR, batch, frozen, gradients, stir, tiny
+from tests.pool import run
 
 
 def tiny_gpt2() -> GPT2LMHeadModel:
@@ -341,9 +344,31 @@ def test_a_layer_whose_forward_torch_skips_is_refused() -> None:
 
 def test_a_model_that_replicas_share_out_already_is_refused_as_it_is() -> None:
     base = nn.DataParallel(tiny("llama-causal"))
-    with pytest.raises(UsageError, match=r"wrap the model first: DataParallel\(petune.wrap"):
-        wrap(base, "lora", r=4)
+    for outer in (base, torch.compile(base)):
+        with pytest.raises(UsageError, match=r"tune the model first: DataParallel\(petune.wrap"):
+            wrap(outer, "lora", r=4)
     assert not any("lora" in name for name, _ in base.named_parameters())
+
+
+def test_a_model_whose_gradients_are_summed_already_is_given_no_new_tensors(tmp_path: Path) -> None:
+    petune.save(wrap(tiny("llama-causal"), "lora", r=2), tmp_path / "tuned")
+
+    def refused() -> list[str]:
+        base, messages = nn.parallel.DistributedDataParallel(tiny("llama-causal")), list[str]()
+        outer: Any = torch.compile(base)
+        for call in (
+            lambda: petune.load(outer, tmp_path / "tuned"),
+            lambda: petune.add(outer, "poet", folder=tmp_path / "tuned"),
+        ):
+            with pytest.raises(UsageError) as caught:
+                call()
+            messages.append(str(caught.value))
+        assert not any("lora" in name for name, _ in base.named_parameters())
+        return messages
+
+    ((loading, adding),) = run(1, refused)
+    assert "tune the model first: DistributedDataParallel(petune.load(" in loading
+    assert "DistributedDataParallel(petune.add(" in adding
 
 
 def test_a_table_whose_rows_are_made_shorter_is_refused() -> None:
