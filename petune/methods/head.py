@@ -35,11 +35,26 @@ class StandStill:
 
     def __call__(self, base: nn.Module, args: Any) -> None:
         if base.training:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self._may_be_idle(base):
                 self._refuse_idle(base)  # while it says that it trains, or the next call would pass
             base.eval()
             for module in self.inside:
                 module.train()
+
+    def _may_be_idle(self, base: nn.Module) -> bool:
+        """Whether there is something to refuse outside `trained`, but for what is tied to it: asked at every
+        step, so without names, which take longer."""
+        left: list[nn.Module | None] = [base]
+        while left:
+            if (module := left.pop()) is None or module in self.trained:
+                continue
+            if module.__dict__.get("neftune_noise_alpha") is not None:
+                return True
+            for value in module._parameters.values():
+                if value is not None and value.requires_grad:
+                    return True
+            left += module._modules.values()
+        return False
 
     def _refuse_idle(self, base: nn.Module) -> None:
         own = {id(value) for module in self.trained for value in module.parameters()}
