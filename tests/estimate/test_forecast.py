@@ -21,7 +21,7 @@ from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ParallelPlan
 from petune.recipe import load_recipe
 from tests.methods.zoo import ZOO, tiny
-from tests.written_recipes import recipe_of
+from tests.written_recipes import foretold, recipe_of, sketched
 
 GB = 10**9
 
@@ -67,7 +67,7 @@ def test_a_sketch_is_the_tuned_model(name: str, method: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("row", ["tp", "galaxy", "galaxy2", "sp"])
 def test_slices_of_the_ranks_make_up_the_model(name: str, method: str, row: str, tmp_path: Path) -> None:
     settings = {"name": method, **({"reduction": 4} if method == "side" else {})}
-    drawn = sketch(recipe_of(name, tmp_path, method=settings))
+    drawn = sketched(recipe_of(name, tmp_path, method=settings))
     cut = CutConfig(shares=(3, 1), vocabulary=False) if row == "tp" else CutConfig(shares=(3, 1))
     plan = plan_of(drawn, ParallelConfig(**{row: cut}))
     held = [held_by(drawn.model, drawn.family, plan, Coordinate(tp=rank)) for rank in (0, 1)]
@@ -86,7 +86,7 @@ def test_slices_of_the_ranks_make_up_the_model(name: str, method: str, row: str,
 @pytest.mark.parametrize("method", ["lora", "side"])
 def test_stages_make_up_the_model(name: str, method: str, tmp_path: Path) -> None:
     settings = {"name": method, **({"reduction": 4} if method == "side" else {})}
-    drawn = sketch(recipe_of(name, tmp_path, method=settings))
+    drawn = sketched(recipe_of(name, tmp_path, method=settings))
     plan = plan_of(drawn, ParallelConfig(pp=PpConfig(size=2)))
     held = [held_by(drawn.model, drawn.family, plan, Coordinate(pp=stage)) for stage in (0, 1)]
     whole, parts = sizes(drawn.model), [sizes(one.modules[0]) for one in held]
@@ -97,7 +97,7 @@ def test_stages_make_up_the_model(name: str, method: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("shares", "rows"), [((), [48, 49]), ((3, 1), [72, 25])])
 def test_a_vocabulary_is_shared_out(shares: tuple[int, ...], rows: list[int], tmp_path: Path) -> None:
-    drawn = sketch(recipe_of("llama-causal", tmp_path))
+    drawn = sketched(recipe_of("llama-causal", tmp_path))
     plan = plan_of(drawn, ParallelConfig(tp=CutConfig(shares=shares)))
     tables = [
         sizes(held_by(drawn.model, drawn.family, plan, Coordinate(tp=rank)).modules[0])["lm_head.weight"]
@@ -109,8 +109,8 @@ def test_a_vocabulary_is_shared_out(shares: tuple[int, ...], rows: list[int], tm
 def test_bytes_are_by_dtype_and_by_what_trains(tmp_path: Path) -> None:
     for method, frozen_bytes in (("lora", 2), ("full", 4)):
         recipe = recipe_of("llama-causal", tmp_path, method=method, dtype="bf16")
-        (rank,) = forecast(recipe).ranks
-        drawn = sketch(recipe)
+        (rank,) = foretold(recipe).ranks
+        drawn = sketched(recipe)
         trained, total = count_parameters(drawn.model)
         buffers = sum(value.numel() * value.element_size() for value in drawn.model.buffers())
         assert rank.memory.frozen == frozen_bytes * (total - trained) + buffers
@@ -121,11 +121,11 @@ def test_bytes_are_by_dtype_and_by_what_trains(tmp_path: Path) -> None:
 
 def test_shards_divide_what_they_hold(tmp_path: Path) -> None:
     recipe = recipe_of("llama-causal", tmp_path, method="full")
-    alone = forecast(recipe).ranks[0].memory
+    alone = foretold(recipe).ranks[0].memory
 
     def sharded(**settings: Any) -> Any:
         return (
-            forecast(recipe, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, **settings)))
+            foretold(recipe, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, **settings)))
             .ranks[0]
             .memory
         )
@@ -140,18 +140,18 @@ def test_shards_divide_what_they_hold(tmp_path: Path) -> None:
     assert resting.at_rest == pytest.approx(4 * alone.tuned / 4, rel=0.01)
     lora = recipe_of("llama-causal", tmp_path)
     kept = (
-        forecast(lora, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, frozen="replicated")))
+        foretold(lora, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, frozen="replicated")))
         .ranks[0]
         .memory
     )
-    assert kept.frozen == forecast(lora).ranks[0].memory.frozen
+    assert kept.frozen == foretold(lora).ranks[0].memory.frozen
 
 
 def test_shards_of_a_quantised_base_are_held_and_sent_in_its_bytes(tmp_path: Path) -> None:
     plan = ParallelConfig(dp=DpConfig(size=2, shard=True))
 
     def sizes(**settings: Any) -> tuple[int, int, int]:
-        found = forecast(recipe_of("llama-causal", tmp_path, method="lora", **settings), parallel=plan)
+        found = foretold(recipe_of("llama-causal", tmp_path, method="lora", **settings), parallel=plan)
         (sent,) = [one.forward for one in found.transitions if one.where == "shards of weights"]
         return found.ranks[0].memory.frozen, found.ranks[0].memory.gathered, sent
 
@@ -163,7 +163,7 @@ def test_shards_of_a_quantised_base_are_held_and_sent_in_its_bytes(tmp_path: Pat
 def test_activations_go_by_rows_in_flight(tmp_path: Path) -> None:
     def most(parallel: ParallelConfig, **settings: Any) -> list[int]:
         recipe = recipe_of("bert-classify", tmp_path, batch_size=8, **settings)
-        return [rank.memory.activations for rank in forecast(recipe, parallel=parallel).ranks]
+        return [rank.memory.activations for rank in foretold(recipe, parallel=parallel).ranks]
 
     (alone,) = most(ParallelConfig())
     assert most(ParallelConfig(dp=DpConfig(shares=(3, 1)))) == [
@@ -179,7 +179,7 @@ def test_activations_go_by_rows_in_flight(tmp_path: Path) -> None:
 
 def test_blocks_below_what_trains_and_beside_a_ladder_keep_nothing(tmp_path: Path) -> None:
     def kept(method: dict[str, Any]) -> int:
-        return forecast(recipe_of("bert-classify", tmp_path, method=method)).ranks[0].memory.activations
+        return foretold(recipe_of("bert-classify", tmp_path, method=method)).ranks[0].memory.activations
 
     last = kept({"name": "lora", "targets": ["encoder.layer.1.output.dense"]})
     assert last < 0.7 * kept({"name": "lora", "targets": ["encoder.layer.0.output.dense"]})
@@ -195,7 +195,7 @@ def test_blocks_below_what_trains_and_beside_a_ladder_keep_nothing(tmp_path: Pat
 
 def test_a_forecast_says_what_each_rank_holds(tmp_path: Path) -> None:
     parallel = ParallelConfig(dp=DpConfig(size=2), galaxy=CutConfig(shares=(3, 1)), pp=PpConfig(size=2))
-    found = forecast(recipe_of("t5-gated", tmp_path, batch_size=8), parallel=parallel)
+    found = foretold(recipe_of("t5-gated", tmp_path, batch_size=8), parallel=parallel)
     facts = [
         (rank.rank, rank.blocks, rank.heads, rank.columns, rank.tokens, rank.rows) for rank in found.ranks
     ]
@@ -213,12 +213,12 @@ def test_a_forecast_says_what_each_rank_holds(tmp_path: Path) -> None:
 
 def test_a_ladder_sends_for_itself_and_its_backbone_nothing_back(tmp_path: Path) -> None:
     recipe = recipe_of("llama-causal", tmp_path, method={"name": "side", "reduction": 4}, batch_size=4)
-    found = forecast(recipe, parallel=ParallelConfig(sp=CutConfig(size=2), pp=PpConfig(size=2))).transitions
+    found = foretold(recipe, parallel=ParallelConfig(sp=CutConfig(size=2), pp=PpConfig(size=2))).transitions
     ladder = [one for one in found if one.where.startswith("ladder")]
     assert [one.where for one in ladder] == ["ladder, decoder attention", "ladder, stage 0 to 1"]
     assert all(one.backward for one in ladder)
     some = recipe_of("llama-causal", tmp_path, method={"name": "side", "reduction": 4, "layers": [1]})
-    found = forecast(some, parallel=ParallelConfig(sp=CutConfig(size=2))).transitions
+    found = foretold(some, parallel=ParallelConfig(sp=CutConfig(size=2))).transitions
     assert [one.times for one in found if one.where.startswith("ladder")] == [1] < [ladder[0].times]
     assert not any(one.backward for one in found if one.where.startswith(("decoder", "stage")))
 
@@ -236,12 +236,12 @@ def test_a_model_without_a_table_is_replicated(tmp_path: Path) -> None:
             "device": "cpu",
         }
     )
-    found = forecast(recipe, parallel=ParallelConfig(dp=DpConfig(size=2)))
+    found = foretold(recipe, parallel=ParallelConfig(dp=DpConfig(size=2)))
     assert [(rank.blocks, rank.heads, rank.memory.activations) for rank in found.ranks] == [
         ("all", None, 0)
     ] * 2
     with pytest.raises(UsageError, match="no table"):
-        forecast(recipe, parallel=ParallelConfig(tp=CutConfig(size=2)))
+        foretold(recipe, parallel=ParallelConfig(tp=CutConfig(size=2)))
 
 
 def test_nothing_is_loaded_and_nothing_written(
@@ -272,26 +272,26 @@ def test_a_large_model_needs_no_memory(tmp_path: Path) -> None:
             "device": "cuda",
         }
     )
-    found = forecast(recipe, parallel=ParallelConfig(tp=CutConfig(size=2)), memory=[80 * GB])
+    found = foretold(recipe, parallel=ParallelConfig(tp=CutConfig(size=2)), memory=[80 * GB])
     assert [rank.memory.frozen / GB for rank in found.ranks] == [pytest.approx(8.03, abs=0.02)] * 2
 
 
 def test_the_blocks_that_leave_with_a_whole_cache_are_all_but_embedding_and_ladder(tmp_path: Path) -> None:
     method = {"name": "side", "reduction": 4}
-    drawn = sketch(recipe_of("bert-classify", tmp_path, method=method, cache=True))
+    drawn = sketched(recipe_of("bert-classify", tmp_path, method=method, cache=True))
     names = [name for name in sizes(drawn.model) if ".encoder.layer." in name and ".side." not in name]
     expected = sum(4 * drawn.model.get_parameter(name).numel() for name in names)
-    (rank,) = forecast(drawn.recipe).ranks
+    (rank,) = foretold(drawn.recipe).ranks
     assert rank.memory.leaving == expected < rank.memory.frozen
     for changes in ({"cache": False}, {"method": method | {"start": "pruned"}, "cache": True}):
-        (rank,) = forecast(recipe_of("bert-classify", tmp_path, **{"method": method, **changes})).ranks
+        (rank,) = foretold(recipe_of("bert-classify", tmp_path, **{"method": method, **changes})).ranks
         assert rank.memory.leaving == 0
 
 
 def test_a_head_alone_keeps_no_activations_and_all_blocks_may_leave(tmp_path: Path) -> None:
-    drawn = sketch(recipe_of("bert-classify", tmp_path, method={"name": "head"}, cache=True))
+    drawn = sketched(recipe_of("bert-classify", tmp_path, method={"name": "head"}, cache=True))
     blocks = sum(4 * value.numel() for name, value in drawn.model.named_parameters() if ".encoder." in name)
-    (rank,) = forecast(drawn.recipe).ranks
+    (rank,) = foretold(drawn.recipe).ranks
     head = 4 * sum(value.numel() for value in drawn.model.classifier.parameters())
     assert (rank.memory.activations, rank.memory.tuned, rank.memory.optimizer) == (0, head, 2 * head)
     assert rank.memory.leaving == blocks < rank.memory.frozen
@@ -310,7 +310,7 @@ def refusal(found: Forecast) -> str:
 
 def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help(tmp_path: Path) -> None:
     recipe = recipe_of("bert-classify", tmp_path, batch_size=8)
-    text = refusal(forecast(recipe, memory=[2**28]))
+    text = refusal(foretold(recipe, memory=[2**28]))
     assert text.startswith("rank 0 does not fit its device\n   expected at most 256 MiB, found ")
     for part in ("frozen", "tuned", "gradients", "optimizer", "activations", "the process 256 MiB"):
         assert part in text
@@ -321,33 +321,33 @@ def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help(tmp_path:
         "dtype=bf16 saves",
     ):
         assert knob in text
-    forecast(recipe, memory=[GB]).check()
+    foretold(recipe, memory=[GB]).check()
 
 
 def test_only_the_ranks_that_are_too_small_are_named(tmp_path: Path) -> None:
     recipe, parallel = recipe_of("bert-classify", tmp_path, batch_size=8), ParallelConfig(dp=DpConfig(size=2))
-    text = refusal(forecast(recipe, parallel=parallel, memory=[GB, 2**28]))
+    text = refusal(foretold(recipe, parallel=parallel, memory=[GB, 2**28]))
     assert "rank 1 does not fit" in text and "rank 0" not in text
     assert "parallel.dp.shard=true saves" in text
-    many = forecast(recipe, parallel=ParallelConfig(dp=DpConfig(size=8)), memory=[2**28])
+    many = foretold(recipe, parallel=ParallelConfig(dp=DpConfig(size=8)), memory=[2**28])
     assert "nor do 4 more ranks" in refusal(many)
 
 
 def test_every_knob_saves_what_it_says(tmp_path: Path) -> None:
     recipe = recipe_of("bert-classify", tmp_path, batch_size=8)
-    found = forecast(recipe)
+    found = foretold(recipe)
     for text, saved in found.knobs:
         key, value = text.split("=")
         changed = load_recipe(recipe, [f"{key}={value}"])
-        assert found.ranks[0].total - forecast(changed).ranks[0].total == pytest.approx(saved, rel=0.05), text
+        assert found.ranks[0].total - foretold(changed).ranks[0].total == pytest.approx(saved, rel=0.05), text
 
 
 def test_memory_is_one_number_or_one_for_each(tmp_path: Path) -> None:
     recipe = recipe_of("bert-classify", tmp_path)
     two = ParallelConfig(dp=DpConfig(size=2))
-    assert [rank.limit for rank in forecast(recipe, parallel=two, memory=[5]).ranks] == [5, 5]
-    assert [rank.limit for rank in forecast(recipe, parallel=two, memory=[5, 6]).ranks] == [5, 6]
+    assert [rank.limit for rank in foretold(recipe, parallel=two, memory=[5]).ranks] == [5, 5]
+    assert [rank.limit for rank in foretold(recipe, parallel=two, memory=[5, 6]).ranks] == [5, 6]
     with pytest.raises(UsageError, match="--memory"):
-        forecast(recipe, parallel=two, memory=[5, 6, 7])
-    here = forecast(recipe, parallel=two).ranks
+        foretold(recipe, parallel=two, memory=[5, 6, 7])
+    here = foretold(recipe, parallel=two).ranks
     assert here[0].limit == here[1].limit and (here[0].limit or 0) > 2**28

@@ -17,7 +17,7 @@ from petune.errors import UsageError
 from petune.estimate import fused_forecast
 from petune.estimate.cluster import Cluster, Device, LinkSpeed
 from petune.estimate.footprint import held_by
-from petune.estimate.forecast import PROCESS, Forecast, forecast, sketch
+from petune.estimate.forecast import PROCESS, Forecast, sketch
 from petune.estimate.fused_forecast import (
     CARDS,
     FIRST,
@@ -41,7 +41,7 @@ from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE, Cut, ParallelPlan, Stage
 from petune.recipe import Recipe, load_recipe
 from tests.methods.zoo import MOE, ZOO
-from tests.written_recipes import recipe_of
+from tests.written_recipes import foretold, recipe_of, sketched
 
 pytestmark = pytest.mark.slow  # shapes of 32 blocks
 H200 = int(CARDS["H200"] * GIB)
@@ -91,7 +91,7 @@ def mixture(folder: Path, blocks: int, **settings: Any) -> Recipe:
 
 
 def chosen(recipe: Recipe, device: str = "H200", memory: int = H200) -> Policy:
-    found = policy_for(sketch(recipe), ALONE, recipe.batch_size, device, memory)
+    found = policy_for(sketched(recipe), ALONE, recipe.batch_size, device, memory)
     assert isinstance(found, Policy), found
     return found
 
@@ -108,13 +108,13 @@ def test_a_planner_tells_the_time_of_one_device_as_its_policy_does(
     work: str, card: str, tmp_path: Path
 ) -> None:
     recipe = mixture(tmp_path, 12) if work == "mixture" else large(tmp_path, 4, 2048, 8, method=work)
-    free, drawn = LinkSpeed(0.0, 1e15), sketch(recipe)
+    free, drawn = LinkSpeed(0.0, 1e15), sketched(recipe)
     told = Clock(workload(drawn), Cluster((Device(card, rates_of(card)),), free, free)).of(ALONE)
     assert told.total == pytest.approx(chosen(recipe, card, 1000 * GIB).seconds, rel=0.08)
 
 
 def seen(recipe: Recipe, memory: int = H200, device: str | None = "H200", **options: Any) -> Outlook:
-    return outlook(forecast(recipe, memory=[memory], **options), device)
+    return outlook(foretold(recipe, memory=[memory], **options), device)
 
 
 # ------------------------------------------------------------------ what is chosen
@@ -162,7 +162,7 @@ def test_a_plan_is_refused_as_the_run_would_be(tmp_path: Path) -> None:
     streams = {"method": "full", "clip": None, "memory": {"stream": "bf16"}}
     with pytest.raises(UsageError, match="keeps weights in bf16"):
         sketch(large(tmp_path, 1, 128, **streams, device="cpu"))
-    narrow = forecast(large(tmp_path, 1, 128, **streams, device="cpu", dtype="bf16"))
+    narrow = foretold(large(tmp_path, 1, 128, **streams, device="cpu", dtype="bf16"))
     assert outlook(narrow).lines[0].startswith("blocks   refused on a CPU")
     assert "method=lora" not in dict(narrow.knobs)
 
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
 def test_blocks_that_are_not_fused_have_a_reason(
     name: str, settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    found = forecast(recipe_of(name, tmp_path, **{"device": "cuda", **settings}), memory=[H200])
+    found = foretold(recipe_of(name, tmp_path, **{"device": "cuda", **settings}), memory=[H200])
     told = outlook(found, "H200")
     assert told.policies == () and told.forecast is found
     (line,) = told.lines
@@ -268,7 +268,7 @@ def keeps(policy: Policy | str) -> list[str]:
 def test_ranks_that_share_blocks_keep_the_same_and_hold_their_parts(plan: str, tmp_path: Path) -> None:
     shares = {"heads": [24, 8], "columns": [10752, 3584], "vocabulary": False}
     recipe, memory = large(tmp_path, 8, 4096, 8, parallel={plan: shares}), [H200 // 14, H200 // 2]
-    told = outlook(forecast(recipe, memory=memory), "H200")
+    told = outlook(foretold(recipe, memory=memory), "H200")
     first, second = told.policies
     drawn = told.forecast.drawn
     alone = [
@@ -287,9 +287,9 @@ def test_ranks_that_hold_tokens_keep_the_same_of_their_own(exchange: str, tmp_pa
     """Every rank holds whole blocks, and of what they keep a part for each of its tokens."""
     plan = {"sp": {"sequence": [3, 1], "exchange": exchange}}
     recipe = large(tmp_path, 4, 4096, 8, parallel=plan)
-    told = outlook(forecast(recipe, memory=[H200 // 2, H200]), "H200")
+    told = outlook(foretold(recipe, memory=[H200 // 2, H200]), "H200")
     first, second = told.policies
-    (alone,) = outlook(forecast(large(tmp_path, 4, 4096, 8), memory=[H200]), "H200").policies
+    (alone,) = outlook(foretold(large(tmp_path, 4, 4096, 8), memory=[H200]), "H200").policies
     assert told.lines[0].startswith("blocks   fused") and keeps(first) == keeps(second)
     assert second.peak < first.peak < alone.peak and second.seconds < alone.seconds / 2
 
@@ -298,7 +298,7 @@ def test_a_stage_keeps_as_much_as_its_passes_on_the_way_leave_it(tmp_path: Path)
     """Eight pieces of four rows in four stages: four passes on the first rank, one on the last."""
     axis = {"size": 4, "microbatches": 8}
     recipe = large(tmp_path, 32, 4096, parallel={"pp": axis}, memory={"offload": "none"})
-    told = outlook(forecast(recipe, memory=[H200 // 3]), "H200")
+    told = outlook(foretold(recipe, memory=[H200 // 3]), "H200")
     assert [len(policy.rungs) for policy in told.policies] == [9, 9, 8, 6], "the last one has the head"
     assert told.policies[-1].rungs == (Rung("all"),) * 6, "one pass on the way"
     kept = [fmean(LEVELS.index(rung.keep) for rung in policy.rungs) for policy in told.policies]
@@ -309,7 +309,7 @@ def test_a_stage_keeps_as_much_as_its_passes_on_the_way_leave_it(tmp_path: Path)
 
 def test_a_pipeline_is_as_fast_as_its_slowest_stage_and_its_bubble_let_it(tmp_path: Path) -> None:
     axis = {"size": 2, "microbatches": 4}
-    told = outlook(forecast(large(tmp_path, 8, 2048, 8, parallel={"pp": axis}), memory=[H200]), "H200")
+    told = outlook(foretold(large(tmp_path, 8, 2048, 8, parallel={"pp": axis}), memory=[H200]), "H200")
     step = 4 * max(policy.seconds for policy in told.policies) / (1 - told.forecast.bubble)
     assert told.forecast.bubble == pytest.approx(1 / 5)
     assert f"{8 * 2048 / step:,.0f} tokens/s predicted" in told.lines[-1]
@@ -327,7 +327,7 @@ def test_blocks_beside_a_ladder_keep_nothing_and_its_own_what_is_asked(
     asked: dict[str, Any], kept: str, tmp_path: Path
 ) -> None:
     settings = {"method": {"name": "side", "reduction": 4}, "device": "cuda", **asked}
-    found = forecast(recipe_of("llama-causal", tmp_path, **settings), memory=[H200])
+    found = foretold(recipe_of("llama-causal", tmp_path, **settings), memory=[H200])
     told = outlook(found, "H200")
     assert told.policies == ()
     assert told.forecast.ranks[0].memory.activations < found.ranks[0].memory.activations or "again" in kept
@@ -338,7 +338,7 @@ def test_blocks_beside_a_ladder_keep_nothing_and_its_own_what_is_asked(
 def test_what_a_block_calls_keeps_bytes_of_the_dtype_it_computes_in(name: str, tmp_path: Path) -> None:
     kept = []
     for precision in ("fp32", "bf16"):
-        drawn = sketch(recipe_of(name, tmp_path, device="cuda", dtype=precision, method="full"))
+        drawn = sketched(recipe_of(name, tmp_path, device="cuda", dtype=precision, method="full"))
         held = held_by(drawn.model, drawn.family, ALONE, FIRST).modules
         (shape, *_) = block_shapes(drawn, ALONE, held)
         (core,) = next(block for one in held for block in fused_blocks(one)).spec.called
@@ -349,7 +349,7 @@ def test_what_a_block_calls_keeps_bytes_of_the_dtype_it_computes_in(name: str, t
 
 def test_blocks_below_a_head_alone_keep_nothing(tmp_path: Path) -> None:
     settings = {"method": {"name": "head"}, "device": "cuda"}
-    found = forecast(recipe_of("llama-classify", tmp_path, **settings), memory=[H200])
+    found = foretold(recipe_of("llama-classify", tmp_path, **settings), memory=[H200])
     told = outlook(found, "H200")
     cast_head = 2 * 3 * found.drawn.config.hidden_size
     assert (told.policies, told.forecast.ranks[0].memory.activations) == ((), cast_head)
@@ -374,7 +374,7 @@ def test_without_a_device_the_way_to_name_one_is_told(kernels: str, word: str, t
 
 
 def test_a_device_that_cannot_run_them_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = forecast(recipe_of("llama-causal", tmp_path, device="cuda"), memory=[16 * GIB])
+    found = foretold(recipe_of("llama-causal", tmp_path, device="cuda"), memory=[16 * GIB])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
@@ -387,7 +387,7 @@ def test_a_device_that_cannot_run_them_is_a_reason(tmp_path: Path, monkeypatch: 
 
 def test_the_peak_takes_the_place_of_the_estimate(tmp_path: Path) -> None:
     recipe = large(tmp_path, 4, 2048, 8)
-    before, told = forecast(recipe, memory=[H200]).ranks[0], seen(recipe)
+    before, told = foretold(recipe, memory=[H200]).ranks[0], seen(recipe)
     (rank,), (policy,) = told.forecast.ranks, told.policies
     assert rank.total == policy.peak + PROCESS["cuda"]
     assert replace(rank.memory, activations=before.memory.activations) == before.memory
@@ -421,14 +421,14 @@ def test_shards_leave_room_that_blocks_keep_more_in(tmp_path: Path) -> None:
 
 def test_devices_of_unknown_memory_have_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    found: Forecast = forecast(recipe_of("llama-causal", tmp_path, device="cuda"))
+    found: Forecast = foretold(recipe_of("llama-causal", tmp_path, device="cuda"))
     assert outlook(found, "H200").lines == (
         "blocks   fused, but the memory of the devices is not known: give --memory",
     )
 
 
 def test_nothing_is_changed_in_the_model_that_is_looked_at(tmp_path: Path) -> None:
-    drawn = sketch(recipe_of("llama-causal", tmp_path, device="cuda"))
+    drawn = sketched(recipe_of("llama-causal", tmp_path, device="cuda"))
     before = str(drawn.model)
     policy_for(drawn, ALONE, 8, "H200", H200)
     assert str(drawn.model) == before
@@ -444,7 +444,7 @@ def test_products_of_weights_that_wait_are_counted_on_every_rank(
         "choose",
         lambda step, *_: asked.append((step.shape, step.fixed, step.tokens)),
     )
-    drawn = sketch(large(tmp_path, 64, 2048, 4, method="full"))
+    drawn = sketched(large(tmp_path, 64, 2048, 4, method="full"))
     one = ParallelPlan(
         pp=2, stages=tuple(Stage({"decoder": (at, at + 1)}) for at in range(4)), microbatches=4
     )
@@ -461,7 +461,7 @@ def test_products_of_rows_that_go_in_halves_are_not_counted_as_waiting(
     """Windows alone are sure to: other rows are padded, and go at once."""
     fixed: list[int] = []
     monkeypatch.setattr(fused_forecast, "choose", lambda step, *_: fixed.append(step.fixed))
-    drawn = sketch(large(tmp_path, 64, 2048, 4, method="full"))
+    drawn = sketched(large(tmp_path, 64, 2048, 4, method="full"))
     data = replace(drawn.recipe.data, chunk=True)
     windows = replace(drawn, recipe=drawn.recipe.model_copy(update={"data": data}))
     cut = Cut("heads", "heads", "whole", "gather", (16, 16), (4, 4), (7168, 7168), (), (), True)
@@ -476,7 +476,7 @@ def test_products_of_rows_that_go_in_halves_are_not_counted_as_waiting(
 def test_each_stack_is_priced_over_tokens_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[BlockStep] = []
     monkeypatch.setattr(fused_forecast, "choose", lambda step, *_: asked.append(step))
-    drawn = sketch(recipe_of("t5-seq2seq", tmp_path, device="cuda", dtype="bf16", batch_size=512))
+    drawn = sketched(recipe_of("t5-seq2seq", tmp_path, device="cuda", dtype="bf16", batch_size=512))
     read, written = 32, 8
     drawn = replace(drawn, work=replace(drawn.work, tokens={"encoder": read, "decoder": written}))
     policy_for(drawn, ALONE, 512, "H200", H200)
@@ -493,7 +493,7 @@ def test_each_stack_is_priced_over_tokens_of_its_own(tmp_path: Path, monkeypatch
 def test_a_named_device_makes_the_recipe_one_for_cuda(tmp_path: Path) -> None:
     recipe, memory = on_device(recipe_of("llama-causal", tmp_path, device="auto"), "h200", None)
     assert recipe.device == "cuda" and memory == [H200]
-    assert sketch(recipe).work.itemsize == 2
+    assert sketched(recipe).work.itemsize == 2
     assert on_device(recipe, "H200", [80 * GIB])[1] == [80 * GIB]
 
 
@@ -528,7 +528,7 @@ def test_quantised_experts_take_the_bytes_of_their_form_and_time_to_be_made_dens
 ) -> None:
     def both(**settings: Any) -> tuple[int, float]:
         found = mixture(tmp_path, 2, **settings)
-        return forecast(found, memory=[H200]).ranks[0].memory.frozen, chosen(found).seconds
+        return foretold(found, memory=[H200]).ranks[0].memory.frozen, chosen(found).seconds
 
     (dense, fast), (quantised, slow) = both(), both(base_dtype=base_dtype)
     numbers = 2 * (128 * 3 * 768 * 2048 + 2 * 2048 * (4096 + 512))
@@ -544,7 +544,7 @@ def test_a_rank_with_few_tokens_keeps_few_hidden_states_of_its_own(tmp_path: Pat
     for sequence in ([1, 1], [63, 1]):
         shares = {"heads": [16, 16], "columns": [7168, 7168], "sequence": sequence, "vocabulary": False}
         recipe = large(tmp_path, 8, 2048, 8, parallel={"galaxy": shares})
-        policies = outlook(forecast(recipe, memory=[H200, H200]), "H200").policies
+        policies = outlook(foretold(recipe, memory=[H200, H200]), "H200").policies
         assert {keep for one in policies for keep in keeps(one)} == {"all"}
         peaks[sequence[0]] = [one.peak for one in policies]
     few, half = peaks[63][1], peaks[1][1]
@@ -554,7 +554,7 @@ def test_a_rank_with_few_tokens_keeps_few_hidden_states_of_its_own(tmp_path: Pat
 
 def test_columns_that_slow_a_gpu_down_are_told_of(tmp_path: Path) -> None:
     slow, fast = (
-        forecast(large(tmp_path, 4, 2048, 2, parallel={"tp": {"heads": [24, 8], "columns": columns}})).facts
+        foretold(large(tmp_path, 4, 2048, 2, parallel={"tp": {"heads": [24, 8], "columns": columns}})).facts
         for columns in ([10344, 3992], [10240, 4096])
     )
     assert slow[-1].startswith("note     columns [10344, 3992]: tensor cores are faster") and len(fast) == 4
@@ -583,7 +583,7 @@ def test_rooms_for_what_ranks_say_take_memory(
 ) -> None:
     def peak() -> int:
         recipe = large(tmp_path, 4, 2048, 2, parallel=parallel)
-        return outlook(forecast(recipe, memory=[H200]), "H200").policies[0].peak
+        return outlook(foretold(recipe, memory=[H200]), "H200").policies[0].peak
 
     counted = peak()
     monkeypatch.setattr(fused_forecast, "message_rooms", lambda *_: 0)

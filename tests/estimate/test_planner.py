@@ -19,7 +19,7 @@ from petune.errors import MachineError, UsageError
 from petune.estimate.advice import advise
 from petune.estimate.choice import PricedPlan
 from petune.estimate.cluster import Cluster, Device, LinkSpeed, of_speeds
-from petune.estimate.forecast import Sketch, forecast, priced, sketch
+from petune.estimate.forecast import Sketch, forecast, priced
 from petune.estimate.fused_forecast import outlook
 from petune.estimate.layouts import layouts, plain
 from petune.estimate.planner import Planner
@@ -30,14 +30,14 @@ from petune.recipe import Recipe, load_recipe
 from petune.run import distributed
 from tests.methods.zoo import tiny
 from tests.parallel.plans import BACKENDS
-from tests.written_recipes import recipe_of
+from tests.written_recipes import foretold, recipe_of, sketched
 
 FREE = LinkSpeed()
 SLOW = LinkSpeed(1e-5, 1e8)
 
 
 def drawn_of(folder: Path, name: str = "llama-causal", **changes: Any) -> Sketch:
-    return sketch(recipe_of(name, folder, batch_size=8, **changes))
+    return sketched(recipe_of(name, folder, batch_size=8, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ OF_EXPERTS = {
 def test_memory_is_the_footprint(name: str, method: str, tmp_path: Path) -> None:
     beside = [1] if name == "llama-causal" else None
     how = {"name": "side", "reduction": 4, "layers": beside} if method == "side" else method
-    drawn = sketch(recipe_of(name, tmp_path, batch_size=8, method=how))
+    drawn = sketched(recipe_of(name, tmp_path, batch_size=8, method=how))
     planner = Planner(drawn, cluster_of((1, 1), memory=10**12))
     for parallel in (OF_EXPERTS if name == "mixtral-causal" else PLANS).values():
         plan = planner.plan(parallel)
@@ -262,7 +262,7 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def of_gpus(on_gpus: Recipe) -> Planner:
-    return Planner(sketch(on_gpus), cluster_of((1, 1), memory=10**12))
+    return Planner(sketched(on_gpus), cluster_of((1, 1), memory=10**12))
 
 
 ON_GPUS = PLANS | {
@@ -281,7 +281,7 @@ def test_memory_of_gpus_is_what_fused_blocks_keep(
     name: str, again: bool, on_gpus: Recipe, of_gpus: Planner
 ) -> None:
     recipe, plan = on_gpus.model_copy(update={"gradient_checkpointing": again}), of_gpus.plan(ON_GPUS[name])
-    told = outlook(forecast(recipe, 2, [140 * 2**30], ON_GPUS[name]), "H200")
+    told = outlook(foretold(recipe, 2, [140 * 2**30], ON_GPUS[name]), "H200")
     assert told.policies, told.lines
     for rank in told.forecast.ranks:
         own = of_gpus.memory.bytes_of(plan, rank.at.pp, rank.at.tp, rank.rows, again, dp=rank.at.dp)
@@ -291,8 +291,8 @@ def test_memory_of_gpus_is_what_fused_blocks_keep(
 def test_tokens_are_counted_in_the_steps_of_the_policy(on_gpus: Recipe) -> None:
     """Of 4 rows of 200 tokens as for 1,024."""
     recipe = load_recipe(on_gpus, {"data.max_length": 200, "batch_size": 8})
-    planner, parallel = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12)), PLANS["dp"]
-    told = outlook(forecast(recipe, 2, [140 * 2**30], parallel), "H200").forecast.ranks[0]
+    planner, parallel = Planner(sketched(recipe), cluster_of((1, 1), memory=10**12)), PLANS["dp"]
+    told = outlook(foretold(recipe, 2, [140 * 2**30], parallel), "H200").forecast.ranks[0]
     own = planner.memory.bytes_of(planner.plan(parallel), 0, 0, told.rows, False) - planner.room.process
     kept = told.memory.activations
     assert own - told.memory.total == pytest.approx(0, abs=0.1 * kept)
@@ -301,17 +301,17 @@ def test_tokens_are_counted_in_the_steps_of_the_policy(on_gpus: Recipe) -> None:
 def test_blocks_that_a_cut_leaves_unfused_are_counted_so(tmp_path: Path) -> None:
     """Whole, those of gpt-oss are fused; over own tokens, which a run is refused, their sinks are not."""
     recipe = recipe_of("gptoss-causal", tmp_path, batch_size=8, device="cuda", dtype="bf16")
-    planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
+    planner = Planner(sketched(recipe), cluster_of((1, 1), memory=10**12))
     cut = BACKENDS["sp-gather"]("gptoss-causal", 2)
     assert planner.room.fuses(planner.plan(PLANS["dp"])) and not planner.room.fuses(cut)
-    alone = Planner(sketch(recipe.model_copy(update={"kernels": "off"})), planner.cluster)
+    alone = Planner(sketched(recipe.model_copy(update={"kernels": "off"})), planner.cluster)
     for again in (False, True):
         assert planner.memory.bytes_of(cut, 0, 0, 8, again) == alone.memory.bytes_of(cut, 0, 0, 8, again)
 
 
 def test_cores_that_are_called_are_counted_unfused_where_ranks_hide_what_they_say(tmp_path: Path) -> None:
     recipe = recipe_of("qwen3_5-causal", tmp_path, batch_size=8, device="cuda", dtype="bf16")
-    planner = Planner(sketch(recipe), cluster_of((1, 1), memory=10**12))
+    planner = Planner(sketched(recipe), cluster_of((1, 1), memory=10**12))
     plain, hidden = (planner.plan(ParallelConfig(tp=CutConfig(size=2, overlap=own))) for own in (False, True))
     assert planner.room.fuses(plain) and not planner.room.fuses(hidden)
 
@@ -320,7 +320,7 @@ def test_fused_blocks_recompute_by_themselves(on_gpus: Recipe) -> None:
     """So no recipe is told to: what is kept is chosen in the run, block by block."""
 
     def best(kernels: str) -> PricedPlan:
-        drawn = sketch(on_gpus.model_copy(update={"kernels": kernels}))
+        drawn = sketched(on_gpus.model_copy(update={"kernels": kernels}))
         planner = Planner(drawn, cluster_of((1, 1)))
         kept, again = (
             planner.memory.bytes_of(planner.plan(PLANS["dp"]), 0, 0, 4, one) for one in (False, True)
@@ -348,7 +348,7 @@ def stage_blocks(drawn: Sketch, ranks: int) -> tuple[int, ...]:
 def test_a_stage_with_the_head_has_fewer_blocks(tmp_path: Path) -> None:
     model = deep(tmp_path, num_hidden_layers=8, vocab_size=4096)
     recipe = load_recipe(recipe_of("llama-causal", tmp_path, batch_size=8), {"model": model})
-    first, last = stage_blocks(sketch(recipe), 2)
+    first, last = stage_blocks(sketched(recipe), 2)
     assert first > last
 
 

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bert_peers, ceiling, peers
 from petune.errors import UsageError
-from petune.estimate.forecast import sketch
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory.shape import BlockShape
 from petune.kernels.memory.shaped_program import of_shape, remade
@@ -39,7 +38,7 @@ from petune.tasks import Example
 from tests.kernels.shapes import DECODER, sublayers
 from tests.methods.zoo import tiny
 from tests.small_runs import settings, write_model
-from tests.written_recipes import recipe_of
+from tests.written_recipes import recipe_of, sketched
 
 ROOT = Path(__file__).parents[2]
 MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm}
@@ -53,7 +52,7 @@ def example(tokens: int, **changes: Any) -> Example:
 
 def counted(name: str, folder: Path, **changes: Any) -> Flops:
     """How the FLOP of a zoo model are counted."""
-    found = flops_of(sketch(recipe_of(name, folder, **changes)))
+    found = flops_of(sketched(recipe_of(name, folder, **changes)))
     assert found is not None
     return found
 
