@@ -149,10 +149,11 @@ def test_a_run_learns_what_is_preferred_and_is_scored_alike_again(loss: str, tmp
 
 
 def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    run(preferring(tmp_path, out="whole"))
-    recipe = preferring(tmp_path, out="parts")
+    shape = {"max_steps": 2, "save_every": 50}
+    run(preferring(tmp_path, out="whole", **shape))
+    recipe = preferring(tmp_path, out="parts", **shape)
     with pytest.raises(PetuneError):
-        run(recipe, terminate_at(3))
+        run(recipe, terminate_at(1))
     run(recipe, resume=True)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
@@ -202,10 +203,10 @@ def test_biases_are_those_of_the_base_when_a_run_that_goes_on_under_a_plan_asks_
 ) -> None:
     write_model(tmp_path / "llama", "llama", attention_bias=True, mlp_bias=True, dropout=0.1)
     method = {"name": "lora", "r": 2, "bias": "all"}
-    recipe = preferring(tmp_path, method, prefer="dpo", batch_size=4, accumulate=1, max_steps=3, lr=0.01)
+    recipe = preferring(tmp_path, method, prefer="dpo", batch_size=4, accumulate=1, max_steps=2, lr=0.01)
     run(recipe | {"out": str(tmp_path / "whole")})
     with pytest.raises(PetuneError):
-        run(recipe, terminate_at(2))
+        run(recipe, terminate_at(1))
     ranks(2, go_on_in_group, recipe | {"parallel": PLANS[plan]})
     assert_same_but_for_rounding(tmp_path / "run", tmp_path / "whole")
 
@@ -268,7 +269,7 @@ def judging(place: Path, out: str = "run", **changes: Any) -> dict[str, Any]:
 
 
 def test_a_run_learns_what_is_good_and_is_scored_alike_again(tmp_path: Path) -> None:
-    done = run(judging(tmp_path, epochs=3))
+    done = run(judging(tmp_path, epochs=2))
     before, after = done.summary["before"], done.summary["after"]
     assert before == pytest.approx({"loss": 0.5, "accuracy": before["accuracy"], "margin": 0}, abs=1e-5)
     assert after["loss"] < before["loss"] and after["margin"] > 0.1
