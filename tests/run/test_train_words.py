@@ -22,8 +22,8 @@ TASKS = ("tokens", "mlm")
 
 
 def recipe(place: Path, task: str, **changes: Any) -> dict[str, Any]:
-    """Three steps of four rows of a small BERT, whose tokenizer has a mask token."""
-    made = settings(place, "bert", "lora", task=task, max_steps=3, save_every=50, **changes)
+    """Two steps of four rows of a small BERT, whose tokenizer has a mask token."""
+    made = settings(place, "bert", "lora", task=task, max_steps=2, warmup=0, save_every=50, **changes)
     tokenizer = AutoTokenizer.from_pretrained(place / "bert")
     tokenizer.mask_token = "<|im_start|>"
     tokenizer.save_pretrained(place / "bert")
@@ -32,7 +32,7 @@ def recipe(place: Path, task: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=TASKS)
 def alone(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The task, and a folder with model, data and the run of one process."""
+    """The task, and a folder with model, data and the run of one process, unfused as on every CPU."""
     place = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
@@ -60,7 +60,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(alone: tuple[str, Path]
     task, place = alone
     again = recipe(place, task, out=str(place / "stopped"))
     with pytest.raises(Stopped):
-        run(again, terminate_at(2))
+        run(again, terminate_at(1))
     run(again, resume=True)
     assert_same_run(place / "stopped", place / "run")
 
@@ -91,9 +91,8 @@ def test_every_plan_ends_as_one_process_does(plan: str, alone: tuple[str, Path])
 
 def test_a_fused_run_ends_as_an_unfused_one(alone: tuple[str, Path]) -> None:
     task, place = alone
-    for kernels in ("off", "reference"):
-        run(recipe(place, task, kernels=kernels, out=str(place / kernels)))
-    assert_same_but_for_rounding(place / "reference", place / "off")
+    run(recipe(place, task, kernels="reference", out=str(place / "reference")))
+    assert_same_but_for_rounding(place / "reference", place / "run")
 
 
 def test_a_finished_run_is_scored_asked_and_merged(alone: tuple[str, Path], tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_a_family_that_a_task_does_not_fit_is_refused_by_name(family: str, task:
 
 
 def test_a_decoder_tags_words_too(tmp_path: Path) -> None:
-    finished = run(settings(tmp_path, "llama", "lora", task="tokens", max_steps=3))
+    finished = run(settings(tmp_path, "llama", "lora", task="tokens", max_steps=1, warmup=0))
     assert set(finished.summary["after"]) == {"loss", "precision", "recall", "f1", "accuracy"}
 
 
