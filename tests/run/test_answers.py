@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,12 @@ from petune.tasks.rows import Conversation, Labelled, Message, Pair, Tagged, Tex
 from tests.small_runs import run, settings
 
 pytestmark = pytest.mark.usefixtures("no_picture")
+# enough steps for other answers than the base's
+LEARNT: dict[str, Any] = {"batch_size": 4, "accumulate": 1, "epochs": 3, "lr": 0.01, "save_every": 100}
 
 
 def test_a_classifier_is_asked_for_its_labels(tmp_path: Path) -> None:
-    made = load_run(run(settings(tmp_path, "bert", epochs=4, lr=0.01, save_every=100)).folder)
+    made = load_run(run(settings(tmp_path, "bert", **LEARNT)).folder)
     found = before_and_after(made, 4)
     rows = found["rows"]
     assert [row["prompt"].split()[0] for row in rows] == [row["expected"] for row in rows]
@@ -31,7 +34,7 @@ def test_a_classifier_is_asked_for_its_labels(tmp_path: Path) -> None:
 
 
 def test_a_full_tuning_is_held_against_its_base_loaded_again(tmp_path: Path) -> None:
-    made = load_run(run(settings(tmp_path, "llama", "full", epochs=4, lr=0.01, save_every=100)).folder)
+    made = load_run(run(settings(tmp_path, "llama", "full", **LEARNT)).folder)
     found = before_and_after(made, 1, ["rouge_l"])
     (row,) = found["rows"]
     expected = {name: {"rouge_l": rouge_l(row[name], row["expected"])} for name in ("base", "tuned")}

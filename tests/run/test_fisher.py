@@ -61,10 +61,10 @@ def test_streamed_rows_are_refused(tmp_path: Path) -> None:
 def test_a_resumed_run_measures_nothing_and_ends_as_one_that_was_not_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    straight = run(settings(tmp_path, "llama", FISHER, max_steps=3, out="straight"))
-    stopped = settings(tmp_path, "llama", FISHER, max_steps=3, out="stopped")
+    straight = run(settings(tmp_path, "llama", FISHER, max_steps=2, warmup=0, out="straight"))
+    stopped = settings(tmp_path, "llama", FISHER, max_steps=2, warmup=0, out="stopped")
     with pytest.raises(Stopped):
-        run(stopped, terminate_at(2))
+        run(stopped, terminate_at(1))
 
     def measured(*_: Any) -> None:
         raise AssertionError("measured again")
@@ -76,8 +76,8 @@ def test_a_resumed_run_measures_nothing_and_ends_as_one_that_was_not_stopped(
 
 
 def test_a_run_resumed_before_its_first_checkpoint_is_measured(tmp_path: Path) -> None:
-    straight = run(settings(tmp_path, "llama", FISHER, max_steps=3, out="straight"))
-    begun = settings(tmp_path, "llama", FISHER, max_steps=3, out="begun")
+    straight = run(settings(tmp_path, "llama", FISHER, max_steps=2, warmup=0, out="straight"))
+    begun = settings(tmp_path, "llama", FISHER, max_steps=2, warmup=0, out="begun")
     with pytest.raises(Stopped):
         run(begun, terminate_at(1))
     for place in (tmp_path / "begun" / "checkpoints").glob("step-*"):
