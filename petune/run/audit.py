@@ -49,17 +49,18 @@ class Audit:
         self.waiting = list(names or tuned)
         self.still = [name for name in names or tuned if not name.endswith(_UNSEEN)]
         self.before = checksums({name: local(value) for name, value in tuned.items()})
-        self.updates = self.large = 0  # updates, and those of them that should have moved everything
+        self.updates = self.large = 0  # that count, and those of them that should have moved everything
+        self.counts = True  # whether the update that comes next does
 
-    def after_backward(self) -> None:
-        """Note which tensors have a gradient. TrainingFault in the second update if one has had none."""
+    def after_backward(self, attends: bool = True) -> None:
+        """Note which tensors have a gradient. attends: whether a text of these has three tokens or more; of
+        shorter ones alone queries and keys have none, and the update does not count. TrainingFault in the
+        second update if one has had none."""
         if self.updates >= GRADIENT_WITHIN:
             return
-        seen = self.anyone([self.has_gradient(name) for name in self.waiting])
-        self.waiting = [
-            name for name, has_gradient in zip(self.waiting, seen, strict=True) if not has_gradient
-        ]
-        if self.updates + 1 == GRADIENT_WITHIN and self.waiting:
+        *seen, self.counts = self.anyone([*map(self.has_gradient, self.waiting), attends])
+        self.waiting = [name for name, reached in zip(self.waiting, seen, strict=True) if not reached]
+        if self.updates + self.counts == GRADIENT_WITHIN and self.waiting:
             what = f"has had no gradient in {GRADIENT_WITHIN} updates"
             remedy = "no answer depends on it: leave it out of also_train or targets, or use lora"
             waiting = sorted(self.waiting)[:10]
@@ -72,7 +73,7 @@ class Audit:
     def after_update(self, share: float = 1.0) -> None:
         """Note which tensors moved. share: learning rate over its peak. Raises TrainingFault after the third
         update of a share from 0.1 on if one has not."""
-        self.updates, self.large = self.updates + 1, self.large + (share >= 0.1)
+        self.updates, self.large = self.updates + self.counts, self.large + (self.counts and share >= 0.1)
         if not self.still:
             return
         now = checksums({name: local(self.tuned[name]) for name in self.still if name in self.tuned})

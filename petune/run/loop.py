@@ -140,7 +140,7 @@ class Loop:
             self.saver.has_lost_folder()
             self.step.check = self.stop.noted()
             self.saver.check()
-            first = not self.step.audit.updates
+            first = self.step.audit.counts and not self.step.audit.updates
             with phase("first step, which prepares the kernels") if first else nullcontext():
                 record = self.step.take()
             if "spike" in record:

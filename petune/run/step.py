@@ -299,7 +299,7 @@ class OptimizerStep:
         found = self.spikes.judge(loss, norm, self.progress, runner.any)
         trained, back = found is None or self.recipe.on_spike == "warn", None
         if trained:
-            self._update(lr / self.recipe.learning_rate)
+            self._update(lr / self.recipe.learning_rate, micro)
         self.optimizer.zero_grad(set_to_none=True)
         if found is not None and not trained:
             back = self._leave_out(found, number, generators)
@@ -330,10 +330,8 @@ class OptimizerStep:
 
     def _passes(self, micro: Sequence[Batch], number: int, total: float, *, whole: bool) -> float:
         if not total:
-            remedy = "look at the rows with petune data"
-            raise TrainingFault(
-                "every label of this step is masked", where=f"step {number + 1}", remedy=remedy
-            )
+            what, remedy = "every label of this step is masked", "look at the rows with petune data"
+            raise TrainingFault(what, where=f"step {number + 1}", remedy=remedy)
         key, meanwhile = self._dropout_key(number), self.keeper.begin
         loss = self.runner.backward(micro, total, key, meanwhile, whole)
         for name in self.idle & self.tuned.keys():
@@ -341,8 +339,9 @@ class OptimizerStep:
                 grad.zero_()
         return loss
 
-    def _update(self, share: float) -> None:
-        self.audit.after_backward()
+    def _update(self, share: float, micro: Sequence[Batch]) -> None:
+        masks = (batch.get("attention_mask") for batch in micro)
+        self.audit.after_backward(any(mask is None or bool((mask.sum(-1) > 2).any()) for mask in masks))
         self.keeper.settle()
         with self.explain_memory("optimizer step"):
             self.optimizer.step()

@@ -19,7 +19,7 @@ from petune.run.audit import Audit
 from petune.run.build import Prepared, build
 from petune.run.evaluate import outputs_of
 from petune.run.loop import Loop
-from tests.small_runs import METHODS, TASK, Listener, loop, newest, run, settings, training
+from tests.small_runs import METHODS, TASK, WORDS, Listener, loop, newest, run, settings, training
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -228,3 +228,22 @@ def test_a_bias_of_keys_that_rounding_alone_would_move_is_no_fault():
     for _ in range(4):
         tuned["layer.0.query.bias"].data += 1
         audit.after_update()
+
+
+def test_updates_of_texts_too_short_for_attention_do_not_count():
+    tuned = two()
+    audit = Audit(tuned, {})
+    tuned["a"].grad, tuned["b"].grad = torch.ones(3), torch.zeros(3)  # b: a query, whose text is one token
+    for attends in (False, False, False, True, False):
+        audit.after_backward(attends)
+        tuned["a"].data += 1
+        audit.after_update()
+    with pytest.raises(TrainingFault, match="b  has had no gradient"):
+        audit.after_backward()
+
+
+def test_a_run_of_texts_of_one_word_is_not_ended(tmp_path: Path):
+    rows = tmp_path / "words.jsonl"
+    rows.write_text("".join(f'{{"text": "{word}"}}\n' for word in WORDS))
+    found = run(settings(tmp_path, data={"path": str(rows)}, max_steps=4, save_every=50))
+    assert [record["step"] for record in found.history if "loss" in record][-1] == 4
