@@ -91,7 +91,7 @@ def _quantised_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 def refuse_cut_block(start: int, length: int, inputs: int) -> None:
     """Raise UsageError where `length` of a weight's inputs, from `start` on, are not whole blocks."""
     if start % BLOCK or length % BLOCK:
-        what = "base_dtype: nf4 holds inputs in blocks, and this plan cuts one"
+        what = "base_dtype: nf4 holds inputs in blocks, and this part of them cuts one"
         expected = f"shares of inputs that are multiples of {BLOCK}"
         found = f"inputs {start} to {start + length} of {inputs}"
         remedy = "use base_dtype: int8, or shares of heads and columns that are"
