@@ -110,13 +110,13 @@ class ActivationCache:
         writes: bool = True,
     ) -> None:
         if dtype not in get_args(Stored):
-            raise UsageError(
-                f"dtype {dtype!r} is unknown", where="cache.dtype", expected=", ".join(get_args(Stored))
-            )
+            what, expected = f"dtype {dtype!r} is unknown", ", ".join(get_args(Stored))
+            raise UsageError(what, where="cache.dtype", expected=expected)
         if not 0 <= room <= 1:
             what = "room is a share of the device's free memory"
             raise UsageError(what, where="room", expected="0 to 1", found=str(room))
-        self.models = [model] if isinstance(model, nn.Module) else list(model)
+        given, ddp = [model] if isinstance(model, nn.Module) else model, nn.parallel.DistributedDataParallel
+        self.models = [one.module if isinstance(one, ddp) else one for one in given]
         self.room, self._threads, self._next = CacheRoom(room), Threads(), deque[_Next]()
         self._twins: dict[int, tuple[Tensor, int, Tensor]] = {}  # on the CPU, of those that were handed on
         self.dtype: Stored = dtype

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from petune.errors import FileError, UsageError
@@ -329,6 +330,20 @@ def test_what_no_level_reads_is_not_stored(name: str, kernels: str, tmp_path: Pa
                 tokens, (stack,) = int(inputs["attention_mask"].sum()), stacks(model)
                 assert cache.nbytes == stack_bytes(model, stack, "auto", torch.float32, tokens, 9)
     assert sizes[0] == sizes[1] and sizes[4] < sizes[2] < sizes[1] < sizes[3]
+
+
+def test_the_model_inside_distributed_data_parallel_is_read(tmp_path: Path) -> None:
+    name = "llama-causal"
+    model, inputs = sided(name), batch(name)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        shared = nn.parallel.DistributedDataParallel(model)
+        with ActivationCache(shared, tmp_path) as cache:
+            for _ in range(2):
+                shared(**inputs)
+    finally:
+        dist.destroy_process_group()
+    assert cache.counts.read == cache.counts.computed > 0
 
 
 def test_another_process_goes_on_with_what_is_there(tmp_path: Path) -> None:
