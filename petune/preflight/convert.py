@@ -17,7 +17,7 @@ import yaml
 
 from petune.errors import FileError, RecipeError, UsageError
 from petune.preflight.foreign import PROGRAMS, ForeignProgram
-from petune.preflight.meanings import KeyTable
+from petune.preflight.meanings import KeyTable, single
 from petune.preflight.reasons import WHY
 from petune.recipe import Recipe, load_recipe
 from petune.recipe.yaml_lines import write_scalar
@@ -54,22 +54,16 @@ def convert(file: Path, overrides: Sequence[str] = (), program: str | None = Non
     """
     tree = _read(file)
     known = PROGRAMS[program] if program else _told(tree, file)
-    leaves = dict(_resolved(flat(tree, known.table)))
+    leaves = _named(dict(_resolved(flat(tree, known.table))), file)
     values, left = _meanings(leaves, known)
     used = known.defaults | (known.prefer if values.get("task") == "prefer" else {})
     used = {key: value for key, value in used.items() if key not in values}
-    used = {
-        key: value
-        for key, value in used.items()
-        if key == "method.name" or _fault(key, value, values | used) is None
-    }
+    sound = [key for key in used if key == "method.name" or _fault(key, used[key], values | used) is None]
+    used = {key: used[key] for key in sound}
     whole = used | values
     given = {override.partition("=")[0].split(".")[0] for override in overrides}
-    if missing := [
-        key
-        for key, path in (("model", "model"), ("data", "data.path"))
-        if path not in whole and key not in given
-    ]:
+    needed = {"model": "model", "data": "data.path"}
+    if missing := [key for key, path in needed.items() if path not in whole and key not in given]:
         example = " ".join(f"{key}={'rows.csv' if key == 'data' else 'MODEL'}" for key in missing)
         what = f"{known.title}'s file names no {' and no '.join(missing)} that petune can read"
         raise UsageError(what, where=str(file), remedy=f"petune convert {file} {example}")
@@ -100,10 +94,8 @@ def _read(file: Path) -> dict[str, Any]:
         if isinstance(error, OSError):
             why, remedy = f"cannot be read: {error.strerror}", "give the file of another program's settings"
             raise FileError(why, where=str(file), remedy=remedy) from None
-        why = str(error).splitlines()[0]
-        raise FileError(
-            "cannot be read as YAML or JSON", where=str(file), found=why, remedy="check the file"
-        ) from None
+        what, why = "cannot be read as YAML or JSON", str(error).splitlines()[0]
+        raise FileError(what, where=str(file), found=why, remedy="check the file") from None
     if not isinstance(tree, dict):
         raise FileError("holds no settings", where=str(file), expected="keys and values")
     return tree
@@ -115,9 +107,8 @@ def _told(tree: Mapping[str, Any], file: Path) -> ForeignProgram:
     found = next((one for one in PROGRAMS.values() if any(mark in keys for mark in one.marks)), None)
     if found is None:
         expected = ", ".join(program.title for program in PROGRAMS.values())
-        raise UsageError(
-            "is of no program known here", where=str(file), expected=expected, remedy="say which: --from"
-        )
+        what, remedy = "is of no program known here", "say which: --from"
+        raise UsageError(what, where=str(file), expected=expected, remedy=remedy)
     return found
 
 
@@ -141,6 +132,20 @@ def _resolved(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for _ in range(4 if isinstance(value, str) else 0):
             value = re.sub(r"\$\{([\w.]+)\}", lambda match: str(found.get(match[1], match[0])), value)
         yield key, value
+
+
+def _named(leaves: dict[str, Any], file: Path) -> dict[str, Any]:
+    """`leaves` with what LLaMA-Factory's dataset_info.json says in the place of its name of a data set."""
+    name = single(leaves.get("dataset"))
+    for folder in (Path(), file.parent):
+        info = folder / str(leaves.get("dataset_dir", "data")) / "dataset_info.json"
+        entry = _read(info).get(name or "") if info.is_file() else None
+        if isinstance(entry, dict):
+            if "file_name" in entry:
+                entry["file_name"] = str(info.parent / str(entry["file_name"]))
+            kept = {key: value for key, value in leaves.items() if key not in ("dataset", "dataset_dir")}
+            return kept | dict(flat(entry, {}, "dataset"))
+    return leaves
 
 
 def _meanings(leaves: Mapping[str, Any], program: ForeignProgram) -> tuple[dict[str, Any], list[Left]]:
@@ -207,14 +212,13 @@ def recipe_text(converted: Converted, source: Path, file: Path) -> str:
     left."""
     recipe, title = converted.recipe, converted.program.title
     values = recipe.resolved()
-    given = sorted(recipe.given)
     lines = [
         f"# {title}'s {source.name}, by petune convert.",
         f"# petune check {file}    every mistake at once",
     ]
     lines.append(f"# petune train {file}")
     for key in values:
-        paths = [path for path in given if path[0] == key]
+        paths = [path for path in sorted(recipe.given) if path[0] == key]
         if key in _SECTIONS and paths:
             names = dict.fromkeys([_SECTIONS[key], *(path[1] for path in paths if path[1:])])
             lines.append(f"{key}:")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from petune.preflight.meanings import (
+    ALPACA,
+    DATASET,
     SHAREGPT,
     KeyRule,
     KeyTable,
@@ -140,7 +142,7 @@ AXOLOTL: KeyTable = TRAINER | {  # it hands most keys of the Trainer on
     "datasets.0.data_files": to("data.files", single),
     "datasets.0.ds_type": already("json", "csv", "parquet", "text"),
     "datasets.0.type": one_of(
-        alpaca={"data.format": "alpaca"},
+        alpaca=ALPACA,
         chat_template={"task": "chat"},
         sharegpt={"task": "chat", **SHAREGPT},
         completion={"task": "causal", "data.format": "text"},
@@ -195,6 +197,7 @@ AXOLOTL: KeyTable = TRAINER | {  # it hands most keys of the Trainer on
 LLAMA_FACTORY: KeyTable = (
     TRAINER
     | TARGET_LISTS
+    | DATASET
     | {
         "model_name_or_path": to("model", text),
         "adapter_name_or_path": to("init_adapter", text),
@@ -216,7 +219,6 @@ LLAMA_FACTORY: KeyTable = (
         "pissa_init": switch({"method.init": "pissa"}),
         "pissa_iter": steps("method.init_iterations"),
         "loraplus_lr_ratio": to("method.lr_ratio"),
-        "dataset": to("data.path", single),
         "eval_dataset": to("data.eval", text),
         "cutoff_len": to("data.max_length"),
         "max_samples": to("data.max_rows"),
@@ -299,11 +301,8 @@ PEFT: KeyTable = TARGET_LISTS | {
 
 _COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 _SETS = {
-    "torchtune.datasets.alpaca_dataset": {"data.path": "tatsu-lab/alpaca", "data.format": "alpaca"},
-    "torchtune.datasets.alpaca_cleaned_dataset": {
-        "data.path": "yahma/alpaca-cleaned",
-        "data.format": "alpaca",
-    },
+    "torchtune.datasets.alpaca_dataset": {"data.path": "tatsu-lab/alpaca", **ALPACA},
+    "torchtune.datasets.alpaca_cleaned_dataset": {"data.path": "yahma/alpaca-cleaned", **ALPACA},
     "torchtune.datasets.chat_dataset": {"task": "chat"},
     "torchtune.datasets.text_completion_dataset": {"task": "causal", "data.format": "text"},
     "torchtune.datasets.instruct_dataset": {},

@@ -7,13 +7,14 @@ has no counterpart.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Meaning = Mapping[str, Any] | None
 KeyRule = Callable[[Any], Meaning]  # of a value of another program's key
 KeyTable = dict[str, KeyRule]
-SHAREGPT = {"data.format": "sharegpt"}
+ALPACA, SHAREGPT = {"data.format": "alpaca"}, {"data.format": "sharegpt"}
 
 
 def number(value: Any) -> float | int | None:
@@ -39,6 +40,11 @@ def single(value: Any) -> str | None:
     """A name, or the only one of a list; None for several and for anything else."""
     found = names(value)
     return found[0] if found and len(found) == 1 else None
+
+
+def path(value: Any) -> str | None:
+    """The only one of a list that can be a path or a hub id; None for a bare name and for anything else."""
+    return found if (found := single(value)) and re.search(r"[/.\\]", found) else None
 
 
 def text(value: Any) -> str | None:
@@ -139,11 +145,8 @@ def fields_of_turns(value: Any) -> Meaning:
 def trackers(value: Any) -> Meaning:
     """Names of trackers."""
     found = names(value)
-    return (
-        None
-        if found is None or found == ["all"]
-        else {"trackers": [name for name in found if name != "none"]}
-    )
+    known = found is not None and found != ["all"]
+    return {"trackers": [name for name in found or () if name != "none"]} if known else None
 
 
 def steps(key: str) -> KeyRule:
@@ -167,3 +170,13 @@ def attention(value: Any) -> Meaning:
     return (
         None if found is None else {"method.also": [name.replace("output_proj", "o_proj") for name in found]}
     )
+
+
+DATASET: KeyTable = {  # of LLaMA-Factory: its name, or what dataset_info.json says of it
+    "dataset": to("data.path", path),
+    **dict.fromkeys(("dataset.file_name", "dataset.hf_hub_url"), to("data.path", text)),
+    "dataset.subset": to("data.config", text),
+    "dataset.split": split,
+    "dataset.formatting": one_of(alpaca=ALPACA, sharegpt=SHAREGPT),
+    "dataset.columns.messages": to("data.columns.messages", text),
+}

@@ -129,9 +129,8 @@ def _written(document: YamlDocument, name: str, problems: list[FoundProblem]) ->
         what = "the recipe is empty" if tree is None else "a recipe is a mapping of keys to values"
         remedy = "model, data and method suffice; see `petune ls` for examples"
         found = None if tree is None else show(tree)
-        raise RecipeError(
-            [*(problem for _, problem in problems), Problem(what, f"{name}:1", found=found, remedy=remedy)]
-        )
+        last = Problem(what, f"{name}:1", found=found, remedy=remedy)
+        raise RecipeError([*(problem for _, problem in problems), last])
     return Written(
         name,
         tree,
@@ -184,19 +183,13 @@ def find_recipe(text: str | Path) -> Path:
         what = f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}"
         raise RecipeError(what, where=shown, remedy="give the path of a .yaml file") from None
     if folder:
-        raise RecipeError(
-            "is a folder, not a recipe file",
-            where=shown,
-            remedy="give the .yaml file; a run folder holds recipe.yaml",
-        )
+        remedy = "give the .yaml file; a run folder holds recipe.yaml"
+        raise RecipeError("is a folder, not a recipe file", where=shown, remedy=remedy)
     if there:
         return path
     shipped = {file.stem: file for file in shipped_recipes()}
-    if (
-        path.parent in (Path(), Path("recipes"))
-        and path.suffix in ("", ".yaml", ".yml")
-        and path.stem in shipped
-    ):
+    beside = path.parent in (Path(), Path("recipes")) and path.suffix in ("", ".yaml", ".yml")
+    if beside and path.stem in shipped:
         return shipped[path.stem]
     near = nearest(path.stem[:64], shipped)
     remedy = (

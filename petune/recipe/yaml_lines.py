@@ -93,29 +93,20 @@ def decode(data: bytes, name: str) -> str:
         return RecipeError(what, where=f"{name}:{line}:{column}", remedy=remedy)
 
     if len(data) > MAX_BYTES:
-        expected = f"at most {MAX_BYTES} bytes"
-        raise RecipeError(
-            "the file is too large for a recipe",
-            where=f"{name}:1:1",
-            expected=expected,
-            remedy="is it a data file?",
-        )
+        what, expected = "the file is too large for a recipe", f"at most {MAX_BYTES} bytes"
+        raise RecipeError(what, where=f"{name}:1:1", expected=expected, remedy="is it a data file?")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise refuse("the file is UTF-16 text", 0, "save it as UTF-8")
     if b"\0" in data:
-        raise refuse(
-            "a NUL byte: this is not a text file, or it is UTF-16",
-            data.index(b"\0"),
-            "save the recipe as UTF-8 text",
-        )
+        what = "a NUL byte: this is not a text file, or it is UTF-16"
+        raise refuse(what, data.index(b"\0"), "save the recipe as UTF-8 text")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         # utf-8-sig counts from after the BOM
         offset = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
-        raise refuse(
-            f"byte 0x{data[offset]:02x} is not UTF-8 text", offset, "save the file as UTF-8"
-        ) from None
+        what = f"byte 0x{data[offset]:02x} is not UTF-8 text"
+        raise refuse(what, offset, "save the file as UTF-8") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -151,9 +142,8 @@ def _read(text: str, name: str) -> YamlDocument:
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         where = f"{name}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
-        raise RecipeError(
-            f"the character U+{ord(text[error.position]):04X} is not allowed", where=where, remedy="delete it"
-        ) from None
+        what = f"the character U+{ord(text[error.position]):04X} is not allowed"
+        raise RecipeError(what, where=where, remedy="delete it") from None
     try:
         for event in _events(loader):
             builder.take(event)
@@ -163,9 +153,8 @@ def _read(text: str, name: str) -> YamlDocument:
     except RecipeError:
         raise
     except (ValueError, OverflowError):  # an escape beyond Unicode, a directive with an endless number
-        raise RecipeError(
-            "an escape or directive YAML does not have", where=_at(name, loader.get_mark())
-        ) from None
+        what = "an escape or directive YAML does not have"
+        raise RecipeError(what, where=_at(name, loader.get_mark())) from None
     return builder.document
 
 

@@ -490,6 +490,23 @@ def test_other_programs_words_for_chats_and_packing_are_known(tmp_path: Path) ->
     assert (data.format, data.columns) == ("sharegpt", {"messages": "talk"})
 
 
+def test_a_name_in_dataset_info_is_its_file_and_another_is_asked_for(tmp_path: Path) -> None:
+    file, info = tmp_path / "a.yml", tmp_path / "sets" / "dataset_info.json"
+    file.write_text(LLAMA_FACTORY.replace("org/identity", "identity\ndataset_dir: sets"))
+    with pytest.raises(UsageError, match=r"data=rows.csv"):
+        convert(file)
+    assert "dataset_info" in {one.key: one.why for one in convert(file, ["data=a.csv"]).left}["dataset"]
+    info.parent.mkdir()
+    columns = {"messages": "talk", "tools": "known"}
+    entry = {"file_name": "sub/identity.json", "formatting": "sharegpt", "columns": columns}
+    info.write_text(json.dumps({"identity": entry}))
+    converted = convert(file)
+    data = converted.recipe.data
+    assert (data.path, data.format) == (str(info.parent / "sub" / "identity.json"), "sharegpt")
+    assert data.columns == {"messages": "talk"}
+    assert "dataset.columns.tools" in {one.key for one in converted.left}
+
+
 @pytest.mark.parametrize(
     "text", ["lora_r: 8\nadapter: lora\nlora_r: 16\n", '{"a": {"lora_r": 8, "lora_r": 16}}']
 )
