@@ -24,7 +24,7 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -33,6 +33,9 @@ from tests.crossings import leave_to_long
 from tests.long_cells import cell, long_cells
 from tests.marks import REACHED, marks_of
 from tests.slow_tests import named, slow_tests
+
+if TYPE_CHECKING:  # no test needs torch for it
+    from tests.pool import Standing
 
 # The same examples on every machine; `make test-long` draws fresh ones (--hypothesis-profile=fresh). There is
 # no deadline, for another process may hold the processor for as long.
@@ -171,6 +174,27 @@ def _quick_runs() -> Iterator[None]:
         if "petune.run.folder" in sys.modules:
             patch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
         yield
+
+
+@pytest.fixture(scope="module")
+def that_stay() -> Iterator[Standing]:
+    """Ranks that stay to the end of a file of tests. By this alone no test is one that forks."""
+    from tests.parallel import harness
+
+    made = harness.Standing()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def standing(request: pytest.FixtureRequest, that_stay: Standing) -> Iterator[None]:
+    """They run the cases of a test that asks for this, or of a file of them; but none of a test that patches
+    something, which they would not see."""
+    from tests.parallel import harness
+
+    harness.standing = None if "monkeypatch" in request.fixturenames else that_stay
+    yield
+    harness.standing = None
 
 
 @pytest.fixture

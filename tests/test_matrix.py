@@ -8,7 +8,6 @@ tests/test_mutations.py, in its own long part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,7 +22,6 @@ from petune.models import fp8
 from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan, Sharding
 from tests.methods.zoo import FOUR
-from tests.parallel import harness
 from tests.parallel.cells import (
     APART,
     CELLS,
@@ -46,28 +44,12 @@ from tests.parallel.cells import (
 )
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLAPPED, VOCABULARY, pp
-from tests.pool import Standing
 
+pytestmark = pytest.mark.usefixtures("standing")
 long = pytest.mark.long
 ONE = (5,)  # rows of a step in one pass: SQUARE has every backend and family with two, which add up
 # Masks and angles differ from block to block: one method under each plan in the short part.
 MIXED = [(backend, METHODS[at % 4], "gemma3-causal") for at, backend in enumerate(BACKENDS)]
-
-
-@pytest.fixture(scope="module")
-def that_stay() -> Iterator[Standing]:
-    """Ranks that stay to the end of this file."""
-    made = Standing()
-    yield made
-    made.end()
-
-
-@pytest.fixture(autouse=True)
-def _standing(request: pytest.FixtureRequest, that_stay: Standing) -> Iterator[None]:
-    """They run the cases, but for those of a test that patches something, which they would not see."""
-    harness.standing = None if "monkeypatch" in request.fixturenames else that_stay
-    yield
-    harness.standing = None
 
 
 @pytest.mark.parametrize(

@@ -436,9 +436,13 @@ def on_other_rows(case: Case) -> Case | None:
 
 def _check(case: Case, timeout: float) -> float:
     expected = oracle(case)
-    called: Any = (case.plan.world, _steps, case, expected.norms[0] / 2)
-    found = run(*called, timeout=timeout) if standing is None else standing.run(*called, timeout=timeout)
+    found = on_ranks(case.plan.world, _steps, case, expected.norms[0] / 2, timeout=timeout)
     return compare([Trace(**part) for part in found], expected, case)
+
+
+def on_ranks(world: int, function: Any, *args: Any, timeout: float = 60) -> list[Any]:
+    """As `pool.run`, but on ranks that stay where a test has such."""
+    return (run if standing is None else standing.run)(world, function, *args, timeout=timeout)
 
 
 def _steps(case: Case, limit: float) -> dict[str, Any]:

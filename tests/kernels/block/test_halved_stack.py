@@ -19,10 +19,10 @@ from petune.kernels.configs import MemoryConfig
 from petune.models.stack import Stack
 from tests.parallel import harness
 from tests.parallel.cells import case
-from tests.parallel.harness import Case, Trace, compare, oracle
+from tests.parallel.harness import Case, Trace, compare, on_ranks, oracle
 from tests.parallel.plans import COMPOSED, overlapping
-from tests.pool import run
 
+pytestmark = pytest.mark.usefixtures("standing")
 ALL = MemoryConfig("all", offload="none")
 PARKED = MemoryConfig("input", offload="input")
 
@@ -32,15 +32,15 @@ def _case(backend: str, method: str, blocks: MemoryConfig = ALL, **more: Any) ->
     return case("llama-causal", method, plan, blocks=blocks, steps=1, **({"passes": (4,)} | more))
 
 
-def _counted() -> list[int]:
-    """How many blocks each node has that is made from here on, in this process, which ends soon."""
+def _counted(patched: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each node has that is made while this is patched."""
     nodes, made = list[int](), Halves.forward
 
     def forward(ctx: Any, blocks: Any, *given: Any) -> Tensor:
         nodes.append(len(blocks))
         return made(ctx, blocks, *given)
 
-    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]  # in its ranks alone
+    patched.setattr(Halves, "forward", staticmethod(forward))
     return nodes
 
 
@@ -51,16 +51,17 @@ def _gradients(one: Case, hooked: bool, autocast: bool = False) -> tuple[list[in
     assert isinstance(stack.whole, HalvedStack)
     if hooked:
         stack.blocks[-1].register_forward_hook(lambda *given: None)
-    nodes = _counted()
     batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
-    with torch.autocast("cpu", torch.bfloat16, autocast):
+    with torch.autocast("cpu", torch.bfloat16, autocast), pytest.MonkeyPatch.context() as patched:
+        nodes = _counted(patched)
         runner.backward(batches, harness.total(one, 0))
     found = {name: value.grad for name, value in runner.tuned.items() if value.grad is not None}
-    return list(nodes), found
+    return nodes, found
 
 
 def _each(one: Case, *ways: tuple[bool, ...]) -> list[Any]:
     """`_gradients` in each of these ways, one after the other in the same ranks."""
+    harness.build(one)  # remembered, as making it draws
     stream, found = torch.get_rng_state(), []
     for way in ways:
         torch.set_rng_state(stream)  # the same drops out in each
@@ -70,8 +71,7 @@ def _each(one: Case, *ways: tuple[bool, ...]) -> list[Any]:
 
 def _by_way(one: Case, *ways: tuple[bool, ...]) -> list[tuple[Any, ...]]:
     """What each rank found in each of these ways, by way."""
-    harness.build(one)  # remembered, as making it draws
-    return list(zip(*run(2, _each, one, *ways), strict=True))
+    return list(zip(*on_ranks(2, _each, one, *ways), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,17 @@ def _entered(hooked: bool) -> list[bool]:
         entered.clear()
         return held(*given)
 
-    halves.park, halves._held = parked, noted  # type: ignore[assignment]  # of a process that ends soon
     batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
-    runner.backward(batches, harness.total(one, 0))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(halves, "park", parked)
+        patched.setattr(halves, "_held", noted)
+        runner.backward(batches, harness.total(one, 0))
     return found
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_what_is_parked_is_not_held_beside(hooked: bool) -> None:
-    for found in run(2, _entered, hooked):
+    for found in on_ranks(2, _entered, hooked):
         assert len(found) == 4 and not any(found)
 
 
@@ -153,8 +155,9 @@ def test_blocks_compute_in_what_autocast_says() -> None:
 
 def _staged(one: Case, limit: float) -> tuple[dict[str, Any], list[int]]:
     """The trace of steps, and how many blocks each node has."""
-    nodes = _counted()
-    return harness._steps(one, limit), nodes
+    with pytest.MonkeyPatch.context() as patched:
+        nodes = _counted(patched)
+        return harness._steps(one, limit), nodes
 
 
 def test_stages_whose_blocks_ranks_share_go_in_halves_too() -> None:
@@ -163,7 +166,7 @@ def test_stages_whose_blocks_ranks_share_go_in_halves_too() -> None:
     plan = replace(plan, cut=replace(plan.cut, overlap=True))
     one = case("llama-causal", "lora", plan, passes=(4,), blocks=ALL, steps=1, dropout=0.1)
     expected = oracle(one)
-    found = run(4, _staged, one, expected.norms[0] / 2, timeout=90)
+    found = on_ranks(4, _staged, one, expected.norms[0] / 2, timeout=90)
     compare([Trace(**trace) for trace, _ in found], expected, one)
     assert [set(nodes) for _, nodes in found] == [{2}, {2}, {1}, {1}]
 
@@ -186,7 +189,7 @@ def grad(value: Any) -> Tensor:
 
 
 def test_a_graph_that_is_kept_is_gone_back_through_twice() -> None:
-    for found in run(2, _twice):
+    for found in on_ranks(2, _twice):
         assert found and all(found)
 
 
@@ -213,14 +216,15 @@ def _freed() -> list[tuple[int, int]]:
         found.append((len(behind), sum(ref() is not None for at in behind for ref in kept[at])))
         return back(self, *given)
 
-    # of a process that ends soon
-    halves._held, Call.backward = noted, backward  # type: ignore[method-assign,assignment]
     batches = [harness.collate(runner.share(chosen), one) for chosen in harness.rows(one, 0)]
-    runner.backward(batches, harness.total(one, 0))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(halves, "_held", noted)
+        patched.setattr(Call, "backward", backward)
+        runner.backward(batches, harness.total(one, 0))
     return found
 
 
 def test_what_a_block_has_kept_is_freed_behind_it() -> None:
-    for found in run(2, _freed):
+    for found in on_ranks(2, _freed):
         assert [behind for behind, _ in found] == [0, 0, 1, 1]
         assert found[-1] == (1, 0), "both halves are through"

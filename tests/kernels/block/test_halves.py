@@ -16,10 +16,10 @@ from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory import policy_hook
 from tests.parallel import harness
 from tests.parallel.cells import KEPT, case, in_part
-from tests.parallel.harness import Case, Trace, compare, oracle
+from tests.parallel.harness import Case, Trace, compare, on_ranks, oracle
 from tests.parallel.plans import overlapping
-from tests.pool import run
 
+pytestmark = pytest.mark.usefixtures("standing")
 # how often a block that keeps all talks to other ranks on its way ahead and back, where all of it trains
 TALKS = {"tp": 4, "galaxy": 8, "galaxy2": 4, "cut": 6, "sp-gather": 2, "sp-ulysses": 4}
 CUT = list(TALKS)
@@ -31,29 +31,31 @@ def _in_halves(one: Case, limit: float) -> dict[str, Any]:
     """The trace of steps, the sizes of halves that went in turns, how often they talked, what was said."""
     seen: list[tuple[int, ...]] = []
     said: list[str] = []
-    policy_hook.say = said.append  # type: ignore[attr-defined]  # in this very process, which ends soon
     made = Halves.forward
 
     def forward(ctx: Any, blocks: Any, hidden: torch.Tensor, *tensors: Any) -> torch.Tensor:
         seen.extend([tuple(rows.stop - rows.start for rows in halves.halves(len(hidden)))] * len(blocks))
         return made(ctx, blocks, hidden, *tensors)
 
-    Halves.forward = staticmethod(forward)  # type: ignore[method-assign]
     talk, talks = Turns.talk, []
 
     def counted(self: Turns, say: Any) -> Any:
         talks.append(say)
         return talk(self, say)
 
-    Turns.talk = counted  # type: ignore[method-assign]
-    return {"trace": harness._steps(one, limit), "seen": seen, "talks": len(talks), "said": said}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(policy_hook, "say", said.append)
+        patched.setattr(Halves, "forward", staticmethod(forward))
+        patched.setattr(Turns, "talk", counted)
+        trace = harness._steps(one, limit)
+    return {"trace": trace, "seen": seen, "talks": len(talks), "said": said}
 
 
 def _check(one: Case, sizes: tuple[int, int] | None, why: str = "") -> list[float]:
     """Compare with one process, and what was said of those that went whole; how often each rank lets the
     other half have its turn, a block and half."""
     expected = oracle(one)
-    found = run(one.plan.world, _in_halves, one, expected.norms[0] / 2, timeout=90)
+    found = on_ranks(one.plan.world, _in_halves, one, expected.norms[0] / 2, timeout=90)
     compare([Trace(**rank["trace"]) for rank in found], expected, one)
     for rank in found:
         assert set(rank["seen"]) == (set() if sizes is None else {sizes})
@@ -99,7 +101,7 @@ def test_encoders_go_in_halves_and_what_reads_an_encoder_does_not() -> None:
 def test_what_has_no_halves_goes_whole_and_is_said_once(passes: tuple[int, ...], why: str) -> None:
     one = case("llama-causal", "lora", PLANS["tp"]("llama-causal", 2), passes=passes, steps=1, blocks=ALL)
     expected = oracle(one)
-    found = run(2, _in_halves, one, expected.norms[0] / 2)
+    found = on_ranks(2, _in_halves, one, expected.norms[0] / 2)
     compare([Trace(**rank["trace"]) for rank in found], expected, one)
     for rank in found:
         assert not rank["seen"]

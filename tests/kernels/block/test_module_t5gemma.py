@@ -22,6 +22,7 @@ from tests.parallel.cells import case, in_part
 from tests.parallel.harness import check
 from tests.parallel.plans import BACKENDS
 
+pytestmark = pytest.mark.usefixtures("standing")
 NAME = "t5gemma-seq2seq"
 PAD = T5GEMMA["pad_token_id"]
 
