@@ -1,7 +1,8 @@
 """Faults put in on purpose: each must make the comparison with one process fail. A matrix that a fault
 survives guards nothing.
 
-A fault is a patch of one name, made before the ranks are forked from this process. Every one of them is a
+A fault is a patch of one name, made in the ranks, which are forked once for many faults: a fork takes several
+times as long as a step. One that ends a rank within a step has ranks of its own. Every one of them is a
 mistake that somebody has made in a parallel trainer. Only an AssertionError of the comparison counts; a crash
 or a hang would say nothing about it.
 """
@@ -102,14 +103,19 @@ def fails(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fa
     """
     monkeypatch.setattr(harness, "on_other_rows", lambda case: None)  # whose oracle would have the fault
 
-    def one_cell(case: Case, owner: Any, name: str, fault: Any, match: str = "") -> None:
+    def one_cell(case: Case, owner: Any, name: str, fault: Any, match: str) -> None:
+        if match == START:
+            monkeypatch.setattr(owner, name, fault)
+            with pytest.raises(AssertionError, match=match):
+                check(case)
+            return
+        expected, found = harness.oracle(case), in_tests(request.session)
         if case.dropout:
-            check(case)
-        monkeypatch.setattr(owner, name, fault)
+            compare(found[request.node.nodeid, "sound"], expected, case)
         with pytest.raises(AssertionError, match=match):
-            check(case)
+            compare(found[request.node.nodeid, "wrong"], expected, case)
 
-    def the_short_matrix(case: Case, owner: Any, name: str, fault: Any, match: str = "") -> None:
+    def the_short_matrix(case: Case, owner: Any, name: str, fault: Any, match: str) -> None:
         cells = short_cells(case)
         for one in cells:
             harness.oracle(one)  # remembered, so that it does without the fault
@@ -117,6 +123,29 @@ def fails(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fa
         assert any(map(caught, cells)), f"none of {len(cells)} cells sees it"
 
     return one_cell if request.param == "one cell" else the_short_matrix
+
+
+@cache
+def in_tests(session: pytest.Session) -> dict[tuple[str, str], list[Trace]]:
+    """By test, and whether "sound" or "wrong", what ranks do without and with the faults that the tests of
+    this session plant in one cell."""
+    every: dict[Any, Planted] = {}
+    for item in session.items:
+        if not isinstance(item, pytest.Function) or item.module.__name__ != __name__:
+            continue
+        given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        if given.pop("fails", "") != "one cell":
+            continue
+
+        def noted(case: Case, *fault: Any, at: str = item.nodeid) -> None:
+            *patch, match = fault
+            if match != START:
+                every[at, "wrong"] = case, (patch[0], patch[1], patch[2]), match
+            if case.dropout:
+                every[at, "sound"] = case, None, ""
+
+        item.function(**given, fails=noted)
+    return on_ranks_of_each(every)
 
 
 def caught(case: Case) -> bool:
@@ -132,6 +161,7 @@ def caught(case: Case) -> bool:
 
 GRADIENTS = "gradients of the first step"
 LOGITS = "logits in eval mode"
+START = "at the start"  # is compared within a rank
 
 
 # ------------------------------------------------------------------ sums over ranks
@@ -398,26 +428,34 @@ SOUND: dict[str, Planted] = {
 }
 
 
-@cache
-def planted() -> dict[str, list[Trace]]:
-    """By its name what two ranks do under each fault. They are forked once for all, which takes several times
-    as long as a step."""
-    every = WITHIN | ADJOINTS | DROPPED | SLICES | SOUND
+def on_ranks_of_each(every: dict[Any, Planted]) -> dict[Any, list[Trace]]:
+    """By its name what ranks do under each fault; those of each number of ranks are forked once for all."""
     # one model after the other, each of which is made once
     every = dict(sorted(every.items(), key=lambda one: (one[1][0].name, one[1][0].dropout)))
     limits = {name: harness.oracle(one).norms[0] / 2 for name, (one, *_) in every.items()}
 
-    def steps() -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+    def steps(world: int) -> dict[Any, dict[str, Any]]:
+        found: dict[Any, dict[str, Any]] = {}
         for name, (one, fault, _) in every.items():
+            if one.plan.world != world:
+                continue
             with pytest.MonkeyPatch.context() as patched:
                 if fault is not None:
                     patched.setattr(*fault)
                 found[name] = dict(vars(harness.steps(one, one.plan, limits[name])))
         return found
 
-    ranks = run(2, steps, timeout=90)
-    return {name: [Trace(**rank[name]) for rank in ranks] for name in every}
+    traces: dict[Any, list[Trace]] = {}
+    for world in {one.plan.world for one, *_ in every.values()}:
+        ranks = run(world, steps, world, timeout=90)
+        traces |= {name: [Trace(**rank[name]) for rank in ranks] for name in ranks[0]}
+    return traces
+
+
+@cache
+def planted() -> dict[str, list[Trace]]:
+    """By its name what two ranks do under each fault within fused blocks."""
+    return on_ranks_of_each(WITHIN | ADJOINTS | DROPPED | SLICES | SOUND)
 
 
 def seen(name: str, one: Case, match: str) -> None:
@@ -601,7 +639,7 @@ def test_every_rank_starts_from_the_same_tensors(backend: str, fails: Fails) -> 
             stir(model)
         return plain(case, plan, model)
 
-    fails(case, harness, "place", differently, "at the start")
+    fails(case, harness, "place", differently, START)
 
 
 @pytest.mark.parametrize("backend", ["galaxy", long("sp-gather"), "dp"])
