@@ -24,6 +24,7 @@ from petune.recipe.yaml_lines import write_scalar
 
 _APART = ("data.config", "data.split_of", "data.files", "method.also")
 _SECTIONS = {"data": "path", "method": "name", "prefer": "loss"}  # and the setting that stands first
+_OF_ROWS = ("data.path", "data.format", "data.columns", "data.eval")  # which are others by `data=PATH`
 _BARE: dict[str, Any] = {"model": "org/model", "data.path": "org/data"}
 
 
@@ -47,7 +48,8 @@ class Converted:
 
 
 def convert(file: Path, overrides: Sequence[str] = (), program: str | None = None) -> Converted:
-    """Read `file`, YAML or JSON of `program` (None: told by its keys), with a recipe's settings laid over it.
+    """Read `file`, YAML or JSON of `program` (None: told by its keys), with a recipe's settings laid over it;
+    `data=PATH` leaves what the file says of lengths and packing.
 
     Raises FileError for a file that cannot be read, UsageError for one of no program that is known or without
     a model or data, RecipeError as `load_recipe`.
@@ -67,6 +69,9 @@ def convert(file: Path, overrides: Sequence[str] = (), program: str | None = Non
         example = " ".join(f"{key}={'rows.csv' if key == 'data' else 'MODEL'}" for key in missing)
         what = f"{known.title}'s file names no {' and no '.join(missing)} that petune can read"
         raise UsageError(what, where=str(file), remedy=f"petune convert {file} {example}")
+    if any(re.match(r"data=[^{]", one) for one in overrides):  # elsewhere it stands for the whole section
+        whole = {key: value for key, value in whole.items() if not key.startswith(_OF_ROWS)}
+        overrides = [re.sub(r"^data=(?=[^{])", "data.path=", one) for one in overrides]
     recipe = load_recipe({}, whole, list(overrides))
     return Converted(known, recipe, frozenset(used), tuple(left))
 

@@ -357,6 +357,16 @@ def test_a_program_s_own_value_is_taken_and_not_petune_s(
         assert (values[top][inner] if inner else values[top]) == value
 
 
+def test_other_rows_leave_what_a_file_says_of_lengths(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text(
+        "base_model: org/m\nsequence_len: 256\nsample_packing: true\n"
+        "datasets: [{path: org/x, type: alpaca}]\n"
+    )
+    data = convert(tmp_path / "a.yml", ["data=rows.csv"], "axolotl").recipe.resolved()["data"]
+    assert (data["path"], data["max_length"], data["packing"]) == ("rows.csv", 256, True)
+    assert data["format"] == "auto", "of the rows that are not read any more"
+
+
 def test_a_regex_of_what_to_leave_out_is_listed(tmp_path: Path) -> None:
     fields = PEFT | {"exclude_modules": "(q|v){1,2}_proj"}
     (tmp_path / "a.json").write_text(json.dumps(fields))
