@@ -129,10 +129,10 @@ def left_out(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], passes: bo
             "tokens_per_s": 0,
         }
 
-    def updated(self: OptimizerStep, share: float) -> None:
+    def updated(self: OptimizerStep, *given: Any) -> None:
         torch.rand(1)
         if self.progress.step + 1 not in steps:
-            update(self, share)
+            update(self, *given)
 
     monkeypatch.setattr(OptimizerStep, "take", without)
     monkeypatch.setattr(OptimizerStep, "_update", updated)
