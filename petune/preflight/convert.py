@@ -69,10 +69,10 @@ def convert(file: Path, overrides: Sequence[str] = (), program: str | None = Non
         example = " ".join(f"{key}={'rows.csv' if key == 'data' else 'MODEL'}" for key in missing)
         what = f"{known.title}'s file names no {' and no '.join(missing)} that petune can read"
         raise UsageError(what, where=str(file), remedy=f"petune convert {file} {example}")
-    if any(re.match(r"data=[^{]", one) for one in overrides):  # elsewhere it stands for the whole section
+    laid = [re.sub(r"^data=(?=[^{])", "data.path=", one) for one in overrides]  # else it is all of `data`
+    if laid != list(overrides):
         whole = {key: value for key, value in whole.items() if not key.startswith(_OF_ROWS)}
-        overrides = [re.sub(r"^data=(?=[^{])", "data.path=", one) for one in overrides]
-    recipe = load_recipe({}, whole, list(overrides))
+    recipe = load_recipe({}, whole, laid)
     return Converted(known, recipe, frozenset(used), tuple(left))
 
 

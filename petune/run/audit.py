@@ -52,12 +52,13 @@ class Audit:
         self.updates = self.large = 0  # that count, and those of them that should have moved everything
         self.counts = True  # whether the update that comes next does
 
-    def after_backward(self, attends: bool = True) -> None:
-        """Note which tensors have a gradient. attends: whether a text of these has three tokens or more; of
-        shorter ones alone queries and keys have none, and the update does not count. TrainingFault in the
-        second update if one has had none."""
+    def after_backward(self, masks: Sequence[Tensor | None] = (None,)) -> None:
+        """Note which tensors have a gradient. masks: of attention, [rows, tokens], of the update's batches;
+        where no text has three tokens queries and keys have none, and the update does not count.
+        TrainingFault in the second update if one has had none."""
         if self.updates >= GRADIENT_WITHIN:
             return
+        attends = any(mask is None or bool((mask.sum(-1) > 2).any()) for mask in masks)
         *seen, self.counts = self.anyone([*map(self.has_gradient, self.waiting), attends])
         self.waiting = [name for name, reached in zip(self.waiting, seen, strict=True) if not reached]
         if self.updates + self.counts == GRADIENT_WITHIN and self.waiting:

@@ -340,8 +340,7 @@ class OptimizerStep:
         return loss
 
     def _update(self, share: float, micro: Sequence[Batch]) -> None:
-        masks = (batch.get("attention_mask") for batch in micro)
-        self.audit.after_backward(any(mask is None or bool((mask.sum(-1) > 2).any()) for mask in masks))
+        self.audit.after_backward([batch.get("attention_mask") for batch in micro])
         self.keeper.settle()
         with self.explain_memory("optimizer step"):
             self.optimizer.step()

@@ -234,8 +234,8 @@ def test_updates_of_texts_too_short_for_attention_do_not_count():
     tuned = two()
     audit = Audit(tuned, {})
     tuned["a"].grad, tuned["b"].grad = torch.ones(3), torch.zeros(3)  # b: a query, whose text is one token
-    for attends in (False, False, False, True, False):
-        audit.after_backward(attends)
+    for longest in (1, 1, 2, 3, 1):
+        audit.after_backward([torch.ones(2, longest)])
         tuned["a"].data += 1
         audit.after_update()
     with pytest.raises(TrainingFault, match="b  has had no gradient"):

@@ -21,6 +21,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.head.lazy_logits import Origin, Unmade, unmade
 from petune.kernels.head.linear_cross_entropy import IGNORED, linear_cross_entropy
 from petune.log import say
+from petune.models.behind import output_head
 from petune.models.boundary import SharedTokens, VocabularySlice, shared_tokens_of, slice_of
 from petune.models.sharded import class_of
 from petune.models.tuned_linear import low_rank_of
@@ -211,9 +212,8 @@ def fuse_head(model: nn.Module, ops: Ops) -> bool:
     replaces another later is missed.
     """
     unfuse_head(model)
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
-    if not isinstance(head, nn.Module):
+    head = output_head(model)
+    if head is None:
         say(f"the head and its loss are not fused: {class_of(model).__name__} has no head over a vocabulary")
         return False
     weight, rows = getattr(head, "weight", None), getattr(getattr(model, "config", None), "vocab_size", 0)

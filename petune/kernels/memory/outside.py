@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.memory.block_cost import Rates
 from petune.kernels.memory.op_cost import Cost, KernelCost, adamw, costing
+from petune.models.behind import output_head
 from petune.models.sharded import shards_of
 
 STATES = 12  # bytes beside a trained number: its gradient and AdamW's two states, in float32
@@ -25,9 +26,8 @@ def vocabulary_of(model: nn.Module) -> int:
 
 def _head(model: nn.Module) -> Any:
     """The head over a vocabulary, or None: not on every stage of a pipeline."""
-    ask = getattr(model, "get_output_embeddings", None)
     try:
-        head = ask() if callable(ask) else None
+        head = output_head(model)
     except AttributeError:  # of a module inside one that is given away
         return None
     return None if getattr(head, "weight", None) is None else head

@@ -88,7 +88,7 @@ def _product_form(tile: GroupedTile, groups: int, k: int, n: int, rank: int) -> 
         "N": n,
         "RANK": rank,
         "R": power_of(rank, MAX_RANK),
-        "GROUPS": max(32, 1 << (groups - 1).bit_length()),
+        "GROUPS": max(32, power_of(groups)),
     }
     even = k % tile.depth == 0 and n % tile.columns == 0
     return sizes | {"EVEN": even, "BM": tile.rows, "BN": tile.columns, "BK": tile.depth}
